@@ -180,10 +180,10 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
     runtime, warm_up = trainer.runtime, WARM_UP[mode]
     try:
         for _ in range(warm_up):
-            await trainer.train_step(0.0)
+            await trainer.train_step()
         begin, before, pace = time.perf_counter(), await backend.metrics(), backend.pace
         for step in range(arguments.steps):
-            await trainer.train_step(0.0)
+            await trainer.train_step()
             print(f"{mode}: step {step + 1} of {arguments.steps}", flush=True)
         seconds, engine = time.perf_counter() - begin, (await backend.metrics()).since(before)
         planned, taken = np.subtract(backend.pace, pace)

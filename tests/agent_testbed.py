@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentLoop, ServerToolAgent
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, Trajectory
 from tests.fakes import FakeCodec, ScriptedBackend
@@ -18,7 +18,7 @@ from tests.http_service import ToolServer
 ROW: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
 
 
-class AgentStage:
+class AgentHarness:
     """Keeps what tests look at: the codec, the engine, the loop.
 
     Args:
@@ -79,12 +79,34 @@ def assert_token_exact(trajectory: Trajectory, requests: Any) -> None:
     assert not left and context == trajectory.prompt_ids + trajectory.response_ids
 
 
+def assert_forks_are_exact(trajectories: Sequence[Trajectory], requests: Sequence[GenerateRequest]) -> None:
+    """A branch begins as its parent, and what it asked of the engine are exactly its turns after the fork."""
+    known = {t.trajectory_id: t for t in trajectories}
+    for t in trajectories:
+        asked = [r for r in requests if r.request_id.startswith(f"{t.trajectory_id}/")]
+        first = t.fork.turns if t.fork else 0
+        context = t.prompt_ids
+        for number, turn in enumerate(t.turns):
+            if number >= first:
+                kept = t.fork.tokens if t.fork and number == first else 0
+                assert asked[number - first].prompt_ids == context + turn.output.token_ids[:kept]
+            context += turn.output.token_ids + turn.appended_ids
+        assert len(asked) == len(t.turns) - first
+        if t.fork and t.fork.parent_id in known:
+            parent = known[t.fork.parent_id]
+            for mine, its in zip(t.turns[:first], parent.turns[:first], strict=True):
+                assert mine == its
+            kept = t.fork.tokens
+            assert t.turns[first].output.token_ids[:kept] == parent.turns[first].output.token_ids[:kept]
+            assert t.turns[first].output.log_probs[:kept] == parent.turns[first].output.log_probs[:kept]
+
+
 ACT = "<py> 1 + 2 </py> and more"
 ACTION = "<py> 1 + 2 </py>"
 """What an engine that stops at the action's end says of ``ACT``."""
 STOP = {"action_stop_tokens": ("</py>",)}
 
 
-def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentStage:
+def server_tool_stage(server: ToolServer, script: Any, **limits: Any) -> AgentHarness:
     """The server_tool agent on a tool server."""
-    return AgentStage(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})
+    return AgentHarness(ServerToolAgent, script, **{"tool_server_url": server.url, **STOP, **limits})

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from jax_agent_rl.agents.reply import _UNFINISHED_TAG
-from jax_agent_rl.environments.textworld import command_of
+from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
+from jax_agent_rl.environments.textworld import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.judge import _GRADE
@@ -44,7 +44,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "result_block": (lambda text: markup.result_block(text, ""), ("```", "</", "<result>", " ", "\n")),
     "bare_result": (bare_result, ("<result>", "</result>", "\n")),
     "unfinished_tag": (lambda text: _UNFINISHED_TAG.sub("", text), ("<", "a", " ", ">")),
-    "command": (command_of, ("<command>", "</command>", "\n", " ", "A")),
+    "command": (parse_command, ("<command>", "</command>", "\n", " ", "A")),
 }
 
 

@@ -1,24 +1,21 @@
-"""Branching off a finished trajectory: the prefix a branch takes over, and the replay of its tool calls.
+"""Branching off a finished trajectory: the prefix that a branch inherits, and the replay of what answered its turns.
 
-A branch takes over ids, never text that would be tokenized again. Tools keep state per trajectory, and a branch is a
-trajectory of its own, so the calls of its first turns are repeated in its session, turn by turn. Their answers must not
-change: the ids that follow were sampled after them. Stateless tools (``BaseTool.stateful`` false, e.g. function tools)
-are not called again.
+A branch inherits ids, never text that would be tokenized again. Tools, tool servers, environments and simulated users
+keep state per trajectory, and a branch is a trajectory of its own: they answer the inherited turns once more, in order
+(:meth:`~jax_agent_rl.agents.turn_loop.Responder.replay_turn`). Their answers must not change, as the ids that follow
+were sampled after them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.errors import ReplayError
-from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.types import Fork, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 
-_NEVER_RAN = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_parallel_limit"})
+Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +26,7 @@ class Prefix:
         fork: where it ends.
         prompt_ids: the prompt.
         turns: whole turns, with what was appended to them.
-        begun: the ids taken over of the next turn, as if it had been interrupted there; None if there are none.
+        begun: the inherited ids of the next turn, as if it had been interrupted there; None if there are none.
         messages: the conversation as text, up to ``turns``.
     """
 
@@ -37,7 +34,7 @@ class Prefix:
     prompt_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
     begun: TokenOutput | None
-    messages: tuple[Mapping[str, Any], ...]
+    messages: Messages
 
     @classmethod
     def of(cls, parent: Trajectory, fork: Fork) -> Prefix:
@@ -59,7 +56,7 @@ class Prefix:
             prompt_ids=parent.prompt_ids,
             turns=parent.turns[: fork.turns],
             begun=cut.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None) if fork.tokens else None,
-            messages=_messages_before(parent, fork.turns),
+            messages=parent.messages[: _turn_positions(parent.messages, parent.num_turns)[fork.turns]],
         )
 
     @property
@@ -70,38 +67,41 @@ class Prefix:
             ids += turn.output.token_ids + turn.appended_ids
         return ids
 
+    def messages_before(self, turn: int) -> Messages:
+        """Return the conversation before an inherited turn; before turn 0, that is the prompt."""
+        return self.messages[: [*_turn_positions(self.messages, len(self.turns)), len(self.messages)][turn]]
 
-def _messages_before(trajectory: Trajectory, turn: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages before a turn, counted from the end as the prompt may hold assistant messages."""
-    spoken = [i for i, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
-    return trajectory.messages[: spoken[turn - trajectory.num_turns]]
+    def response_to(self, turn: int) -> Messages:
+        """Return the messages that answered an inherited turn."""
+        return self.messages_before(turn + 1)[len(self.messages_before(turn)) + 1 :]
 
 
-async def replay(session: ToolSession, turns: Sequence[Turn]) -> dict[str, float]:
-    """Repeat the tool calls of ``turns``.
+def _turn_positions(messages: Messages, turns: int) -> list[int]:
+    """Return the index of each turn's message, counted from the end as the prompt may hold assistant messages."""
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return assistant[len(assistant) - turns :]
 
-    Returns:
-        The metrics ``replayed_calls`` and ``replay_seconds``. ``session.metrics`` is cleared: those are the parent's.
+
+def check_replay(turn: int, source: str, before: object, now: object, *, remedy: str) -> None:
+    """Check that a replayed answer is the recorded one.
+
+    Args:
+        turn: number of the answered turn.
+        source: what answered.
+        before: the recorded answer.
+        now: the answer of the replay.
+        remedy: how to make the two equal.
 
     Raises:
-        ReplayError: an observation, error or reward differs from the recorded one.
+        ReplayError: they differ.
     """
-    began, count = time.perf_counter(), 0
-    for number, turn in enumerate(turns):
-        calls = [c for c in turn.tool_calls if session.is_stateful(c.name) and c.error not in _NEVER_RAN]
-        async with asyncio.TaskGroup() as group:  # side by side, as they were made
-            tasks = [group.create_task(session.call(c.name, c.arguments, call_id=c.call_id)) for c in calls]
-        for before, task in zip(calls, tasks, strict=True):
-            _check(number, before, task.result())
-        count += len(calls)
-    session.metrics.clear()
-    return {"replayed_calls": float(count), "replay_seconds": time.perf_counter() - began}
-
-
-def _check(turn: int, before: ToolCallRecord, now: ToolCallRecord) -> None:
-    if (before.observation, before.error, before.reward) != (now.observation, now.error, now.reward):
+    if before != now:
         raise ReplayError(
-            f"{before.name} answered {now.observation!r:.200} (error {now.error}, reward {now.reward}) where it had "
-            f"answered {before.observation!r:.200} (error {before.error}, reward {before.reward}) in turn {turn}; give "
-            "the tool a seed, or set its `stateful` to False if trajectories share its state"
+            f"{source} answered {now!s:.300} where it had answered {before!s:.300} in turn {turn}; {remedy}, or set "
+            "rollout.strategy.name=chain"
         )
+
+
+def describe_call(call: ToolCallRecord) -> str:
+    """Return what a call answered, for :func:`check_replay`."""
+    return f"{call.observation!r} (error {call.error}, reward {call.reward})"

@@ -117,7 +117,7 @@ class AgentContext:
         codec: messages to ids and back.
         tools: all tools of the run.
         limits: the ``agent`` section of the config.
-        max_model_len: most ids of one context, ``rollout.max_model_len``.
+        max_model_len: maximum ids of one context, ``rollout.max_model_len``.
         tool_config: the ``tool_config`` section, for ``text_tool_agent``.
         search: the ``search`` section, for ``search_agent``.
         interactions: the simulated users of the run.
@@ -158,5 +158,5 @@ def derive_seed(*parts: int | str) -> int:
     >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
     True
     """
-    text = json.dumps(parts)  # keeps apart 1 and "1", and (1, 23) and (12, 3)
+    text = json.dumps(parts)  # distinguishes 1 from "1", and (1, 23) from (12, 3)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

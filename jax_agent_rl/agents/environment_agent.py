@@ -18,12 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
+from jax_agent_rl.agents.episode import Episode, row_prompt
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
-from jax_agent_rl.environments import LeasedEnvironment, environment_of
+from jax_agent_rl.environments import LeasedEnvironment, Observation, get_environment, row_environment
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
+
+_REMEDY = "seed it from its environment_kwargs, or set its `replayable` to False"
 
 
 @dataclass
@@ -51,8 +54,29 @@ class EnvironmentResponder(Responder):
             return FinishReason.ENVIRONMENT_DONE
         if limit is not None:
             return limit
-        messages = [{**message, "content": self.shorten(message["content"])} for message in observation.messages]
-        return None if episode.append(messages) else FinishReason.RESPONSE_LENGTH
+        return None if episode.append(self._shown(observation)) else FinishReason.RESPONSE_LENGTH
+
+    async def replay_turn(self, prefix: Prefix, turn: int) -> int:
+        parent = prefix.turns[turn]
+        observation = await self.environment.step(self.context.codec.parse_reply(parent.output.token_ids))
+        self.check(
+            turn,
+            (list(prefix.response_to(turn)), list(map(describe_call, parent.tool_calls)), parent.score, False),
+            (
+                self._shown(observation),
+                list(map(describe_call, observation.tool_calls)),
+                observation.score,
+                observation.done,
+            ),
+        )
+        return 1
+
+    def check(self, turn: int, before: object, now: object) -> None:
+        """Check a replayed answer of the environment; see :func:`check_replay`."""
+        check_replay(turn, f"environment {self.environment.name!r}", before, now, remedy=_REMEDY)
+
+    def _shown(self, observation: Observation) -> list[Mapping[str, Any]]:
+        return [{**message, "content": self.shorten(message["content"])} for message in observation.messages]
 
 
 @register_agent("environment_agent")
@@ -62,13 +86,23 @@ class EnvironmentAgent(TurnLoopAgent):
     Observations are shortened as tool results are (``agent.max_tool_response_length``), and count as user turns.
     """
 
+    def branching_problem(self, row: Mapping[str, Any]) -> str | None:
+        name, _ = row_environment(row)
+        if not get_environment(name).replayable:
+            return f"environment {name!r} cannot be replayed (its `replayable` is False)"
+        return super().branching_problem(row)
+
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
-        name, kwargs = environment_of(row)
+        name, kwargs = row_environment(row)
         async with self.context.environments.pool(name).lease() as environment:
             opening = await environment.reset(**kwargs)
             episode = start(opening=opening.messages, tool_schemas=environment.tool_schemas)
-            episode.add_metrics(opening.metrics)
-            reason = await run_turns(episode, EnvironmentResponder(self.context, environment))
+            responder = EnvironmentResponder(self.context, environment)
+            if episode.prefix is None:
+                episode.add_metrics(opening.metrics)
+            else:
+                responder.check(0, list(episode.prefix.messages_before(0)), row_prompt(row, opening.messages))
+            reason = await run_turns(episode, responder)
             outcome = await environment.conclude(tuple(episode.messages), reason)
         episode.add_score(outcome.get("score", 0.0))
         episode.add_metrics({key: value for key, value in outcome.items() if key != "score"})

@@ -19,7 +19,7 @@ from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, outside_thinking
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.rollout.merge_outputs import merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest
@@ -57,11 +57,12 @@ class Episode:
         tools: tools described in the prompt (unless ``agent.tool_prompt`` is ``none``).
         opening: messages that follow the row's prompt, e.g. an environment's first observation.
         tool_schemas: further tools described in the prompt, in OpenAI's format.
-        prefix: what a branch takes over from its parent; the prompt is not rendered again.
+        prefix: what a branch inherits from its parent; the prompt is not rendered again.
 
     Attributes:
         turns: assistant turns so far.
         messages: the conversation as text: the row's prompt, then what was decoded from ids.
+        prefix: see above; None for a trajectory that starts at its prompt.
 
     Raises:
         DataError: the row's ``prompt`` is not a list of messages.
@@ -84,7 +85,7 @@ class Episode:
         prefix: Prefix | None = None,
     ):
         self.turns: list[Turn] = []
-        self.messages: list[Mapping[str, Any]] = prompt_of(row, opening)
+        self.messages: list[Mapping[str, Any]] = row_prompt(row, opening)
         self._context = context
         self._row = row
         self._agent_name = agent_name
@@ -93,8 +94,8 @@ class Episode:
         self._sampling = sampling
         self._schemas = (*schemas_of(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
-        self._fork = prefix.fork if prefix else None
-        self._begun: TokenOutput | None = None  # the part of the next turn that a branch took over
+        self.prefix = prefix
+        self._begun: TokenOutput | None = None  # the inherited part of the next turn
         self._begins_thinking = False  # the last turn was sampled after the opening of a think block
         if prefix is None:
             self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
@@ -139,7 +140,7 @@ class Episode:
             session_ends: whether this is the last turn, so the engine need not keep the context's KV.
             stop: strings that end the turn, besides those of the sampling parameters.
             stop_token_ids: ids that end the turn, likewise.
-            action_stops: strings that end the turn unless they stand inside a think block.
+            action_stops: strings that end the turn unless they are inside a think block.
             max_tokens: maximum ids of this turn, besides the budgets.
 
         Raises:
@@ -151,11 +152,11 @@ class Episode:
         context = self._context_ids()
         tail = self._context.codec.decode(context[-_THINK_TAIL:], skip_special_tokens=False)
         self._begins_thinking = tail.rstrip().endswith(_THINK_OPENINGS)
-        most = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
+        limit = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_tokens=most,
+            max_tokens=limit,
             stop=(*self._sampling.stop, *stop, *action_stops),
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
@@ -163,7 +164,7 @@ class Episode:
         began = time.perf_counter()
         output = await self._sample(context, begun, sampling, session_ends)
         while self._stopped_while_thinking(output, action_stops):
-            if len(output.token_ids) >= most:
+            if len(output.token_ids) >= limit:
                 output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
                 break
             output = await self._sample(context, output, sampling, session_ends)
@@ -338,7 +339,7 @@ class Episode:
             row=self._row,
             messages=tuple(self.messages),
             tool_scores=tool_scores or {},
-            fork=self._fork,
+            fork=self.prefix.fork if self.prefix else None,
             history_window=self._context.limits.history_window,
         )
 
@@ -387,7 +388,7 @@ def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: in
         )
 
 
-def prompt_of(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+def row_prompt(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
     """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
     prompt = row.get("prompt")
     messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]

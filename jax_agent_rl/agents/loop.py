@@ -72,7 +72,7 @@ class AgentLoop(ABC):
 
         Raises:
             ConfigError: this loop cannot branch, see :meth:`can_branch`.
-            ReplayError: the parent's tool calls cannot be replayed.
+            ReplayError: a replay gave other answers than the parent got.
             TrajectoryError: as :meth:`run`.
         """
         raise ConfigError(
@@ -85,6 +85,10 @@ class AgentLoop(ABC):
         """Return whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
         run, branch = (next(c for c in cls.__mro__ if name in vars(c)) for name in ("run", "branch"))
         return run is branch
+
+    def branching_problem(self, row: Mapping[str, Any]) -> str | None:
+        """Return why trajectories of this row cannot branch, or None if they can; asked before a run."""
+        return None if self.can_branch() else f"agent {self.name!r} cannot branch; there are {branching_agents()}"
 
     async def close(self) -> None:
         """Close what the loop keeps open between trajectories (servers, connections). The default does nothing."""
@@ -245,14 +249,14 @@ class AgentSelector:
             await loop.preflight()
 
     def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Check that every loop of these rows can branch.
+        """Check that trajectories of all these rows can branch.
 
         Raises:
-            ConfigError: a loop cannot; lists those.
+            ConfigError: some cannot; names their agents and environments.
         """
-        cannot = sorted({loop.name for row in rows if not (loop := self.for_row(row)).can_branch()})
-        if cannot:
+        problems = {problem for row in rows if (problem := self.for_row(row).branching_problem(row))}
+        if problems:
             raise ConfigError(
-                f"rollout.strategy branches trajectories, and agents {cannot} cannot be branched; there are "
-                f"{branching_agents()}; use one of those, or rollout.strategy.name=chain"
+                f"rollout.strategy branches trajectories, but {'; '.join(sorted(problems))}; use others, or set "
+                "rollout.strategy.name=chain"
             )

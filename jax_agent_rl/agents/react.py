@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.episode import prompt_of
+from jax_agent_rl.agents.episode import row_prompt
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.openai_loop import run_user_agent, with_output
 from jax_agent_rl.agents.recorder import ChatRecorder
@@ -43,7 +43,7 @@ def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """
     return [
         {"tool_call_id": f"prompt_{index}", **message} if message["role"] == "tool" else message
-        for index, message in enumerate(prompt_of(row))
+        for index, message in enumerate(row_prompt(row))
     ]
 
 

@@ -1,13 +1,13 @@
 """Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
 
 A framework sends its whole conversation each time. The recorder finds the turn it continues and appends to that turn's
-*ids*; text that the model wrote is never tokenized again. Of several samples that say the same it is the one whose
+*ids*; text that the model wrote is never tokenized again. Of several samples of the same text it is the one whose
 reasoning and call ids come back, else the last one::
 
     request 1   [system, user]                                  no turn on record: rendered       root A
     request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
     request 3   [system, user, assistant A, tool]               the same again: a sibling         A ─► C
-    request 4   [system, "summary of what was", user]           edited history: rendered anew     root D
+    request 4   [system, "summary of what was", user]           edited history: rendered again    root D
 
     tree        A ─┬─► B        sequences      [A B]    mask 1 on A and B
                    └─► C                       [A C]    mask 1 on C: A is trained on once
@@ -27,9 +27,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
-from jax_agent_rl.agents.conversation import Traces, assistant_message, fingerprint, plain_messages
+from jax_agent_rl.agents.conversation import (
+    ChatReply,
+    Traces,
+    assistant_message,
+    cut_at_stop,
+    fingerprint,
+    plain_messages,
+    read_reply,
+)
 from jax_agent_rl.agents.episode import check_output
-from jax_agent_rl.agents.reply import ChatReply, cut_at_stop, read_reply
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
@@ -200,9 +207,9 @@ class ChatRecorder:
     ) -> _Request:
         codec = self._context.codec
         last = max((i for i, m in enumerate(plain) if m["role"] == "assistant"), default=-1)
-        spoken = [traces[i] for i in range(last + 1) if plain[i]["role"] == "assistant"]
+        replies = [traces[i] for i in range(last + 1) if plain[i]["role"] == "assistant"]
         same = self._by_conversation.get(fingerprint(plain[: last + 1], schemas), ()) if last >= 0 else ()
-        parent = max(same, key=lambda turn: (_agreement(turn, spoken), turn.number), default=None)
+        parent = max(same, key=lambda turn: (_agreement(turn, replies), turn.number), default=None)
         new = plain[last + 1 :]
         if parent is None or not new:
             return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=schemas)), inserted=tuple(plain))
@@ -332,9 +339,9 @@ class ChatRecorder:
         )
 
 
-def _agreement(turn: RecordedTurn, spoken: Sequence[Traces]) -> int:
+def _agreement(turn: RecordedTurn, replies: Sequence[Traces]) -> int:
     """Count the traces of assistant messages that agree with the turns up to this one."""
-    pairs = zip(reversed(turn.path()), reversed(spoken), strict=False)  # the prompt may hold assistant messages, too
+    pairs = zip(reversed(turn.path()), reversed(replies), strict=False)  # the prompt may hold assistant messages, too
     return sum(
         ((trace.reasoning or "").strip() == (past.reply.reasoning or "").strip())
         + (trace.call_ids == tuple(call.id for call in past.reply.tool_calls))

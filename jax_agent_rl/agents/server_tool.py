@@ -12,29 +12,138 @@
 
     in the end, however it ends: the environment is closed, once
 
-What stands in a think block is no action: a stop token in there does not end the turn, and the tool server, which looks
-for calls in what it is sent, is not sent it.
+Text in a think block is no action: a stop token in it does not end the turn, and it is not sent to the tool server,
+which looks for calls in what it gets.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.observations import ObservationCodec
-from jax_agent_rl.agents.tool_environment import Lockstep, Send, ToolEnvironment
+from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, Lockstep, Send, ToolEnvironment
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient, observation_url
+from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.codec import ChatCodec
+
+
+Media = Mapping[str, tuple[Any, ...]]
+"""Images and videos by kind."""
+
+
+class ObservationCodec:
+    """Inserts observations after turns. They are data: text of special tokens in them stays plain text.
+
+    ::
+
+        enable_mtrl=false           …</python> ──► observation ──► the model goes on
+        enable_mtrl=true            …</python> ──► end of turn, a turn of mtrl_role, the next generation prompt
+        enable_mtrl=true, mtrl_sep  …</python> ──► turn_end_token, mtrl_sep with the observation for {obs}
+
+    Args:
+        limits: the ``agent`` section of the config.
+        codec: messages to ids and back.
+    """
+
+    def __init__(self, limits: AgentConfig, codec: ChatCodec):
+        self._limits = limits
+        self._codec = codec
+
+    @property
+    def are_messages(self) -> bool:
+        """True if observations are chat messages, which the template writes and which may hold images."""
+        return self._limits.enable_mtrl and self._limits.mtrl_sep is None
+
+    def shorten(self, text: str) -> str:
+        """Return ``text`` within ``max_obs_length`` tokens, cut on ``truncate_obs_side``."""
+        return self._cut(text, self._limits.max_obs_length, self._limits.truncate_obs_side)
+
+    def add_to_prompt(self, episode: Episode, text: str) -> None:
+        """Add an observation to the prompt.
+
+        Raises:
+            PromptTooLongError, TemplateError: see :meth:`Episode.extend_prompt`.
+        """
+        messages = [self._message(text)]
+        if self.are_messages:
+            episode.extend_prompt(messages)
+        else:
+            episode.extend_prompt(messages, self._between_separators(text, turn_has_ended=False))
+
+    def insert(self, episode: Episode, text: str, media: Media) -> bool:
+        """Append an observation after the last turn; return False if ``truncate_response_side`` leaves it out.
+
+        Args:
+            episode: the trajectory.
+            text: the observation.
+            media: images shown before the text, by kind; only for observations that :attr:`are_messages`.
+        """
+        ids = self._encode(episode, text, media)
+        if self._append(episode, ids, text, media):
+            return True
+        if self._limits.truncate_response_side == "right":
+            return False
+        around = len(ids) - len(self._codec.encode_text(text))
+        room = episode.tokens_left // 2 - around
+        if room < 1:
+            return False
+        text = self._cut(text, room, "left")
+        return self._append(episode, self._encode(episode, text, media), text, media)
+
+    def _append(self, episode: Episode, ids: Sequence[int], text: str, media: Media) -> bool:
+        messages = [self._message(text, media)] if text or media else []
+        return episode.append_ids(ids, messages, learn=not self._limits.mask_observations, media=media)
+
+    def _message(self, text: str, media: Media | None = None) -> dict[str, Any]:
+        role = self._limits.mtrl_role if self._limits.enable_mtrl else "tool"
+        kinds = [kind for kind, items in (media or {}).items() for _ in items]
+        return {"role": role, "content": text} | ({"media": kinds} if kinds else {})
+
+    def _encode(self, episode: Episode, text: str, media: Media) -> list[int]:
+        output = episode.turns[-1].output
+        if self.are_messages:
+            ids = self._codec.expand_media(episode.encode_append([self._message(text, media)]), media)
+            return self._without_second_end(output, ids)
+        return self._between_separators(text, turn_has_ended=self._has_ended(output))
+
+    def _between_separators(self, text: str, *, turn_has_ended: bool) -> list[int]:
+        limits, codec = self._limits, self._codec
+        if not limits.enable_mtrl or limits.mtrl_sep is None:
+            return codec.encode_text(text)
+        before, _, after = limits.mtrl_sep.partition("{obs}")
+        end = "" if turn_has_ended else limits.turn_end_token or ""
+        return [*codec.encode_markup(end + before), *codec.encode_text(text), *codec.encode_markup(after)]
+
+    def _has_ended(self, output: TokenOutput) -> bool:
+        """Return whether the model wrote the end of its turn itself."""
+        return output.stop_reason is StopReason.EOS or (
+            output.stop_match is not None and output.stop_match == self._limits.turn_end_token
+        )
+
+    def _without_second_end(self, output: TokenOutput, ids: list[int]) -> list[int]:
+        """Drop the template's end of turn if the model already wrote it as ``turn_end_token``."""
+        if output.stop_reason is StopReason.STOP and self._has_ended(output):
+            end = self._codec.encode_markup(self._limits.turn_end_token or "")
+            if ids[: len(end)] == end:
+                return ids[len(end) :]
+        return ids
+
+    def _cut(self, text: str, limit: int, side: Any) -> str:
+        return truncate_text(text, limit, side, encode=self._codec.encode_text, decode=self._codec.decode)
 
 
 @dataclass
@@ -60,6 +169,10 @@ class ServerResponder(Responder):
     async def look_first(self, episode: Episode) -> None:
         """Add an observation of the untouched environment to the prompt (``agent.call_tool_first``)."""
         observation, record = await self._step("", 0)
+        if episode.prefix is not None:
+            before = episode.prefix.messages_before(0)[-1]["content"]
+            check_replay(0, record.name, before, record.observation, remedy=REPLAY_REMEDY)
+            return
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
         if observation.media:
@@ -71,7 +184,7 @@ class ServerResponder(Responder):
         step = len(episode.turns) - 1
         action = self._action(episode, output, step)
         if action is None:
-            return _end_of(episode, output, self.limits)
+            return _finish_reason(episode, output, self.limits)
         if limit is not None:
             return limit
         observation, record = await self._step(action, step)
@@ -82,9 +195,15 @@ class ServerResponder(Responder):
         fits = self.observations.insert(episode, record.observation, record.media)
         return None if fits else FinishReason.RESPONSE_LENGTH
 
+    async def replay_turn(self, prefix: Prefix, turn: int) -> int:
+        (before,) = prefix.turns[turn].tool_calls
+        _, now = await self._step((before.arguments or {})["action"], turn)
+        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=REPLAY_REMEDY)
+        return 1
+
     async def _step(self, action: str, step: int) -> tuple[ServerObservation, ToolCallRecord]:
-        most = self.limits.max_turns
-        turns = {"current_step": step, "max_turns": most, "turns_left": most - step}
+        max_turns = self.limits.max_turns
+        turns = {"current_step": step, "max_turns": max_turns, "turns_left": max_turns - step}
         extra_fields = {**(self.row.get("extra_info") or {}), **turns}
         return await self.environment.step(
             action, name="tool_server", extra_fields=extra_fields, shorten=self.observations.shorten
@@ -126,8 +245,8 @@ class ServerToolAgent(TurnLoopAgent):
         self._server = _server(limits) if limits.enable_agent else None
         in_step = limits.rollout_mode != "async"
         self._lockstep = Lockstep(self._server.get_observation) if self._server and in_step else None
-        most = limits.max_concurrent_trajectories
-        self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+        limit = limits.max_concurrent_trajectories
+        self._slots = nullcontext() if limit is None else asyncio.Semaphore(limit)
 
     async def preflight(self) -> None:
         if self._server:
@@ -142,7 +261,7 @@ class ServerToolAgent(TurnLoopAgent):
             episode = start()
             if self._server is None:
                 output = await episode.generate(session_ends=True, max_tokens=self.context.limits.max_action_length)
-                reason = _end_of(episode, output, self.context.limits)
+                reason = _finish_reason(episode, output, self.context.limits)
             else:
                 async with self._environment(self._server, trajectory_id) as environment:
                     responder = ServerResponder(self.context, self._observations, environment, row)
@@ -171,7 +290,7 @@ class ServerToolAgent(TurnLoopAgent):
         return None
 
 
-def _end_of(episode: Episode, output: TokenOutput, limits: AgentConfig) -> FinishReason:
+def _finish_reason(episode: Episode, output: TokenOutput, limits: AgentConfig) -> FinishReason:
     if output.stop_reason is not StopReason.LENGTH:
         return FinishReason.ANSWER
     cut_short = len(output.token_ids) == limits.max_action_length and episode.tokens_left > 0

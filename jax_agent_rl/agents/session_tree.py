@@ -62,7 +62,7 @@ def to_trajectory(
 
 
 def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
-    """Paths from roots to leaves, that of the last turn first; no leaf that was left behind for its sibling."""
+    """Return the paths from roots to leaves, that of the last turn first, without leaves abandoned for a sibling."""
     parents = {turn.parent for turn in turns}
     continued = {(turn.parent, turn.inserted_ids) for turn in turns if turn in parents}
     leaves = [t for t in turns if t not in parents and (t.parent, t.inserted_ids) not in continued]

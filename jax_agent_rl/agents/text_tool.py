@@ -14,33 +14,36 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.tool_environment import ToolEnvironment
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, end_of, run_turns
+from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, ToolEnvironment
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, answer_or_cut, run_turns
 from jax_agent_rl.tools.client import ServerObservation, ToolClient, tool_action
 from jax_agent_rl.tools.search_client import SearchClient
 from jax_agent_rl.tracing import span
-from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
 
 
 class MarkerAgent(TurnLoopAgent):
-    """A loop whose calls stand between two markers."""
+    """A loop whose calls are written between two markers."""
 
     opening: ClassVar[str]
     closing: ClassVar[str]
     result: ClassVar[str]
     """How a result is written, with ``{}`` for its text."""
+    stateful: ClassVar[bool] = True
+    """Whether its calls leave state behind, so that branches repeat them."""
 
     @property
     @abstractmethod
     def max_calls(self) -> int:
-        """Most calls of one trajectory."""
+        """Maximum calls of one trajectory."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ class MarkerResponder(Responder):
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         before, closed, _ = episode.outside_thinking(output).partition(self.agent.closing)
         if not closed:
-            return end_of(output)
+            return answer_or_cut(output)
         if limit is not None:
             return limit
         observation, record = await self._run(before)
@@ -70,8 +73,13 @@ class MarkerResponder(Responder):
         fits = episode.append_ids(ids, [{"role": "tool", "content": record.observation}])
         return None if fits else FinishReason.RESPONSE_LENGTH
 
-    async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
-        return {} if self.agent.replayable else await super().replay(turns)
+    async def replay_turn(self, prefix: Prefix, turn: int) -> int:
+        (before,) = prefix.turns[turn].tool_calls
+        if not self.agent.stateful or before.arguments is None:
+            return 0
+        _, now = await self._run(self.agent.opening + before.arguments["text"])
+        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=REPLAY_REMEDY)
+        return 1
 
     async def _run(self, before: str) -> tuple[ServerObservation, ToolCallRecord]:
         """Run the call of a turn, given its text before the closing marker."""
@@ -138,14 +146,12 @@ class TextToolAgent(MarkerAgent):
 class SearchAgent(MarkerAgent):
     """Text between ``<search>`` and ``</search>`` is a query for a retrieval server; settings: ``search``.
 
-    Searches leave no state behind, so a branch repeats none of them.
-
     Raises:
         ConfigError: ``search.server_url`` is missing or wrong.
     """
 
     opening, closing, result = "<search>", "</search>", "\n<information>\n{}\n</information>\n"
-    replayable = True
+    stateful = False
 
     def __init__(self, context: AgentContext):
         super().__init__(context)

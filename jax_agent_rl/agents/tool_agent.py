@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.branching import replay
+from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
@@ -31,10 +31,13 @@ from jax_agent_rl.tools.base import BaseTool, is_number
 from jax_agent_rl.tools.registry import schemas_of
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.tracing import span
-from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn, join_media
+from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, join_media
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
+
+_NOT_EXECUTED = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_parallel_limit"})
+_TOOL_REMEDY = "give the tool a seed, or set its `stateful` to False if trajectories share its state"
 
 
 @dataclass
@@ -45,8 +48,36 @@ class ToolResponder(Responder):
     schemas: Sequence[Mapping[str, Any]]
     user: InteractionSession | None
 
-    async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
-        return await replay(self.session, turns)
+    async def replay_turn(self, prefix: Prefix, turn: int) -> int:
+        """Repeat the calls to stateful tools, or the question to a stateful user.
+
+        What tools report meanwhile is dropped: it is the parent's.
+        """
+        session, records = self.session, prefix.turns[turn].tool_calls
+        if not records:
+            return await self._replay_user(self.user, prefix, turn) if self.user else 0
+        calls = [c for c in records if session.is_stateful(c.name) and c.error not in _NOT_EXECUTED]
+        async with asyncio.TaskGroup() as group:  # concurrently, as they were made
+            tasks = [group.create_task(session.call(c.name, c.arguments, call_id=c.call_id)) for c in calls]
+        for before, task in zip(calls, tasks, strict=True):
+            now = describe_call(task.result())
+            check_replay(turn, before.name, describe_call(before), now, remedy=_TOOL_REMEDY)
+        session.metrics.clear()
+        return len(calls)
+
+    async def _replay_user(self, user: InteractionSession, prefix: Prefix, turn: int) -> int:
+        if not user.stateful:
+            return 0
+        (answer,) = prefix.response_to(turn)
+        reply = await user.reply(list(prefix.messages_before(turn + 1)[:-1]))
+        check_replay(
+            turn,
+            f"interaction {user.name!r}",
+            (answer["content"], prefix.turns[turn].score, False),
+            (reply.text, reply.score, reply.terminate),
+            remedy="make it deterministic, or set its `stateful` to False if it keeps no state",
+        )
+        return 1
 
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         if output.stop_reason is StopReason.LENGTH:
@@ -103,8 +134,6 @@ class ToolResponder(Responder):
 class ToolAgent(TurnLoopAgent):
     """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
 
-    replayable = True
-
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         context = self.context
         tools = context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
@@ -127,8 +156,6 @@ class ToolAgent(TurnLoopAgent):
 @register_agent("interaction_agent")
 class InteractionAgent(ToolAgent):
     """A conversation with a simulated user; ``extra_info.interaction_kwargs`` names it and says what it knows."""
-
-    replayable = False
 
     def _user(self, row: Mapping[str, Any], trajectory_id: str) -> InteractionSession:
         users = self.context.interactions

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Send = Callable[[ServerAction], Awaitable[ServerObservation]]
 """Delivers one action; raises ToolServerError."""
 Result = ServerObservation | ToolServerError
+REPLAY_REMEDY = "make the tool server answer the same actions alike (rollout.strategy branches trajectories)"
 
 
 class Lockstep:
@@ -82,7 +83,7 @@ class Lockstep:
             results = await self._send_batch(list(batch.values()))
         except ToolServerError as error:
             results = [ToolServerError(str(error)) for _ in batch]
-        except BaseException as error:  # nobody may wait for ever
+        except BaseException as error:  # no member may wait forever
             results = [ToolServerError(f"the batch was lost: {type(error).__name__}: {error}") for _ in batch]
             raise
         finally:

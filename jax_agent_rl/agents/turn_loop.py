@@ -2,7 +2,7 @@
 
 ::
 
-    replay, on a branch
+    replay of the inherited turns, on a branch
       ┌─► generate ──► respond ──► a FinishReason: the trajectory is over
       │                   │ None: the response was appended
       └───────────────────┘
@@ -14,20 +14,20 @@ what it works on and closes it.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.tools.truncate import truncate_text
-from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory
 
 
 @dataclass
@@ -68,13 +68,20 @@ class Responder(ABC):
             Why the trajectory ends, or None if it goes on.
         """
 
-    async def replay(self, turns: Sequence[Turn]) -> Mapping[str, float]:
-        """Bring a branch's responder to where its parent's stood after ``turns``; return metrics.
+    @abstractmethod
+    async def replay_turn(self, prefix: Prefix, turn: int) -> int:
+        """Answer an inherited turn again, to restore the state behind this responder.
+
+        Args:
+            prefix: what the branch inherits.
+            turn: number of the turn in it; those before were replayed.
+
+        Returns:
+            The number of calls made for it.
 
         Raises:
-            ReplayError: a turn was not answered as before, or this responder cannot replay.
+            ReplayError: the answer is not the recorded one.
         """
-        raise ReplayError(f"{type(self).__name__} cannot replay turns")
 
     def shorten(self, text: str) -> str:
         """Return ``text`` within ``agent.max_tool_response_length`` tokens."""
@@ -85,8 +92,10 @@ class Responder(ABC):
 
 async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
     """Run turns from where the episode stands until one ends the trajectory, and return why."""
-    if episode.turns:
-        episode.add_metrics(await responder.replay(episode.turns))
+    if episode.prefix is not None:
+        began = time.perf_counter()
+        calls = [await responder.replay_turn(episode.prefix, turn) for turn in range(len(episode.prefix.turns))]
+        episode.add_metrics({"replayed_calls": sum(calls), "replay_seconds": time.perf_counter() - began})
     while True:
         limit = responder.turn_limit(len(episode.turns))
         last = limit is not None
@@ -95,8 +104,8 @@ async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
             return reason
 
 
-def end_of(output: TokenOutput) -> FinishReason:
-    """Return how a turn without action ends the trajectory: as an answer, or cut off."""
+def answer_or_cut(output: TokenOutput) -> FinishReason:
+    """Return how a turn without action ends the trajectory: as an answer, or cut off by the length limit."""
     return FinishReason.RESPONSE_LENGTH if output.stop_reason is StopReason.LENGTH else FinishReason.ANSWER
 
 
@@ -106,10 +115,7 @@ StartEpisode = Callable[..., Episode]
 
 
 class TurnLoopAgent(AgentLoop):
-    """An agent loop over :func:`run_turns`."""
-
-    replayable: ClassVar[bool] = False
-    """Whether its responder can replay turns, so that trajectories can branch."""
+    """An agent loop over :func:`run_turns`; its trajectories can branch."""
 
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
@@ -120,8 +126,6 @@ class TurnLoopAgent(AgentLoop):
     async def branch(
         self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
     ) -> Trajectory:
-        if not self.can_branch():
-            return await super().branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)
         start = partial(
             self.start,
             parent.row,
@@ -131,10 +135,6 @@ class TurnLoopAgent(AgentLoop):
             prefix=Prefix.of(parent, fork),
         )
         return await self.play(start, parent.row, trajectory_id)
-
-    @classmethod
-    def can_branch(cls) -> bool:
-        return super().can_branch() and (cls.replayable or cls.branch is not TurnLoopAgent.branch)
 
     @abstractmethod
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
@@ -151,8 +151,6 @@ class TurnLoopAgent(AgentLoop):
 class SingleTurnAgent(TurnLoopAgent):
     """One prompt, one answer, no tools."""
 
-    replayable = True
-
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         episode = start()
-        return episode.finish(end_of(await episode.generate(session_ends=True)))
+        return episode.finish(answer_or_cut(await episode.generate(session_ends=True)))

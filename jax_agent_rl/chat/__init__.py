@@ -1,6 +1,5 @@
 """Messages to token ids and back, without drift.
 
-``codec`` the interface · ``template`` a model's chat template · ``boundary`` what stands between two turns ·
-``control`` control tokens · ``formats`` tool-call formats · ``thinking`` think blocks · ``media`` ids of images and
-videos.
+``codec`` the interface · ``template`` a model's chat template · ``boundary`` the text between two turns ·
+``control`` control tokens · ``formats`` tool-call formats and think blocks · ``media`` ids of images and videos.
 """

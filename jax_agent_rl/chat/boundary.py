@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_agent_rl.chat.control import ControlTokens, unused_word
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.chat.template import ChatTemplate, Message
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.errors import TemplateError
 
 CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
@@ -82,7 +82,7 @@ class TurnBoundary:
         raise TemplateError("; ".join(problems))
 
     def needs_call(self, role: str) -> bool:
-        """Return whether a message of this role, found by :meth:`addition` before, stands only behind a call."""
+        """Return whether a message of this role, found by :meth:`addition` before, is only accepted after a call."""
         return self._anchor_of.get((role,)) == 1
 
     @functools.cached_property
@@ -90,9 +90,9 @@ class TurnBoundary:
         """Ids that the template ends a turn with, whatever follows it."""
         asked, said = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
         pairs = [([asked], [asked, _ANSWER]), ([_QUESTION, said], [_QUESTION, said, _QUESTION])]
-        calling = [_QUESTION, _call_of([_RESULT], _WORD)]
-        ids = [self._end_of(last, followed) for last, followed in pairs]
-        ids.append(self._end_of(calling, [*calling, _RESULT], before_another=True))
+        calling = [_QUESTION, _calling_message([_RESULT], _WORD)]
+        ids = [self._common_end(last, followed) for last, followed in pairs]
+        ids.append(self._common_end(calling, [*calling, _RESULT], before_another=True))
         return frozenset(i for i in ids if i is not None)
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class TurnBoundary:
             return ""
         return max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind) if ends_thinking(prompt) else ""
 
-    def _end_of(
+    def _common_end(
         self, last: Sequence[Message], followed: Sequence[Message], *, before_another: bool = False
     ) -> int | None:
         """Return the control token after :data:`_WORD` if it is the same in both conversations.
@@ -157,7 +157,7 @@ class TurnBoundary:
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
         """Return the text after an assistant turn with calls, for templates that require one before a tool result."""
         results = [message for message in messages if message["role"] == "tool"]
-        anchor = [_QUESTION, _call_of(results or [_RESULT], word)]
+        anchor = [_QUESTION, _calling_message(results or [_RESULT], word)]
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
         rest = self._after_call(text[text.rindex(word) :] if word in text else "")
         if (end := self._control.first(rest)) is None:
@@ -171,7 +171,7 @@ class TurnBoundary:
         return rest
 
 
-def _call_of(results: Sequence[Message], word: str) -> dict[str, Any]:
+def _calling_message(results: Sequence[Message], word: str) -> dict[str, Any]:
     """Return an assistant message with the calls that these results answer."""
     calls = [
         {

@@ -136,7 +136,7 @@ class ChatCodec:
 
         Args:
             sampled_ids: the assistant turn. If it does not end with an end-of-turn id (it was cut), one is inserted.
-            messages: ``tool`` or ``user`` messages. For templates that tell which call a result answers, a ``tool``
+            messages: ``tool`` or ``user`` messages. For templates that show which call a result answers, a ``tool``
                 message without a ``tool_call_id`` is given one of its own. One with ``media`` (kinds of images and
                 videos, in order) shows these before its text, each as one placeholder of the template's.
             tools: as in :meth:`encode_prompt`; templates may refer to them.

@@ -28,8 +28,8 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS
 from jax_agent_rl.chat.template import Message
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS
 from jax_agent_rl.errors import ModelError, TemplateError
 
 _ORDINARY = re.compile(
@@ -111,7 +111,7 @@ class ControlTokens:
 
     @functools.cached_property
     def _under_secret_names(self) -> tuple[dict[str, str], Any]:
-        """The names of control tokens that no text from outside can hold, and the encoder that knows them by these.
+        """Names of control tokens that no text from outside can hold, and the encoder that knows them by these.
 
         Nothing but the names differs, so ordinary text has the ids it always has.
         """
@@ -131,7 +131,7 @@ class ControlTokens:
 
 
 def unused_word(stem: str, *values: Any) -> str:
-    """Return a word that begins with ``stem`` and stands nowhere in the values, which JSON can hold."""
+    """Return a word that begins with ``stem`` and does not occur in the values, which JSON can hold."""
     text = json.dumps(values, default=str).lower()
     number = 0
     while (word := f"{stem}{number}x") in text:

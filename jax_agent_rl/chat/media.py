@@ -26,7 +26,7 @@ class MediaTokens:
     """Placeholder counts of a Qwen-VL model.
 
     Args:
-        placeholders: id that stands for a patch, by kind.
+        placeholders: id of a patch, by kind.
         image_processor: cuts its images into patches.
     """
 

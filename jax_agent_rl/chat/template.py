@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
-        """Whether the template reads content in parts only.
+        """Return whether the template reads content in parts only.
 
         Raises:
             TemplateError: it leaves out content in parts, too.

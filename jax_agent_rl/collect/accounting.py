@@ -27,7 +27,7 @@ class Accounting:
         self.trained = 0
         self.dropped: Counter[DropReason] = Counter()
         self._in_flight: set[str] = set()
-        self._of_group: Counter[str] = Counter()
+        self._open_by_group: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> frozenset[str]:
@@ -36,7 +36,7 @@ class Accounting:
 
     def is_open(self, group_id: str) -> bool:
         """Return whether a trajectory of this group (its id, a hyphen and a number) is in flight."""
-        return group_id in self._of_group
+        return group_id in self._open_by_group
 
     def start(self, trajectory_id: str) -> None:
         """Record that a trajectory begins.
@@ -47,7 +47,7 @@ class Accounting:
         if trajectory_id in self._in_flight:
             raise ValueError(f"trajectory {trajectory_id!r} was started twice")
         self._in_flight.add(trajectory_id)
-        self._of_group[_group(trajectory_id)] += 1
+        self._open_by_group[_group(trajectory_id)] += 1
         self.started += 1
 
     def train(self, trajectory_ids: Iterable[str]) -> None:
@@ -95,9 +95,9 @@ class Accounting:
             raise ValueError(f"not in flight, or named twice: {unknown or ids}")
         self._in_flight.difference_update(ids)
         for group in map(_group, ids):
-            self._of_group[group] -= 1
-            if not self._of_group[group]:
-                del self._of_group[group]
+            self._open_by_group[group] -= 1
+            if not self._open_by_group[group]:
+                del self._open_by_group[group]
         return len(ids)
 
 

@@ -77,7 +77,7 @@ class RolloutBuffer:
         staleness: the bound S, in versions, >= 0.
         stragglers: ``wait``: the learner waits for groups that would become too old, and none is lost. ``drop``: it
             takes what is there, and what becomes too old is dropped.
-        spare: groups admitted beyond the capacity, with ``drop`` only: as many of the slowest are dropped.
+        oversample: groups admitted beyond the capacity, with ``drop`` only: as many of the slowest are dropped.
         version: version of the weights served.
 
     Attributes:
@@ -89,14 +89,16 @@ class RolloutBuffer:
     """
 
     def __init__(
-        self, *, batch: int, staleness: int, stragglers: Stragglers = "wait", spare: int = 0, version: int = 0
+        self, *, batch: int, staleness: int, stragglers: Stragglers = "wait", oversample: int = 0, version: int = 0
     ) -> None:
-        if batch < 1 or staleness < 0 or spare < 0:
-            raise ValueError(f"batch={batch} must be >= 1, staleness={staleness} and spare={spare} >= 0")
-        if spare and stragglers == "wait":
-            raise ValueError(f"spare={spare} groups are there to be given up; set stragglers='drop', or spare=0")
-        self.batch, self.staleness, self.stragglers, self.spare = batch, staleness, stragglers, spare
-        self.capacity = (staleness + 1) * batch + spare
+        if batch < 1 or staleness < 0 or oversample < 0:
+            raise ValueError(f"batch={batch} must be >= 1, staleness={staleness} and oversample={oversample} >= 0")
+        if oversample and stragglers == "wait":
+            raise ValueError(
+                f"oversample={oversample} groups exist to be dropped; set stragglers='drop', or oversample=0"
+            )
+        self.batch, self.staleness, self.stragglers, self.oversample = batch, staleness, stragglers, oversample
+        self.capacity = (staleness + 1) * batch + oversample
         self.version = version
         self.started = self.trained = 0
         self.dropped: Counter[DropReason] = Counter()
@@ -209,7 +211,7 @@ class RolloutBuffer:
         self.trained += len(self._taken)
         self._taken.clear()
         self.version = version
-        running = tuple(number for number, ticket in self._running.items() if self._gives_up(ticket))
+        running = tuple(number for number, ticket in self._running.items() if self._is_abandoned(ticket))
         ready = {number: entry.group for number, entry in self._ready.items() if self._expired(entry.oldest)}
         for number in running:
             del self._running[number]
@@ -240,7 +242,7 @@ class RolloutBuffer:
     def _expired(self, oldest: int) -> bool:
         return oldest < self.version - self.staleness
 
-    def _gives_up(self, ticket: Ticket) -> bool:
+    def _is_abandoned(self, ticket: Ticket) -> bool:
         """Return whether to drop a running group, by the age of its ticket; never where the learner waits."""
         return self.stragglers == "drop" and self._expired(ticket.version)
 

@@ -64,7 +64,7 @@ class _OpenGroup:
     def outcomes(self) -> list[Outcome]:
         return [outcome for wave in self.waves for outcome in wave]
 
-    def living(self, trajectory_id: str) -> Trajectory:
+    def survivor(self, trajectory_id: str) -> Trajectory:
         """Return a surviving member."""
         found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
         return next(found)
@@ -240,8 +240,8 @@ class RolloutCollector:
     def _close(self, group: _OpenGroup, kept: Sequence[Trajectory]) -> Group:
         """Return the complete group; count what the strategy did not keep."""
         kept_ids = {trajectory.trajectory_id for trajectory in kept}
-        living = [o.trajectory_id for o in group.outcomes if o.trajectory]
-        if surplus := [trajectory_id for trajectory_id in living if trajectory_id not in kept_ids]:
+        surviving = [o.trajectory_id for o in group.outcomes if o.trajectory]
+        if surplus := [trajectory_id for trajectory_id in surviving if trajectory_id not in kept_ids]:
             self.accounting.drop(surplus, DropReason.NOT_SELECTED)
             group.dropped[DropReason.NOT_SELECTED] += len(surplus)
         starts = [outcome.start for outcome in group.outcomes]
@@ -329,7 +329,7 @@ class RolloutCollector:
             )
             return replace(trajectory, fork=fork)
         self._client.fork_session(fork.parent_id, trajectory_id)
-        return await loop.branch(group.living(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
+        return await loop.branch(group.survivor(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
 
 
 def _trace_fields(result: Trajectory | DropReason) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class GroupStream:
         self._error: Exception | None = None
 
     def want(self, count: int) -> None:
-        """Start ``count`` groups, which will be taken, and the buffer's spare ones, as far as there is room."""
+        """Start ``count`` groups, which will be taken, and the buffer's oversampled ones, as far as there is room."""
         self._wanted = count
         self._fill()
 
@@ -120,7 +120,7 @@ class GroupStream:
 
     def _fill(self) -> None:
         buffer = self.buffer
-        limit = self._wanted + buffer.spare if self._wanted and not self._closed else 0
+        limit = self._wanted + buffer.oversample if self._wanted and not self._closed else 0
         while buffer.room and buffer.running + buffer.ready < limit:
             number, row = self._draw()
             growing = self._growing[number] = _Growing()
@@ -130,7 +130,7 @@ class GroupStream:
     async def _run(self, ticket: Ticket, row: Any, growing: _Growing) -> None:
         try:
             group = await self._grow(ticket, row, lambda: growing.reason)
-        except Exception as error:  # outside a trajectory: raised to whoever waits for groups
+        except Exception as error:  # outside a trajectory: raised to the caller that waits for groups
             self._error = self._error or error
             self._growing.pop(ticket.number, None)
             self._notify()

@@ -1,21 +1,23 @@
 """Environments: worlds a policy lives in, turn by turn.
 
-``base`` the interface · ``registry`` by name · ``pool`` instances, their limits and their end · ``reasoning_gym``,
-``textworld``, ``verifiers`` adapters; each imports its package when it is first used.
+``base`` the interface, and environments by name · ``pool`` instances, their limits and their end · ``users`` simulated
+users · ``reasoning_gym``, ``textworld``, ``verifiers`` adapters; each imports its package when it is first used.
 """
 
 from jax_agent_rl.environments import reasoning_gym as _reasoning_gym  # these register the adapters
 from jax_agent_rl.environments import textworld as _textworld
 from jax_agent_rl.environments import verifiers as _verifiers
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.pool import EnvironmentPool, EnvironmentPools, LeasedEnvironment
-from jax_agent_rl.environments.registry import (
-    environment_of,
+from jax_agent_rl.environments.base import (
+    Environment,
+    Observation,
     get_environment,
+    in_thread,
     load_environments,
     register_environment,
     require_environments,
+    row_environment,
 )
+from jax_agent_rl.environments.pool import EnvironmentPool, EnvironmentPools, LeasedEnvironment
 
 __all__ = [
     "Environment",
@@ -23,7 +25,7 @@ __all__ = [
     "EnvironmentPools",
     "LeasedEnvironment",
     "Observation",
-    "environment_of",
+    "row_environment",
     "get_environment",
     "in_thread",
     "load_environments",

@@ -16,14 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from jax_agent_rl.environments.base import Environment, Observation
-from jax_agent_rl.environments.registry import get_environment
+from jax_agent_rl.environments.base import Environment, Observation, get_environment
 from jax_agent_rl.errors import EnvironmentFailedError, EnvironmentTimeoutError, TrajectoryError
 from jax_agent_rl.types import FinishReason
 from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply
+    from jax_agent_rl.chat.formats.base import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ class LeasedEnvironment:
     """An instance leased to one trajectory: every call is bounded, every failure loses this trajectory only."""
 
     def __init__(self, environment: Environment, name: str, timeout: float):
+        self.name = name
         self._environment = environment
-        self._name = name
         self._timeout = timeout
 
     @property
@@ -64,7 +63,7 @@ class LeasedEnvironment:
             logger.warning("%s", error)
 
     async def _call(self, what: str, work: Awaitable[T]) -> T:
-        where = f"environment {self._name!r}: {what}"
+        where = f"environment {self.name!r}: {what}"
         try:
             return await in_time(
                 work,
@@ -110,12 +109,12 @@ class EnvironmentPool:
         """
         async with self._slots:
             environment = self._idle.pop() if self._idle else self._make()
-            leased, sound = LeasedEnvironment(environment, self._name, self._timeout), False
+            leased, reusable = LeasedEnvironment(environment, self._name, self._timeout), False
             try:
                 yield leased
-                sound = True
+                reusable = True
             finally:
-                if sound and self._scope == "global":
+                if reusable and self._scope == "global":
                     self._idle.append(environment)
                 else:  # a second cancellation ends the waiting, not the closing
                     await asyncio.shield(asyncio.ensure_future(leased.close()))

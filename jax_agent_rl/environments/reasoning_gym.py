@@ -15,18 +15,17 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.registry import register_environment
+from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.rewards.rules import tagged
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply
+    from jax_agent_rl.chat.formats.base import Reply
 
 
 @register_environment("reasoning_gym")
 class ReasoningGymEnvironment(Environment):
-    """One question of one of its data sets; the answer is what stands in the last ``<answer>…</answer>``."""
+    """One question of one of its data sets; the answer is the text in the last ``<answer>…</answer>``."""
 
     async def reset(
         self,

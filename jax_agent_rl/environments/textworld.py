@@ -15,13 +15,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.registry import register_environment
+from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.rewards.rules import tagged
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply
+    from jax_agent_rl.chat.formats.base import Reply
 
 _LOCK = threading.Lock()
 """TextWorld's parser is one object of the whole process; calls take milliseconds, so they go one after the other."""
@@ -62,11 +61,11 @@ class TextWorldEnvironment(Environment):
         return Observation.say(self._with_commands(f"{state.objective}\n\n{_clean(state.description)}", state))
 
     async def step(self, reply: Reply) -> Observation:
-        """Plays a command: what stands in ``<command>…</command>``, else the last line.
+        """Play a command: the text in ``<command>…</command>``, else the last line.
 
         The score is the share of the game's points that it earned.
         """
-        command = command_of(reply.content)
+        command = parse_command(reply.content)
         if not command or command.split()[0] in _INTERPRETER:
             nothing = f"{command!r} is not a command of this game." if command else "Say what you want to do."
             return Observation.say(nothing, metrics={"textworld/won": 0.0, "textworld/inadmissible": 1.0})
@@ -110,10 +109,10 @@ class TextWorldEnvironment(Environment):
         return f"{text}\n\nYou can: {', '.join(self._admissible)}"
 
 
-def command_of(text: str) -> str:
+def parse_command(text: str) -> str:
     r"""Return the command of a reply: one line of lower-case ASCII letters, digits, spaces, hyphens and apostrophes.
 
-    >>> command_of("I should leave.\n> go east")
+    >>> parse_command("I should leave.\n> go east")
     'go east'
     """
     lines = [line for line in (tagged(text, "command") or text).splitlines() if line.strip()]

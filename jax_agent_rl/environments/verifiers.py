@@ -21,15 +21,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.environments.base import Environment, Observation, in_thread
-from jax_agent_rl.environments.registry import register_environment
+from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError, ToolArgumentError, ToolNotFoundError
 from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.function_tool import FunctionTool
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.types import Reply, ToolCall
+    from jax_agent_rl.chat.formats.base import Reply, ToolCall
 
 
 @register_environment("verifiers")
@@ -243,6 +242,6 @@ def _text(content: Any) -> str:
     """Return message content as text; images are not supported."""
     if isinstance(content, str) or content is None:
         return content or ""
-    if strangers := [part.type for part in content if part.type != "text"]:
-        raise EnvironmentFailedError(f"a message of the task holds {strangers[0]}, which cannot be shown here")
+    if others := [part.type for part in content if part.type != "text"]:
+        raise EnvironmentFailedError(f"a message of the task holds {others[0]}, which cannot be shown here")
     return "\n".join(part.text for part in content)

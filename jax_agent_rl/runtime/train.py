@@ -22,11 +22,10 @@ from jax_agent_rl.observe.trajectories import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
+from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer, OneStepOffTrainer
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
-from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.observing import check_observers, format_warnings, observers
-from jax_agent_rl.trainer.one_step_off import OneStepOffTrainer
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
 from jax_agent_rl.trainer.timing import Breakdown, format_breakdown
@@ -99,7 +98,7 @@ async def _train(
                 observed = last.enter_context(
                     observers(config, folder, step=record.step, rows=runtime.cursor.rows, progress=progress)
                 )
-                trainer.observers = observed.each
+                trainer.reporter.observers = observed.each
                 try:
                     if record.step or first_version(config) < 0:
                         await _publish_first(trainer, record.step)
@@ -205,7 +204,7 @@ async def _publish_first(trainer: Trainer, version: int) -> None:
         WeightUpdateError: a server holds newer ones, of another or a later run.
     """
     try:
-        await trainer.publish(version)
+        await trainer.push_weights(version)
     except WeightUpdateError as error:
         raise WeightUpdateError(f"{error}; restart the rollout servers before a run starts or resumes") from error
 

@@ -1,4 +1,4 @@
-"""The contract between engine and learner, kept in every step: compared before anything is learnt, diagnosed if broken.
+"""Engine and learner compared in every step, before anything is learned; a disagreement is diagnosed.
 
 ::
 
@@ -41,19 +41,21 @@ class AgreementWatch:
         runtime: engines and learner.
         folder: where a breach is recorded.
         version: of the learner's parameters.
-        say: takes a line for people.
+        print_line: prints a line for people.
     """
 
-    def __init__(self, runtime: RunComponents, folder: RunFolder, *, version: int, say: Callable[[str], None]) -> None:
-        self._runtime, self._folder, self._say = runtime, folder, say
+    def __init__(
+        self, runtime: RunComponents, folder: RunFolder, *, version: int, print_line: Callable[[str], None]
+    ) -> None:
+        self._runtime, self._folder, self._print_line = runtime, folder, print_line
         self._since = version
         self._agreed = True
         self._latest = NOTHING
         self.programs = 0
         """Compiled for diagnoses; they are none of the run's."""
 
-    def learnt(self, version: int) -> None:
-        """Note that the parameters have changed: from now on only tokens of this version are comparable."""
+    def learned(self, version: int) -> None:
+        """Record that the parameters have changed: from now on only tokens of this version are comparable."""
         self._since = version
 
     def check(self, groups: Sequence[Group], step: int) -> AgreementCheck:
@@ -90,17 +92,17 @@ class AgreementWatch:
             return
         stops = self._runtime.config.trainer.on_disagreement == "stop"
         breach = breach_line(comparison, allowed, self._since)
-        self._say(f"  step {step}: {breach}")
+        self._print_line(f"  step {step}: {breach}")
         line = "the diagnosis is that of the step before"
         if agreed or stops:
             found = self._diagnosed(groups, step, allowed, loop)
             line = f"run `jax-agent-rl diagnose {self._folder.path}`" if found is None else found.line
             for text in table(found) if found is not None else [f"=> {line}"]:
-                self._say(f"  {text}")
+                self._print_line(f"  {text}")
         if stops:
             raise DisagreementError(
                 f"{breach}\n=> {line}\n"
-                f"Nothing was learnt from this step; {self._folder.disagreement} has the evidence. "
+                f"Nothing was learned from this step; {self._folder.disagreement} has the evidence. "
                 "Go on with --resume once it is corrected, or with trainer.on_disagreement=warn as it is"
             )
 
@@ -119,9 +121,9 @@ class AgreementWatch:
             try:
                 found = diagnose(subject, tolerance=allowed, engine=engine)
                 contexts = found.contexts
-            except Exception as error:  # of memory, say: the breach is to be dealt with all the same
+            except Exception as error:  # e.g. out of memory: the breach is handled all the same
                 logger.exception("the diagnosis failed")
-                self._say(f"  the diagnosis failed: {type(error).__name__}: {error}")
+                self._print_line(f"  the diagnosis failed: {type(error).__name__}: {error}")
         evidence = Evidence(
             version=self._since,
             step=step,
@@ -151,6 +153,6 @@ class AgreementWatch:
         try:
             tensors = wait(looked.tensor_samples())
         except (BackendError, TimeoutError) as error:
-            self._say(f"  the engine cannot be looked into: {error}")
+            self._print_line(f"  the engine cannot be looked into: {error}")
             return EngineView(precision=precision)
         return EngineView(precision=precision, tensors=tensors, layers=lambda ids: wait(looked.layer_outputs(ids)))

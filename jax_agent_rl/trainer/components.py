@@ -96,7 +96,7 @@ class RunComponents:
         publisher: turns the learner's parameters into updates the engines take.
         client: generation and weight updates over all engines.
         collector: training rollouts, with the run's accounting.
-        evaluator: held-out rollouts, counted apart.
+        evaluator: held-out rollouts, counted separately.
         learner: parameters and optimizer.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.

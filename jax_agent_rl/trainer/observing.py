@@ -1,10 +1,12 @@
-"""Observers of a run: the warnings, the sinks of ``trainer.logger``, the Prometheus port.
+"""What a run reports: the lines of ``metrics.jsonl``, trajectories, the display, and the observers of the lines.
 
 ::
 
-    Trainer ─► a line of metrics (already in metrics.jsonl) ─► Watch: warnings
-                                                            ─► Sinks: TensorBoard, W&B, Trackio
-                                                            ─► TrainerMetrics: GET /metrics
+    Trainer ─► RunReporter ─► run folder: metrics.jsonl, trajectories
+                        ─► display
+                        ─► observers, of each line ─► Watch: warnings
+                                                   ─► Sinks: TensorBoard, W&B, Trackio
+                                                   ─► TrainerMetrics: GET /metrics
 """
 
 from __future__ import annotations
@@ -14,12 +16,123 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
+from jax_agent_rl.learner.losses import aggregation
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.scored_batch import trained_lengths
 from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
 from jax_agent_rl.observe.warnings import rules, without_agent
 from jax_agent_rl.observe.watch import Watch
+from jax_agent_rl.rollout.protocol import BackendMetrics
+from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer.groups import all_trajectories
+from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
+from jax_agent_rl.trainer.timing import Phases
+from jax_agent_rl.types import Group
+
+Observer = Callable[[Mapping[str, Any]], None]
+"""Takes a line of metrics once it is recorded; never fails."""
+
+
+@dataclass
+class RunReporter:
+    """Reports the steps and evaluations of a run.
+
+    Args:
+        runtime: the parts of the run.
+        folder: where results go.
+        record: the progress; of a step that is reported, already updated.
+        progress: the display.
+        phases: what the trainer did when.
+        clock: seconds, monotonic.
+        observers: called with each line.
+    """
+
+    runtime: RunComponents
+    folder: RunFolder
+    record: RunRecord
+    progress: Progress
+    phases: Phases
+    clock: Callable[[], float]
+    observers: Sequence[Observer] = ()
+    _aggregation_described: bool = False
+
+    def report_step(
+        self,
+        groups: Sequence[Group],
+        result: UpdateResult,
+        engine: BackendMetrics,
+        *,
+        rollout_seconds: float,
+        publish_seconds: float,
+        step_seconds: float,
+        pipeline: Mapping[str, Any],
+    ) -> None:
+        """Report the step that ``record`` now ends with; for the arguments see :func:`step_record`."""
+        record, step = self.record, self.record.step
+        line = step_record(
+            step,
+            groups,
+            result.metrics,
+            engine,
+            accounting=self.runtime.collector.accounting.summary(),
+            rollout_seconds=rollout_seconds,
+            weight_update_seconds=publish_seconds,
+            step_seconds=step_seconds,
+            recompilations=record.recompilations,
+            pipeline=pipeline,
+        )
+        self._write(line)
+        self.folder.add_trajectories(step, "train", all_trajectories(groups), learnt=result.tokens)
+        left = (self.runtime.config.trainer.steps - step) * record.train_seconds / step
+        self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
+        record.latest_accuracy = None
+        self._notify(line)
+
+    def report_evaluation(self, groups: Sequence[Group], *, seconds: float) -> float:
+        """Report an evaluation after the last step; return its accuracy."""
+        step = self.record.step
+        line = evaluation_record(step, groups, seconds=seconds)
+        self._write(line)
+        self.folder.add_trajectories(step, "heldout", all_trajectories(groups))
+        accuracy = self.record.latest_accuracy = line["accuracy"]
+        self.record.evaluated = step
+        self.progress.say(
+            f"  held-out accuracy after step {step}: {accuracy:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
+        )
+        self._notify(line)
+        return accuracy
+
+    def show_learning(self, selection: Selection, rollout_status: Callable[[], str]) -> Callable[[int, int], None]:
+        """Show the learner at work; return what takes (micro-batches done, total).
+
+        For the first batch, say what a token weighs in the loss, where that depends on trajectory lengths.
+        """
+        config, done = self.runtime.config, [0, 0]
+        minis = config.learner.num_minibatches
+        if not self._aggregation_described and aggregation.depends_on_lengths(config.algorithm, minis):
+            lengths = trained_lengths(selection.groups, minis, masked=selection.masked)
+            self.progress.say(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
+        self._aggregation_described = True
+        self.progress.phase(
+            f"step {self.record.step + 1}: learner",
+            lambda: f"{done[0]}/{done[1] or '?'} micro-batches{rollout_status()}",
+        )
+
+        def tick(*counts: int) -> None:
+            done[:] = counts
+
+        return tick
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.folder.add_metrics(line | {"phase_seconds": self.phases.take()})
+
+    def _notify(self, line: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer(line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +147,7 @@ class Observers:
 
     watch: Watch
     sinks: MetricSinks
-    each: Sequence[Callable[[Mapping[str, Any]], None]]
+    each: Sequence[Observer]
 
     def summary(self) -> dict[str, Any]:
         """Return the warnings of the run and the records that sinks have lost, for ``summary.json``."""
@@ -67,7 +180,7 @@ def observers(
     )
     with ExitStack() as stack:
         sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, say=progress.say))
-        each: list[Callable[[Mapping[str, Any]], None]] = [sinks]
+        each: list[Observer] = [sinks]
         if config.trainer.prometheus_port is not None:
             from jax_agent_rl.observe.prometheus import serve_trainer
 

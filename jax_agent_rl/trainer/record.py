@@ -58,7 +58,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RunRecord:
-        """Restores a record; the process is new, so its learner compiles anew."""
+        """Restore a record; the process is new, so its learner compiles again."""
         known = {f.name for f in fields(cls)}
         record = cls(**{k: v for k, v in saved.items() if k in known})
         record.learner_programs = 0
@@ -221,7 +221,7 @@ def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:
     """Return ``tree/<name>``: how the groups of a strategy that branches came about, summed; nothing for chains.
 
     ``branches`` continue a tree, if only from its prompt; ``topped_up`` are chains that replace missing branches;
-    ``nodes`` those of the groups' graphs; ``inherited_tokens`` sampled ids that branches took over.
+    ``nodes`` those of the groups' graphs; ``inherited_tokens`` sampled ids that branches inherited.
     """
     branched = [group for group in groups if group.metrics]
     if not branched:

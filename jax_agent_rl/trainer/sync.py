@@ -2,8 +2,8 @@
 
 ::
 
-    evaluate ─► repeat: rows ─► groups of trajectories ─► filter ─► update ─► publish weights ─► record ─► checkpoint
-                   ▲      (engine, agents, tools)          │ (learner)        (learner → engine)
+    evaluate ─► repeat: rows ─► groups of trajectories ─► select ─► update ─► publish ─► record ─► checkpoint
+                   ▲      (engine, agents, tools)          │ (learner)  (learner → engine)
                    └──── refill: too few groups are left ──┘
              ─► evaluate ─► summary
 
@@ -11,8 +11,8 @@
               learner               [ learn 1 ]^             [ learn 2 ]^             …        ^ weights
 
 Every trajectory of a step is sampled from the weights of the step before, so it is on-policy;
-:mod:`~jax_agent_rl.trainer.one_step_off` and :mod:`~jax_agent_rl.trainer.fully_async` relax exactly that. What follows
-the rollout is the same in all of them: :mod:`~jax_agent_rl.trainer.base`.
+:mod:`~jax_agent_rl.trainer.asynchronous` relaxes exactly that. What follows the rollout is the same everywhere:
+:mod:`~jax_agent_rl.trainer.base`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from dataclasses import replace
 
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.trainer.base import Collected, Trainer
+from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.groups import all_trajectories, shaped, training_sampling, with_baseline
+from jax_agent_rl.trainer.step import RolloutBatch
 from jax_agent_rl.types import DropReason, Group
 
 
 class SyncTrainer(Trainer):
     """Rolls out, learns, publishes; one after the other."""
 
-    async def rollout(self) -> Collected:
+    async def rollout(self) -> RolloutBatch:
         began = self.clock()
-        with self.phases.of("rollout"):
+        with self.phases.measure("rollout"):
             groups, engine = await self.collect(self.record.step + 1)
         self.learner_idle_seconds = self.clock() - began
-        return Collected(groups=groups, engine=engine, seconds=self.learner_idle_seconds)
+        self.phases.ended("engine", self.learner_idle_seconds)
+        return RolloutBatch(groups=groups, engine=engine, seconds=self.learner_idle_seconds)
 
-    async def publish_weights(self, version: int, selection: Selection) -> float:
-        """Publish if anything was learnt."""
-        return await self.publish(version) if selection.groups else 0.0
+    async def publish(self, version: int, selection: Selection) -> float:
+        """Publish if anything was learned."""
+        return await self.push_weights(version) if selection.groups else 0.0
 
     async def collect(self, step: int) -> tuple[list[Group], BackendMetrics]:
         """Collect ``prompts_per_step`` groups; also return what the engines did for them.

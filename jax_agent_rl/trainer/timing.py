@@ -28,7 +28,7 @@ class Phases:
         self._ended: list[tuple[str, float, float]] = []
 
     @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Measure a phase; one that fails or is interrupted counts, too."""
         began = self._clock()
         try:
@@ -74,7 +74,7 @@ class Breakdown:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note every compilation of the process while the context is open."""
+        """Record every compilation of the process while the context is open."""
         jax.monitoring.register_event_duration_secs_listener(self.on_event)
         try:
             yield
@@ -87,7 +87,7 @@ class Breakdown:
             self._compiled.append((self._wall(), duration_secs))
 
     def started(self) -> None:
-        """Note that engine and learner are up: the run begins."""
+        """Record that engine and learner are up: the run begins."""
         self._started, self._first_phase = self._clock() - self._began, self._wall()
 
     def stages(self, metrics: Iterable[Mapping[str, Any]]) -> dict[str, float]:

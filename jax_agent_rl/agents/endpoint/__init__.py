@@ -1,6 +1,6 @@
-"""The OpenAI-compatible endpoint: any client of that API talks to the policy, and its exact ids are on record.
+"""The endpoint: any OpenAI or Anthropic client talks to the policy, and its exact ids are on record.
 
-``wire`` requests and answers in OpenAI's shape · ``failures`` errors in OpenAI's shape · ``sessions`` who may talk to
-which recorder · ``checks`` what is rejected before sampling · ``work`` a request's generations, whole or streamed ·
-``app`` the routes.
+``wire`` chat and text requests, and what is rejected before sampling · ``answers`` their answers, whole or streamed ·
+``responses`` OpenAI's Responses API · ``messages`` Anthropic's Messages API · ``failures`` errors in OpenAI's shape ·
+``sessions`` who may talk to which recorder, and a request's generations · ``app`` the routes.
 """

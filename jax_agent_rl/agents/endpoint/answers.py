@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from jax_agent_rl.agents.endpoint import wire
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.endpoint.sessions import Kept
+from jax_agent_rl.agents.endpoint.sessions import Kept, Piece
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
-from jax_agent_rl.agents.endpoint.work import Piece
 from jax_agent_rl.chat.codec import ChatCodec
 
 

@@ -30,13 +30,11 @@ from pydantic import ValidationError
 
 from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.endpoint.answers import Answer, ChatAnswer, CompletionAnswer
-from jax_agent_rl.agents.endpoint.checks import check_prompt, check_sampling
 from jax_agent_rl.agents.endpoint.failures import ApiError, code_of, from_failure, from_validation
 from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
-from jax_agent_rl.agents.endpoint.sessions import Kept, Session, SessionStore
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
-from jax_agent_rl.agents.endpoint.work import Piece, pieces, turns
+from jax_agent_rl.agents.endpoint.sessions import Kept, Piece, Session, SessionStore, pieces, turns
+from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, check_prompt, check_sampling, read_chat
 from jax_agent_rl.agents.session_tree import paths_to_train
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
@@ -165,7 +163,7 @@ class Endpoint:
     async def _list(self, request: web.Request) -> web.Response:
         listed = [
             {"session_id": session.session_id, "turns": len(session.recorder.turns), "running": session.requests}
-            for session in self._store.of(_key_of(request))
+            for session in self._store.visible_to(_key_of(request))
         ]
         return web.json_response({"sessions": listed})
 
@@ -227,8 +225,8 @@ class Endpoint:
             check_prompt(asked, opened.recorder.context)
             check_sampling(opened.sampling_for(asked), self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
-                most = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
-                raise ApiError(400, f"the session is full ({most} ids); open another", code="session_full")
+                limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
+                raise ApiError(400, f"the session is full ({limit} ids); open another", code="session_full")
         except ApiError:
             self._store.used(opened)
             raise
@@ -244,8 +242,8 @@ class Endpoint:
     def _check_counts(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> None:
         choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
         if choices > self._limits.max_choices:
-            most = self._limits.max_choices
-            raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={most}", param="n")
+            limit = self._limits.max_choices
+            raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n")
         served = (self._model, *self._adapters)
         recorded = _session_id(request) is not None or self._store.with_key(_key_of(request)) is not None
         if not recorded and asked.model not in served:
@@ -259,12 +257,12 @@ class Endpoint:
     @contextmanager
     def _slot(self, session: Session) -> Iterator[None]:
         """Hold a place among the running requests."""
-        most = self._limits.max_concurrent_requests
+        limit = self._limits.max_concurrent_requests
         session.requests += 1
         self._running += 1
         try:
-            if self._running > most:
-                raise ApiError(429, f"{most} requests are running, the most; try again", code="busy", retry=True)
+            if self._running > limit:
+                raise ApiError(429, f"{limit} requests are running, the maximum; try again", code="busy", retry=True)
             yield
         finally:
             self._running -= 1
@@ -272,7 +270,7 @@ class Endpoint:
             self._store.used(session)
 
     async def _whole(self, session: Session, answer: Answer) -> list[Piece]:
-        """All choices; ends after ``request_timeout``, and with the client's connection, which cancels the handler."""
+        """Return all choices; end after ``request_timeout``, or when the client disconnects."""
         with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
@@ -281,7 +279,7 @@ class Endpoint:
                 raise self._too_slow() from None
 
     async def _stream(self, request: web.Request, session: Session, answer: Answer) -> web.StreamResponse:
-        """Server-sent events. What fails before the first one is an answer with its own status."""
+        """Answer with server-sent events. A failure before the first one is an answer with its own status."""
         async with aclosing(self._events(session, answer)) as events:
             first = await anext(events)
             response = web.StreamResponse(
@@ -329,7 +327,7 @@ class Endpoint:
 
 @web.middleware
 async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Failures as answers in the shape of the request's API."""
+    """Return failures as answers in the shape of the request's API."""
     try:
         return await handler(request)
     except Exception as error:
@@ -364,7 +362,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RecursionError():
             return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
         case UnicodeEncodeError():
-            return ApiError(400, f"the request holds half a character, which is no text: {error.reason}")
+            return ApiError(400, f"the request holds a lone surrogate, which is not text: {error.reason}")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 

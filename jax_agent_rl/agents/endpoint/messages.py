@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.endpoint.sessions import Kept
+from jax_agent_rl.agents.endpoint.sessions import Kept, Piece
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
-from jax_agent_rl.agents.endpoint.work import Piece
 from jax_agent_rl.agents.recorder import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 

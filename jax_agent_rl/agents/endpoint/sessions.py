@@ -1,18 +1,28 @@
-"""Who may talk to which recorder: sessions by name, each with a secret of its own, limits, and an end."""
+"""Sessions: who may talk to which recorder, each with a secret and limits of its own; and a request's generations.
+
+::
+
+    choice 0 ──┐  recorder.chat / .complete
+    choice 1 ──┼─► one task each ──► queue of events ──► whole answer, or server-sent events
+    choice n ──┘                     ("text", index, piece) … ("turn", index, rest, turn) … | error
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
-from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.recorder import ChatRecorder, RecordedTurn
 from jax_agent_rl.types import SamplingParams
 
 Kept = dict[str, list[dict[str, Any]]]
@@ -26,7 +36,7 @@ class Session:
     """One agent's conversations.
 
     Attributes:
-        session_id: stands in the path of its requests.
+        session_id: part of the path of its requests.
         recorder: where they go.
         api_key: what its client must send; None asks for nothing.
         sampling: how the policy samples.
@@ -54,7 +64,7 @@ class Session:
             raise ApiError(401, "the API key is not that of this session", code="invalid_api_key")
 
     def sampling_for(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
-        """How to sample one request; the recorder derives each choice's seed."""
+        """Return how to sample one request; the recorder derives each choice's seed."""
         limit = self.sampling.max_tokens if request.limit is None else min(request.limit, self.sampling.max_tokens)
         sampling = replace(self.sampling, max_tokens=limit, stop=request.stops)
         if not self.free_sampling:
@@ -74,7 +84,7 @@ class SessionStore:
     """Sessions by id.
 
     Args:
-        max_sessions: most at a time.
+        max_sessions: maximum open sessions.
         ttl: seconds after which an idle session that a client opened is forgotten.
         create: makes the session of an id that a client names first, for its key; None knows only what :meth:`add`
             was given.
@@ -105,7 +115,7 @@ class SessionStore:
             ApiError: there are too many.
         """
         if len(self._sessions) >= self._max:
-            raise ApiError(429, f"there are {len(self._sessions)} sessions, the most; end some", retry=True)
+            raise ApiError(429, f"there are {len(self._sessions)} sessions, the maximum; end some", retry=True)
         session.last_used = self._clock()
         self._sessions[session.session_id] = session
 
@@ -149,18 +159,18 @@ class SessionStore:
         self.add(session)
         return session
 
-    def of(self, key: str) -> list[Session]:
-        """Sessions that a key may see."""
+    def visible_to(self, key: str) -> list[Session]:
+        """Return the sessions that a key may see."""
         self._forget_idle()
         return [session for session in self._sessions.values() if session.api_key in (None, key)]
 
-    def full(self, session: Session, most: int) -> bool:
-        """Whether a session that is kept has recorded so many ids, each context counted in full, as it is kept."""
+    def full(self, session: Session, max_ids: int) -> bool:
+        """Return whether a kept session has recorded ``max_ids`` ids, each context counted in full."""
         kept = session.session_id in self._sessions and self._create is not None
-        return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= most
+        return kept and sum(len(turn.context_ids) for turn in session.recorder.turns) >= max_ids
 
     def used(self, session: Session) -> None:
-        """Note the end of a request; drop the session after a failed or single request."""
+        """Record the end of a request; drop the session after a failed or single request."""
         session.last_used = self._clock()
         if session.requests:
             return
@@ -183,10 +193,137 @@ class SessionStore:
             self.end(session_id)
 
     def _forget_idle(self) -> None:
-        """Only what clients opened: a session of an agent loop ends with its trajectory."""
+        """End idle sessions that clients opened; those of agent loops end with their trajectory."""
         if self._create is None:
             return
         now = self._clock()
         for session in list(self._sessions.values()):
             if not session.requests and now - session.last_used > self._ttl:
                 self.end(session.session_id)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Something of one choice: new text, with the last piece the turn, and once the reasoning before the text."""
+
+    index: int
+    text: str
+    turn: RecordedTurn | None = None
+    reasoning: str | None = None
+
+
+class _Choice:
+    """One generation; emits its pieces as they come."""
+
+    def __init__(
+        self,
+        session: Session,
+        request: ChatRequest | CompletionRequest,
+        index: int,
+        emit: Callable,
+        adapter: str | None,
+    ) -> None:
+        self._session, self._adapter = session, adapter
+        self._request = request
+        self._index = index
+        self._emit = emit
+        streamed = request.stream and not (isinstance(request, ChatRequest) and request.prompt_tools)
+        codec = session.recorder.context.codec
+        read = functools.partial(visible_text, codec) if isinstance(request, ChatRequest) else codec.decode
+        self._text = TextStream(read, request.stops) if streamed else None
+        self._rest = ""
+        self._text_begun = self._reasoning_sent = False
+
+    async def run(self) -> None:
+        turn = await (self._chat(self._request) if isinstance(self._request, ChatRequest) else self._complete())
+        reasoning = None if self._reasoning_sent else turn.reply.reasoning
+        self._emit(Piece(index=self._index, text=self._rest, turn=turn, reasoning=reasoning))
+
+    async def _chat(self, request: ChatRequest) -> RecordedTurn:
+        return await self._session.recorder.chat(
+            request.messages,
+            tools=request.prompt_tools,
+            sampling=self._session.sampling_for(request),
+            on_ids=self._on_ids if self._text else None,
+            amend=self._amend,
+            adapter=self._adapter,
+        )
+
+    async def _complete(self) -> RecordedTurn:
+        assert isinstance(self._request, CompletionRequest)
+        prompts = self._request.prompts
+        prompt = prompts[self._index // (self._request.n or 1)]
+        turn = await self._session.recorder.complete(
+            prompt,
+            sampling=self._session.sampling_for(self._request),
+            on_ids=self._on_ids if self._text else None,
+            adapter=self._adapter,
+        )
+        self._amend(turn.reply)
+        return turn
+
+    def _on_ids(self, ids: Sequence[int]) -> None:
+        assert self._text is not None
+        if not (text := self._text.add(ids)):
+            return
+        reasoning = None
+        if not self._text_begun and isinstance(self._request, ChatRequest):  # reasoning ends where text begins
+            self._text_begun = True
+            reasoning = self._session.recorder.context.codec.parse_reply(self._text.ids).reasoning
+            self._reasoning_sent = reasoning is not None
+        self._emit(Piece(index=self._index, text=text, reasoning=reasoning))
+
+    def _amend(self, reply: ChatReply) -> ChatReply:
+        """Send the rest of the text, and return the reply as the client has it."""
+        if self._text is None:
+            self._rest = reply.content
+            return reply
+        self._rest, reply = self._text.finish(reply)
+        return reply
+
+
+async def pieces(
+    session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
+) -> AsyncGenerator[Piece, None]:
+    """Run all choices concurrently; the first failure ends the others.
+
+    Args:
+        session: the client's session.
+        request: the request.
+        adapter: LoRA adapter to sample with; None is the session's.
+
+    Raises:
+        JaxAgentRLError: a generation failed.
+        ApiError: the session ended.
+    """
+    count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    queue: asyncio.Queue[Piece | asyncio.Task] = asyncio.Queue()
+    tasks = [asyncio.create_task(_Choice(session, request, i, queue.put_nowait, adapter).run()) for i in range(count)]
+    session.tasks.update(tasks)
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        done = 0
+        while done < count:
+            event = await queue.get()
+            if isinstance(event, Piece):
+                yield event
+                continue
+            if event.cancelled():
+                raise ApiError(503, "the session ended while the request was running", code="session_ended")
+            event.result()  # raises what the choice raised
+            done += 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        session.tasks.difference_update(tasks)
+
+
+async def turns(
+    session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
+) -> list[Piece]:
+    """Return all choices, complete and in order."""
+    async with aclosing(pieces(session, request, adapter=adapter)) as stream:
+        whole = [piece async for piece in stream if piece.turn is not None]
+    return sorted(whole, key=lambda piece: piece.index)

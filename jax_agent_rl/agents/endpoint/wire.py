@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.conversation import ChatReply
+from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.recorder import RecordedTurn
-from jax_agent_rl.agents.reply import ChatReply
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.sampling_params import MOST_IDS
+from jax_agent_rl.types import SamplingParams
 
 Prompt = str | list[int]
 _Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -81,7 +85,7 @@ class _Sampled(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """In a stream; a whole answer always has it."""
+        """Whether the end of a stream reports usage; a whole answer always does."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -160,7 +164,7 @@ def head(number: str, model: str) -> dict[str, Any]:
 
 
 def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
-    """Tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
+    """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
     per_prompt = len(turns) // prompts
     prompt = sum(_prompt_tokens(turn) for turn in turns[::per_prompt])
     completion = sum(len(turn.output.token_ids) for turn in turns)
@@ -173,7 +177,7 @@ def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
 
 
 def chat_choice(codec: ChatCodec, index: int, turn: RecordedTurn, request: ChatRequest) -> dict[str, Any]:
-    """One whole choice of a chat answer."""
+    """Return one choice of a chat answer."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
     if turn.reply.reasoning is not None:
         message["reasoning_content"] = turn.reply.reasoning
@@ -187,7 +191,7 @@ def chat_choice(codec: ChatCodec, index: int, turn: RecordedTurn, request: ChatR
 
 
 def chat_delta(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """One choice of a chat chunk."""
+    """Return one choice of a chat chunk."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
 
 
@@ -220,7 +224,7 @@ def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
 def text_choice(
     codec: ChatCodec, index: int, text: str, turn: RecordedTurn | None, request: CompletionRequest
 ) -> dict[str, Any]:
-    """One choice of a text answer or chunk; ``turn`` is None while it is being sampled."""
+    """Return one choice of a text answer or chunk; ``turn`` is None while it is being sampled."""
     choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
     if turn is None:
         return choice
@@ -266,3 +270,58 @@ def _text_logprobs(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
         "top_logprobs": None,
         "text_offset": offsets,
     }
+
+
+def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) -> None:
+    """Refuse a prompt that cannot fit, before it is tokenized: an id stands for a bounded number of characters.
+
+    Raises:
+        ApiError: the prompt is too long, empty, or has ids that the tokenizer does not know.
+    """
+    max_characters = context.longest * context.codec.longest_token
+    if isinstance(asked, ChatRequest):
+        # A message takes an id at least.
+        if len(asked.messages) > context.longest or sum(map(_characters, asked.messages)) > max_characters:
+            raise _too_long("messages", context)
+        return
+    for prompt in asked.prompts:
+        if not prompt:
+            raise ApiError(400, "prompt is empty", param="prompt")
+        if len(prompt) > (max_characters if isinstance(prompt, str) else context.longest):
+            raise _too_long("prompt", context)
+        if isinstance(prompt, list) and not all(0 <= token < context.codec.vocab_size for token in prompt):
+            wrong = next(token for token in prompt if not 0 <= token < context.codec.vocab_size)
+            message = f"prompt has the id {wrong}; those of this model are 0 to {context.codec.vocab_size - 1}"
+            raise ApiError(400, message, param="prompt")
+
+
+def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) -> None:
+    """Refuse sampling that one of the engines cannot do.
+
+    Raises:
+        ApiError: it cannot.
+    """
+    for able in engines:
+        if not able.any_sampling:
+            plain = {"temperature": sampling.temperature in (0, 1), "top_p": sampling.top_p == 1}
+            plain["top_k"] = not sampling.top_k
+            for param, is_plain in plain.items():
+                if not is_plain:
+                    message = f"{param}={getattr(sampling, param)} is not supported by this engine; leave it out"
+                    raise ApiError(400, message, param=param)
+        if sampling.stop and not able.stop_strings:
+            raise ApiError(400, "stop is not supported by this engine; leave it out", param="stop")
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    """Return the length of a message's text; other content is refused later."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    parts: Iterable[Any] = content if isinstance(content, list) else ()
+    return sum(len(text) for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str))
+
+
+def _too_long(param: str, context: AgentContext) -> ApiError:
+    message = f"{param} cannot fit into a context of {context.longest} ids; shorten the conversation"
+    return ApiError(400, message, code="context_length_exceeded", param=param)

@@ -1,13 +1,13 @@
 """Tool-call formats by name (``agent.tool_format``), and which one a chat template uses.
 
-``types`` what a format is · ``scan`` the scanner all share · ``literals`` values without evaluation · one module for
-each kind of notation: ``json_calls``, ``tagged``, ``sections``, ``literal_calls``, ``harmony``.
+``base`` the types and the scanner all share · one module for each kind of notation: ``json_calls``, ``tagged``,
+``sections``, ``literal_calls``, ``harmony``.
 """
 
 from __future__ import annotations
 
 from jax_agent_rl.chat.formats import harmony, json_calls, literal_calls, sections, tagged
-from jax_agent_rl.chat.formats.types import Reply, ToolCall, ToolFormat
+from jax_agent_rl.chat.formats.base import Reply, ToolCall, ToolFormat
 from jax_agent_rl.errors import ConfigError
 
 _ORDERED = (
@@ -52,7 +52,7 @@ def detect_format(template: str) -> ToolFormat:
         ConfigError: the template has tools in an unknown format.
     """
     for form in _ORDERED:
-        if form.is_of(template):
+        if form.matches(template):
             return form
     if "tools" not in template:
         return FORMATS["hermes"]

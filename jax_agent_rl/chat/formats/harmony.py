@@ -15,8 +15,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jax_agent_rl.chat.formats.scan import MAX_CALLS, arguments_of, json_at, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
+from jax_agent_rl.chat.formats.base import (
+    MAX_CALLS,
+    Reply,
+    Schema,
+    ToolCall,
+    ToolFormat,
+    json_at,
+    skip_space,
+    to_arguments,
+)
 
 _MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>")
@@ -68,7 +76,7 @@ def _headless(rest: str, content: list[str], items: list[ToolCall | str]) -> Non
 def _call(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
     """Return the call in the message body at ``at``, or its problem, and where the message ends."""
     value, end, problem = json_at(text, at)
-    arguments = arguments_of(value) if problem is None else problem
+    arguments = to_arguments(value) if problem is None else problem
     ends = _ENDS.search(text, end)
     stop = ends.start() if ends else len(text)
     if isinstance(arguments, str):

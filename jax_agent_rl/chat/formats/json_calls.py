@@ -18,8 +18,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jax_agent_rl.chat.formats.scan import MAX_CALLS, Read, Reader, Scanner, call_of, json_at, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat, call_json
+from jax_agent_rl.chat.formats.base import (
+    MAX_CALLS,
+    Read,
+    Reader,
+    Reply,
+    Scanner,
+    Schema,
+    ToolCall,
+    ToolFormat,
+    call_json,
+    json_at,
+    resume_after,
+    skip_space,
+    to_call,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -28,7 +41,7 @@ def _read_hermes(text: str, opening: re.Match[str]) -> Read:
     value, end, problem = json_at(text, opening.end())
     close = skip_space(text, end)
     if problem is None and text.startswith(CLOSE, close):
-        return Read([call_of(value)], close + len(CLOSE))
+        return Read([to_call(value)], close + len(CLOSE))
     resume = resume_after(text, end, CLOSE, OPEN)
     if not text.endswith(CLOSE, 0, resume):
         return Read([f"{OPEN} without {CLOSE}"], resume)
@@ -62,7 +75,7 @@ def _read_llama(text: str, opening: re.Match[str]) -> Read | None:
             if not items and not tagged and not _LOOKS_LIKE_CALL.match(text, at):
                 return None
             return Read([problem], resume_after(text, at + 1, None, *_TAGS))
-        items.append(call_of(value, keys=_KEYS))
+        items.append(to_call(value, keys=_KEYS))
         at = skip_space(text, end)
         at += text.startswith(";", at)
     return Read(items or [f"expected JSON with a name after {opening.group()}"], at)
@@ -89,7 +102,7 @@ def _text_reader(target: tuple[str, str] | None) -> Reader:
         value, end, problem = json_at(text, opening.end())
         close = skip_space(text, end)
         if problem is None and isinstance(value, dict) and "name" in value and text.startswith(_TEXT_CLOSE, close):
-            return Read([call_of(value)], close + len(_TEXT_CLOSE))
+            return Read([to_call(value)], close + len(_TEXT_CLOSE))
         end = resume_after(text, opening.end(), _TEXT_CLOSE, _TEXT_OPEN)
         if not text.endswith(_TEXT_CLOSE, 0, end):
             return Read([f"{_TEXT_OPEN} without {_TEXT_CLOSE}"], end)

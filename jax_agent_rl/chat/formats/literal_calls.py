@@ -6,17 +6,188 @@
     gemma     <start_function_call>call:f{city:<escape>Paris<escape>,days:3}<end_function_call>    (FunctionGemma)
     gemma4    <|tool_call>call:f{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-Read as literals, never evaluated: a name, a comprehension or an expression as an argument makes the call malformed.
+Read as literals, never evaluated: a name, a comprehension or an expression as an argument makes the call malformed. One
+parser (:class:`Literals`) reads both notations, with bounded depth in linear time.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from jax_agent_rl.chat.formats.literals import LiteralError, Literals
-from jax_agent_rl.chat.formats.scan import MAX_CALLS, Read, Reader, Scanner, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import ToolCall, ToolFormat
-from jax_agent_rl.chat.thinking import GEMMA4_THINK_TAGS, THINK_TAGS
+from jax_agent_rl.chat.formats.base import (
+    GEMMA4_THINK_TAGS,
+    MAX_CALLS,
+    THINK_TAGS,
+    Read,
+    Reader,
+    Scanner,
+    ToolCall,
+    ToolFormat,
+    resume_after,
+    skip_space,
+)
+
+MAX_DEPTH = 64
+
+_SPACE = re.compile(r"\s*")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_PYTHON_STRING = re.compile(
+    r"""'''((?:[^\\']|\\.|'(?!''))*)'''|\"""((?:[^\\"]|\\.|"(?!""))*)\"""|'((?:[^\\'\n]|\\.)*)'|"((?:[^\\"\n]|\\.)*)\"""",
+    re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\(?:([\\'\"abfnrtv])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n))", re.DOTALL)
+_ESCAPED = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+
+
+class LiteralError(ValueError):
+    """The text is not a literal; ``at`` says where."""
+
+    def __init__(self, message: str, at: int):
+        super().__init__(f"{message} (at character {at})")
+        self.at = at
+
+
+class Literals:
+    """A cursor in a text.
+
+    Args:
+        text: the text to read.
+        at: where to begin reading.
+        quote: the token around strings in Gemma's notation; None: Python's strings.
+    """
+
+    def __init__(self, text: str, at: int, *, quote: str | None = None) -> None:
+        self.text = text
+        self.at = at
+        self._quote = quote
+
+    def accept(self, literal: str) -> bool:
+        """Move past ``literal`` if it comes next, ignoring white space."""
+        self._skip_space()
+        if not self.text.startswith(literal, self.at):
+            return False
+        self.at += len(literal)
+        return True
+
+    def expect(self, literal: str) -> None:
+        """Move past ``literal``.
+
+        Raises:
+            LiteralError: something else comes next.
+        """
+        if not self.accept(literal):
+            raise self.error(f"expected {literal!r}")
+
+    def word(self, pattern: re.Pattern[str] = _WORD) -> str:
+        """Read a name."""
+        self._skip_space()
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            raise self.error("expected a name")
+        self.at = found.end()
+        return found.group()
+
+    def value(self, depth: int = 0) -> Any:
+        """Read the next value.
+
+        Raises:
+            LiteralError: there is none, or it is nested deeper than :data:`MAX_DEPTH`.
+        """
+        if depth > MAX_DEPTH:
+            raise self.error("nested too deeply")
+        self._skip_space()
+        if (text := self._string()) is not None:
+            return text
+        if self.accept("["):
+            return self._items("]", lambda: self.value(depth + 1))
+        if self._quote is None and self.accept("("):
+            return self._items(")", lambda: self.value(depth + 1))
+        if self.accept("{"):
+            return dict(self._items("}", lambda: self._pair(depth + 1)))
+        if number := _NUMBER.match(self.text, self.at):
+            self.at = number.end()
+            return self._number(number.group())
+        word = self.word()
+        if word not in _CONSTANTS:
+            raise self.error(f"{word[:40]!r} is no literal")
+        return _CONSTANTS[word]
+
+    def error(self, message: str) -> LiteralError:
+        """Return an error at the current position, quoting the text there."""
+        return LiteralError(f"{message}, got {self.text[self.at : self.at + 20]!r}", self.at)
+
+    def _items(self, close: str, read: Any) -> list[Any]:
+        items = []
+        while not self.accept(close):
+            items.append(read())
+            if not self.accept(","):
+                self.expect(close)
+                break
+        return items
+
+    def _pair(self, depth: int) -> tuple[str, Any]:
+        key = self._string_after_space()
+        if key is None:
+            if self._quote is None:
+                raise self.error("expected a string as key")
+            key = self.word(_GEMMA_KEY).strip()
+        self.expect(":")
+        return key, self.value(depth)
+
+    def _string_after_space(self) -> str | None:
+        self._skip_space()
+        return self._string()
+
+    def _string(self) -> str | None:
+        """Read the string that begins here, if any."""
+        if self._quote is not None:
+            return self._quoted(self._quote)
+        found = _PYTHON_STRING.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return _unescape(next(group for group in found.groups() if group is not None))
+
+    def _quoted(self, quote: str) -> str | None:
+        if not self.text.startswith(quote, self.at):
+            return None
+        begin = self.at + len(quote)
+        end = self.text.find(quote, begin)
+        if end < 0:
+            raise self.error("a string that does not end")
+        self.at = end + len(quote)
+        return self.text[begin:end]
+
+    def _number(self, text: str) -> int | float:
+        try:
+            return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+        except ValueError:  # more digits than Python converts
+            raise self.error("a number that is too long") from None
+
+    def _skip_space(self) -> None:
+        found = _SPACE.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+
+_GEMMA_KEY = re.compile(r"[^\s{}\[\],:<>][^{}\[\],:<>]*")
+
+
+def _unescape(text: str) -> str:
+    return _ESCAPE.sub(_escaped, text) if "\\" in text else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    simple, two, four, eight, newline = found.groups()
+    if newline:
+        return ""
+    if simple:
+        return _ESCAPED[simple]
+    code = int(two or four or eight, 16)
+    return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else found.group()
+
 
 _TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")

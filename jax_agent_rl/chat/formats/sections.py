@@ -20,17 +20,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.chat.formats.scan import (
+from jax_agent_rl.chat.formats.base import (
+    MISTRAL_THINK_TAGS,
     Read,
+    Reply,
     Scanner,
-    arguments_of,
-    call_of,
+    Schema,
+    ToolCall,
+    ToolFormat,
     json_at,
+    outside_thinking,
     resume_after,
     skip_space,
+    to_arguments,
+    to_call,
 )
-from jax_agent_rl.chat.formats.types import Reply, Schema, ToolCall, ToolFormat
-from jax_agent_rl.chat.thinking import MISTRAL_THINK_TAGS, outside_thinking
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """What Mistral's templates accept as an id; any other is left to the codec to invent."""
@@ -40,7 +44,7 @@ class SectionReader:
     """Reads one call that begins with a special token, a head, JSON arguments and an end.
 
     Args:
-        head: pattern of what stands between the opening and the arguments, with the group ``name``.
+        head: pattern of the text between the opening and the arguments, with the group ``name``.
         end: text that must follow the arguments.
         to_call: the match of the head and the arguments as a call.
         marks: tags that begin or end something else, for going on after a broken call.
@@ -59,7 +63,7 @@ class SectionReader:
         if head is None:
             return self._broken(text, opening.end(), f"expected a tool's name after {opening.group()}")
         value, end, problem = json_at(text, head.end())
-        arguments = arguments_of(value) if problem is None else problem
+        arguments = to_arguments(value) if problem is None else problem
         close = self._end.match(text, end)
         if isinstance(arguments, str):
             return self._broken(text, end, arguments)
@@ -156,7 +160,7 @@ def _read_mistral(text: str, opening: re.Match[str]) -> Read:
         if problem is None and not values:
             problem = f"no call after {_TOOL_CALLS}"
         if problem is None:
-            return Read([_with_id(call_of(v), v.get("id") if isinstance(v, dict) else None) for v in values], end)
+            return Read([_with_id(to_call(v), v.get("id") if isinstance(v, dict) else None) for v in values], end)
     elif head := _MISTRAL_HEAD.match(text, at):
         value, end, problem = json_at(text, head.end())
         if problem is None:

@@ -16,9 +16,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jax_agent_rl.chat.formats.scan import Read, Scanner, resume_after, skip_space
-from jax_agent_rl.chat.formats.types import ToolCall, ToolFormat
-from jax_agent_rl.chat.thinking import SEED_THINK_TAGS, THINK_TAGS
+from jax_agent_rl.chat.formats.base import (
+    SEED_THINK_TAGS,
+    THINK_TAGS,
+    Read,
+    Scanner,
+    ToolCall,
+    ToolFormat,
+    resume_after,
+    skip_space,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

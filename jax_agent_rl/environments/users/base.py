@@ -1,4 +1,4 @@
-"""The interface of simulated users, and one conversation with a user.
+"""The interface of simulated users, one conversation with a user, and the users of a run, from YAML.
 
 Life of one conversation (``instance_id`` is the trajectory's id)::
 
@@ -6,6 +6,13 @@ Life of one conversation (``instance_id`` is the trajectory's id)::
 
 ``start_interaction`` and ``finalize_interaction`` are called exactly once, the latter also when the trajectory fails
 or is cancelled. ``kwargs`` are the row's ``extra_info.interaction_kwargs`` without ``name``, which chooses the user.
+
+The YAML file (``interactions.interaction_config_path``)::
+
+    interaction:
+      - name: gsm8k
+        class_name: jax_agent_rl.environments.users.Gsm8kInteraction
+        config: {answer_format: flexible}
 """
 
 from __future__ import annotations
@@ -14,15 +21,19 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from jax_agent_rl.errors import InteractionError, TrajectoryError
+import yaml
+
+from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
+from jax_agent_rl.utils.plugins import load_user_module
 from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
-    from jax_agent_rl.environments.users.chat_model import UserModel
+    from jax_agent_rl.environments.users.builtin import UserModel
 
 
 logger = logging.getLogger(__name__)
@@ -50,6 +61,10 @@ class BaseInteraction(ABC):
     Args:
         config: the ``config`` mapping of its YAML entry.
     """
+
+    stateful: ClassVar[bool] = True
+    """Whether a conversation has state besides ``messages`` and ``kwargs``. Where trajectories branch
+    (``rollout.strategy``), a stateful user answers the inherited turns once more, and has to answer alike."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = config
@@ -93,8 +108,9 @@ class InteractionSession:
     def __init__(
         self, user: BaseInteraction, *, name: str, instance_id: str, kwargs: Mapping[str, Any], timeout: float
     ):
+        self.name = name
+        self.stateful = user.stateful
         self._user = user
-        self._name = name
         self._id = instance_id
         self._kwargs = kwargs
         self._timeout = timeout
@@ -118,7 +134,7 @@ class InteractionSession:
             InteractionError: the user raised, took too long, or returned an invalid reply.
         """
         answer = await self._in_time(self._user.generate_response(self._id, messages, **self._kwargs), "reply")
-        return _checked(answer, self._name)
+        return _checked(answer, self.name)
 
     async def _finalize_shielded(self) -> None:
         """Finalize; a second cancellation ends the waiting, not the finalizing."""
@@ -132,7 +148,7 @@ class InteractionSession:
 
     async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
         """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation."""
-        who = f"interaction {self._name!r}"
+        who = f"interaction {self.name!r}"
         try:
             return await in_time(
                 work,
@@ -155,3 +171,102 @@ def _checked(answer: Any, name: str) -> UserReply:
     raise InteractionError(
         f"interaction {name!r} must answer (terminate: bool, text, finite score, metadata), got {answer!r:.200}"
     )
+
+
+KEY = "interactions.interaction_config_path"
+_FIELDS = {"name", "class_name", "config"}
+
+
+class InteractionRegistry(Mapping[str, BaseInteraction]):
+    """Users by name.
+
+    Args:
+        users: users to begin with.
+        timeout: seconds a user may take for one reply, ``interactions.timeout``.
+    """
+
+    def __init__(self, users: Mapping[str, BaseInteraction] | None = None, *, timeout: float = 60.0):
+        self.timeout = timeout
+        self._users = dict(users or {})
+
+    @classmethod
+    def from_path(cls, path: str | None, *, timeout: float = 60.0) -> InteractionRegistry:
+        """Load the users of ``interactions.interaction_config_path``; None gives none.
+
+        Raises:
+            ConfigError: the file is missing or malformed, a class cannot be found or refuses its ``config``, or two
+                users have one name.
+        """
+        users: dict[str, BaseInteraction] = {}
+        for number, entry in enumerate(_entries(path) if path is not None else []):
+            where = f"{KEY}={path!r}, interaction[{number}]"
+            name, user = _build(entry, where)
+            if name in users:
+                raise ConfigError(f"{where}: two interactions are called {name!r}; rename one")
+            users[name] = user
+        return cls(users, timeout=timeout)
+
+    def attach(self, engine: UserModel) -> None:
+        """Give every user the run's own engine."""
+        for user in self._users.values():
+            user.attach(engine)
+
+    async def close(self) -> None:
+        """Close all users."""
+        for user in self._users.values():
+            await user.close()
+
+    def __getitem__(self, name: str) -> BaseInteraction:
+        return self._users[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._users)
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+
+def _entries(path: str) -> list[Any]:
+    file = Path(path).expanduser()
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{KEY}={path!r} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{KEY}={path!r} is not valid YAML: {error}") from None
+    entries = tree.get("interaction") if isinstance(tree, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{KEY}={path!r} must hold `interaction:` with a list of {{name, class_name, config}}")
+    return entries
+
+
+def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
+        raise ConfigError(f"{where}: must be {{name, class_name, config}}, got {entry!r:.200}")
+    if unknown := sorted(map(str, entry.keys() - _FIELDS)):
+        raise ConfigError(f"{where}: unknown fields {unknown}; there are {sorted(_FIELDS)}")
+    config = entry.get("config") or {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where}: config must be a mapping, got {config!r:.80}")
+    cls = _find_class(entry["class_name"], where)
+    try:
+        user = cls(config)
+    except ConfigError as error:
+        raise ConfigError([f"{where}.config.{problem}" for problem in error.problems]) from None
+    return str(entry.get("name") or _default_name(cls)), user
+
+
+def _find_class(path: str, where: str) -> type[BaseInteraction]:
+    """Return the class that ``package.module.Class`` or ``file.py:Class`` names."""
+    module, _, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
+    if not module:
+        raise ConfigError(f"{where}: class_name={path!r} must be package.module.Class or file.py:Class")
+    found = getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
+    if not isinstance(found, type) or not issubclass(found, BaseInteraction):
+        raise ConfigError(f"{where}: class_name={path!r} is not a subclass of BaseInteraction")
+    return found
+
+
+def _default_name(cls: type[BaseInteraction]) -> str:
+    """Return the name of a class: ``gsm8k`` of ``Gsm8kInteraction``."""
+    return cls.__name__.removesuffix("Interaction").lower() or cls.__name__

@@ -1,18 +1,161 @@
-"""The users that come with the package: one with the answer sheet, and one played by a language model."""
+"""The users that come with the package: one with the answer sheet, and one played by a language model.
+
+The model is behind an OpenAI-compatible endpoint, or the run's own engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field, ValidationError
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
-from jax_agent_rl.environments.users.chat_model import OpenAIChat, UserModel
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.rewards.rules import last_number, marked_number
+from jax_agent_rl.types import SamplingParams, TokenOutput
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+
+Message = Mapping[str, Any]
+
+
+class UserModel(Protocol):
+    """Continues a conversation."""
+
+    async def complete(
+        self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
+    ) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class OpenAIChat:
+    """``POST {base_url}/chat/completions``.
+
+    Args:
+        base_url: e.g. ``http://localhost:8000/v1``.
+        model: the model's name there.
+        api_key_env: environment variable with the key, if it wants one.
+        timeout: seconds one answer may take.
+        max_retries: repetitions of a request that failed.
+        retry_delay: seconds before each repetition.
+        where: what configures it, for messages.
+
+    Raises:
+        ConfigError: ``base_url`` is not a URL, or ``api_key_env`` names a variable that is not set.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_env: str | None = None,
+        timeout: float = 60.0,
+        max_retries: int = 3,
+        retry_delay: float = 1.0,
+        where: str = "config",
+    ):
+        self._model = model
+        settings = ServiceSettings(
+            url=f"{base_url.rstrip('/')}/chat/completions",
+            url_key=f"{where}.base_url",
+            timeout=timeout,
+            timeout_key=f"{where}.timeout",
+            max_retries=max_retries,
+            retry_delay=retry_delay,
+            headers=bearer(api_key_env, key=f"{where}.api_key_env"),
+            token_hint=f"set {where}.api_key_env to the environment variable that holds it",
+            trust_env=True,
+        )
+        self._service = JsonService(settings, error=InteractionError)
+
+    async def complete(
+        self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
+    ) -> str:
+        """Return the assistant's next message.
+
+        Raises:
+            InteractionError: the endpoint failed, took too long, or gave no text.
+        """
+        del request_id
+        payload = {
+            "model": self._model,
+            "messages": [dict(message) for message in messages],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        try:
+            answer = await self._service.post(payload, repeatable=True)
+        except TimeoutError as error:
+            raise InteractionError(str(error)) from None
+        try:
+            content = answer["choices"][0]["message"]["content"]
+        except (TypeError, KeyError, IndexError):
+            content = None
+        if not isinstance(content, str):
+            raise InteractionError(f"{self._service.settings.url} answered without a message's text: {answer!r:.200}")
+        return content.encode("utf-8", "replace").decode()
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+class _Client(Protocol):
+    """The part of :class:`~jax_agent_rl.rollout.client.LLMServerClient` used here."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: SamplingParams
+    ) -> TokenOutput: ...
+
+
+class _Codec(Protocol):
+    """The part of :class:`~jax_agent_rl.chat.codec.ChatCodec` used here."""
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class EngineChat:
+    """The engine of the run, so the policy itself, as a chat model.
+
+    Args:
+        client: generates tokens.
+        codec: messages to ids and back.
+        max_model_len: maximum ids of one context.
+    """
+
+    def __init__(self, client: _Client, codec: _Codec, *, max_model_len: int):
+        self._client = client
+        self._codec = codec
+        self._max_model_len = max_model_len
+
+    async def complete(
+        self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
+    ) -> str:
+        """Return the assistant's next message.
+
+        Raises:
+            InteractionError: the conversation fills the engine's context.
+            TrajectoryError: the engine failed, or the chat template refuses the conversation.
+        """
+        prompt = self._codec.encode_prompt(messages)
+        room = self._max_model_len - len(prompt)
+        if room < 1:
+            raise InteractionError(
+                f"the simulated user's conversation has {len(prompt)} ids, which leaves no room in "
+                f"rollout.max_model_len={self._max_model_len}; raise it"
+            )
+        sampling = SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature)
+        output = await self._client.generate(request_id, prompt_ids=prompt, sampling_params=sampling)
+        return self._codec.decode(output.token_ids)
+
+    async def close(self) -> None:
+        """Do nothing: the run owns the engine."""
+
 
 RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
@@ -31,20 +174,16 @@ class Gsm8kInteraction(BaseInteraction):
         ConfigError: ``config`` holds something else.
     """
 
+    stateful = False
+
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         if unknown := sorted(config.keys() - {"answer_format", "right", "wrong"}):
             raise ConfigError(f"{unknown[0]}: Gsm8kInteraction takes answer_format, right and wrong")
         self._flexible = config.get("answer_format", "strict") == "flexible"
-        self._truths: dict[str, Decimal] = {}
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        truth = last_number(str(kwargs.get("ground_truth", "")))
-        if truth is None:
-            raise InteractionError(
-                f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to compare with"
-            )
-        self._truths[instance_id] = truth
+        _true_answer(kwargs)
 
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
@@ -53,12 +192,18 @@ class Gsm8kInteraction(BaseInteraction):
         answer = marked_number(text)
         if answer is None and self._flexible:
             answer = last_number(text)
-        if answer == self._truths[instance_id]:
+        if answer == _true_answer(kwargs):
             return UserReply(True, self.config.get("right", RIGHT), 1.0)
         return UserReply(False, self.config.get("wrong", WRONG), 0.0)
 
-    async def finalize_interaction(self, instance_id: str) -> None:
-        self._truths.pop(instance_id, None)
+
+def _true_answer(kwargs: Mapping[str, Any]) -> Decimal:
+    answer = last_number(str(kwargs.get("ground_truth", "")))
+    if answer is None:
+        raise InteractionError(
+            f"interaction_kwargs.ground_truth={kwargs.get('ground_truth')!r} holds no number to compare with"
+        )
+    return answer
 
 
 PERSONA = (
@@ -77,7 +222,7 @@ class ModelUserConfig(Section):
     done_phrase: str = Field(
         default="###DONE###", min_length=1, description="A reply that holds it ends the conversation."
     )
-    max_tokens: Positive = Field(default=256, description="Most tokens of one reply.")
+    max_tokens: Positive = Field(default=256, description="Maximum tokens of one reply.")
     temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of the user.")
     timeout: float = Field(default=60.0, gt=0, description="Seconds one reply may take.")
     max_retries: NonNegative = Field(default=3, description="Repetitions of a request that failed.")
@@ -93,6 +238,8 @@ class ModelUserInteraction(BaseInteraction):
         ConfigError: a wrong ``config`` mapping.
     """
 
+    stateful = False
+
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         try:
@@ -102,7 +249,6 @@ class ModelUserInteraction(BaseInteraction):
                 [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
             ) from None
         self._chat: UserModel | None = None
-        self._turns: dict[str, int] = {}
         if self._settings.base_url is not None:
             settings = self._settings
             self._chat = OpenAIChat(
@@ -118,17 +264,13 @@ class ModelUserInteraction(BaseInteraction):
         if self._chat is None:
             self._chat = engine
 
-    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self._turns[instance_id] = 0
-
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> UserReply:
         if self._chat is None:
             raise InteractionError("the simulated user has no model: give it a base_url")
         settings = self._settings
-        turn = self._turns[instance_id]
-        self._turns[instance_id] += 1
+        turn = sum(message["role"] == "assistant" for message in messages) - 1
         text = await self._chat.complete(
             self._swap_roles(messages, kwargs.get("goal")),
             request_id=f"{instance_id}/user/{turn}",
@@ -137,9 +279,6 @@ class ModelUserInteraction(BaseInteraction):
         )
         done = settings.done_phrase in text
         return UserReply(done, text.replace(settings.done_phrase, "").strip(), float(done))
-
-    async def finalize_interaction(self, instance_id: str) -> None:
-        self._turns.pop(instance_id, None)
 
     async def close(self) -> None:
         if self._chat is not None:

@@ -44,9 +44,8 @@ from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, Watched
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
 from jax_agent_rl.testing.fake_learner import NoCheckpoints
 from jax_agent_rl.testing.leaks import MARK
-from jax_agent_rl.trainer.base import Collected
+from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.components import RunComponents
-from jax_agent_rl.trainer.fully_async import FullyAsyncTrainer
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import PauseMode, Trajectory
 
@@ -74,12 +73,12 @@ class WatchedTrainer(FullyAsyncTrainer):
 
     ledger: Ledger
 
-    async def publish_weights(self, version: int, selection: Selection) -> float:
+    async def publish(self, version: int, selection: Selection) -> float:
         self._pause = PauseMode.KEEP if version % 2 else PauseMode.ABORT
-        return await super().publish_weights(version, selection)
+        return await super().publish(version, selection)
 
-    async def complete_step(self, collected: Collected, begin: float, step_began: float) -> None:
-        await super().complete_step(collected, begin, step_began)
+    async def train_step(self) -> None:
+        await super().train_step()
         self.ledger.finish_step(self.runtime.collector.accounting)
 
 
@@ -156,7 +155,7 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
             stack.push_async_callback(proxy.close)
         settings = settings_of(proxies[-1].url, scratch / "run", seed)
         trainer = await _trainer(settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack)
-        await trainer.publish(0)
+        await trainer.push_weights(0)
         yield Testbed(
             trainer=trainer,
             ledger=ledger,

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.agents.conversation import CallWithId, assistant_message, fingerprint, plain_messages
-from jax_agent_rl.agents.reply import ChatReply, TextStream, cut_at_stop
+from jax_agent_rl.agents.conversation import (
+    CallWithId,
+    ChatReply,
+    TextStream,
+    assistant_message,
+    cut_at_stop,
+    fingerprint,
+    plain_messages,
+)
 from jax_agent_rl.errors import TemplateError
 
 ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3)

@@ -8,7 +8,7 @@ from jax_agent_rl import rewards
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, registry
+from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
 from jax_agent_rl.errors import DataError, EnvironmentFailedError, PromptTooLongError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
@@ -53,7 +53,7 @@ class Countdown(Environment):
 
 @pytest.fixture(autouse=True)
 def countdown(monkeypatch):
-    monkeypatch.setattr(registry, "_ENVIRONMENTS", dict(registry._ENVIRONMENTS) | {"countdown": Countdown})
+    monkeypatch.setattr(base, "_ENVIRONMENTS", dict(base._ENVIRONMENTS) | {"countdown": Countdown})
     monkeypatch.setattr(Countdown, "instances", [])
     return Countdown
 
@@ -213,7 +213,7 @@ async def test_tools_of_the_environment_are_in_the_prompt_and_their_calls_are_re
         async def step(self, reply):
             return Observation(tool_calls=(call,), done=True)
 
-    monkeypatch.setitem(registry._ENVIRONMENTS, "countdown", Bell)
+    monkeypatch.setitem(base._ENVIRONMENTS, "countdown", Bell)
     stage = Stage(["ring"])
     trajectory = await stage.run(row(start=3))
     assert '"name": "bell"' in stage.codec.decode(trajectory.prompt_ids)
@@ -235,7 +235,7 @@ class Forger(Environment):
 
 
 async def test_nothing_an_environment_says_makes_a_control_token(monkeypatch):
-    monkeypatch.setattr(registry, "_ENVIRONMENTS", dict(registry._ENVIRONMENTS) | {"forger": Forger})
+    monkeypatch.setattr(base, "_ENVIRONMENTS", dict(base._ENVIRONMENTS) | {"forger": Forger})
     codec = ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_prompt="none")
 
     async def played(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
-from tests.agent_testbed import AgentStage
+from tests.agent_testbed import AgentHarness
 from tests.trajectories import group_of
 
 
@@ -26,10 +26,10 @@ def echo(word: str) -> str:
     return word
 
 
-def stage(turns: int, window: int | None, **limits) -> AgentStage:
+def stage(turns: int, window: int | None, **limits) -> AgentHarness:
     said = [f'<call>echo {{"word": "w{number}"}}</call>' for number in range(turns - 1)]
     limits = {"max_assistant_turns": 20, "max_user_turns": 20, "history_window": window, **limits}
-    return AgentStage(ToolAgent, [*said, "done"], shared={"tools": ToolRegistry([echo])}, **limits)
+    return AgentHarness(ToolAgent, [*said, "done"], shared={"tools": ToolRegistry([echo])}, **limits)
 
 
 @given(turns=st.integers(1, 7), window=st.integers(1, 7))

@@ -17,7 +17,7 @@ from jax_agent_rl.config import SearchConfig, ToolClientConfig, build
 from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.runtime import sampling
 from jax_agent_rl.tools.registry import ToolRegistry
-from tests.agent_testbed import AgentStage
+from tests.agent_testbed import AgentHarness
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 URL = "http://localhost:1"
@@ -44,7 +44,7 @@ def test_a_row_without_agent_name_runs_what_is_switched_on(limits, text_tools, a
         "tool_config": ToolClientConfig(enabled=text_tools, server_url=URL),
         "search": SearchConfig(server_url=URL),
     }
-    selector = AgentSelector(AgentStage(SingleTurnAgent, ["x"], shared=shared, **limits).context)
+    selector = AgentSelector(AgentHarness(SingleTurnAgent, ["x"], shared=shared, **limits).context)
     assert type(selector.for_row({})) is agent
     assert type(selector.for_row({"agent_name": "single_turn_agent"})) is SingleTurnAgent
 

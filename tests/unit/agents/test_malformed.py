@@ -5,7 +5,7 @@ import pytest
 from jax_agent_rl.agents import AgentSelector, TextToolAgent, ToolAgent
 from jax_agent_rl.agents.context import MalformedCalls
 from jax_agent_rl.config import ToolClientConfig
-from tests.agent_testbed import AgentStage
+from tests.agent_testbed import AgentHarness
 
 
 def test_one_is_told_in_an_interval_with_the_number_of_those_that_were_not(caplog):
@@ -34,7 +34,7 @@ def test_what_a_model_wrote_is_shown_escaped_and_short(caplog):
 )
 async def test_their_number_is_said_once_when_the_agents_are_closed(caplog, agent, said):
     shared = {"tool_config": ToolClientConfig(server_url="http://localhost:1")}
-    it = AgentStage(agent, [said, "I see"], shared=shared)
+    it = AgentHarness(agent, [said, "I see"], shared=shared)
     trajectories = [await it.run(trajectory_id=f"t{number}") for number in range(3)]
     assert {trajectory.tool_calls[0].error for trajectory in trajectories} == {"malformed"}
     caplog.clear()
@@ -46,5 +46,5 @@ async def test_their_number_is_said_once_when_the_agents_are_closed(caplog, agen
 
 
 async def test_nothing_is_said_where_every_call_could_be_decoded(caplog):
-    await AgentSelector(AgentStage(ToolAgent, ["fine"]).context).close()
+    await AgentSelector(AgentHarness(ToolAgent, ["fine"]).context).close()
     assert not caplog.records

@@ -110,7 +110,7 @@ def test_reasoning_is_found_wherever_a_framework_writes_it():
 
 def test_a_langchain_message_keeps_its_reasoning_on_the_way_back():
     messages = pytest.importorskip("langchain_core.messages")
-    from jax_agent_rl.agents.langgraph.chat_model import _openai_messages
+    from jax_agent_rl.agents.langgraph import _openai_messages
 
     said = messages.AIMessage("same", additional_kwargs={"reasoning_content": "a"})
     written = _openai_messages([messages.HumanMessage("q"), said, messages.AIMessage("x")])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.agents import ServerToolAgent
 from jax_agent_rl.errors import AbortedError, PromptTooLongError, ToolServerError
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.agent_testbed import ACT, ACTION, ROW, STOP, AgentStage, assert_token_exact
+from tests.agent_testbed import ACT, ACTION, ROW, STOP, AgentHarness, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import ScriptedBackend
 from tests.http_service import ToolServer
@@ -96,7 +96,7 @@ async def test_special_tokens_in_an_observation_end_nothing():
 
 
 async def test_the_environment_is_closed_once_when_the_trajectory_is_aborted(server):
-    it = AgentStage(ServerToolAgent, [ACT], tool_server_url=server.url, **STOP)
+    it = AgentHarness(ServerToolAgent, [ACT], tool_server_url=server.url, **STOP)
 
     async def abort_the_second(request_id):
         if request_id.endswith("/1"):

@@ -9,7 +9,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, PromptTooLongError, ToolServerError
 from jax_agent_rl.tools.truncate import MARKER
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.agent_testbed import ACT, ACTION, STOP, AgentStage, assert_token_exact
+from tests.agent_testbed import ACT, ACTION, STOP, AgentHarness, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage
 from tests.fakes import EOS, FakeCodec
 from tests.http_service import ToolServer
@@ -22,7 +22,7 @@ async def server():
 
 
 async def test_enable_agent_off_generates_once_without_a_server():
-    it = AgentStage(ServerToolAgent, [ACT], enable_agent=False, **STOP)
+    it = AgentHarness(ServerToolAgent, [ACT], enable_agent=False, **STOP)
     await it.agent.preflight()
     trajectory = await it.run()
     assert trajectory.num_turns == 1 and trajectory.finish_reason is FinishReason.ANSWER
@@ -80,7 +80,7 @@ async def test_max_prompt_length_drops_a_longer_prompt(server):
 
 async def test_max_response_length_ends_it_before_an_observation_that_would_overflow_it(server):
     """5 ids of action and the 6 of its observation; one more can be sampled from 12 on."""
-    server_says = len(AgentStage(ServerToolAgent, [], enable_agent=False).codec.encode_text(f" ran {ACTION!r}"))
+    server_says = len(AgentHarness(ServerToolAgent, [], enable_agent=False).codec.encode_text(f" ran {ACTION!r}"))
     need = 5 + server_says + 1
     enough = await stage(server, [ACT, "so 3"], max_response_length=need).run()
     assert enough.num_turns == 2 and len(enough.response_ids) == need
@@ -151,7 +151,7 @@ async def test_enable_mtrl_puts_the_observation_into_a_turn_of_mtrl_role(server)
 
 async def test_enable_mtrl_without_stop_tokens_sends_every_turn():
     async with ToolServer(lambda action: ("go on", "done" in action, True)) as server:
-        it = AgentStage(ServerToolAgent, ["one", "two", "done"], tool_server_url=server.url, enable_mtrl=True)
+        it = AgentHarness(ServerToolAgent, ["one", "two", "done"], tool_server_url=server.url, enable_mtrl=True)
         trajectory = await it.run()
     assert server.actions == ["one", "two", "done"]
     assert trajectory.finish_reason is FinishReason.TOOL_DONE
@@ -299,6 +299,6 @@ def test_contradictory_settings_are_refused(overrides, message):
 
 def test_an_agent_without_a_server_or_without_a_way_to_act_is_refused():
     with pytest.raises(ConfigError, match="set agent.tool_server_url"):
-        AgentStage(ServerToolAgent, [ACT], **STOP)
+        AgentHarness(ServerToolAgent, [ACT], **STOP)
     with pytest.raises(ConfigError, match="would never call a tool"):
-        AgentStage(ServerToolAgent, [ACT], tool_server_url="http://localhost:1")
+        AgentHarness(ServerToolAgent, [ACT], tool_server_url="http://localhost:1")

@@ -11,7 +11,7 @@ from jax_agent_rl.agents import SearchAgent, TextToolAgent
 from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams
-from tests.agent_testbed import ROW, AgentStage, assert_token_exact
+from tests.agent_testbed import ROW, AgentHarness, assert_token_exact
 from tests.fakes import FakeCodec
 from tests.http_service import ToolServer, serve
 from tests.ports import free_port
@@ -27,7 +27,7 @@ async def server():
 
 def stage(server, script, *, limits=None, codec=None, **config):
     config = ToolClientConfig(server_url=server.url, request_interval=0, retry_delay=0, **config)
-    return AgentStage(TextToolAgent, script, shared={"tool_config": config}, codec=codec, **(limits or {}))
+    return AgentHarness(TextToolAgent, script, shared={"tool_config": config}, codec=codec, **(limits or {}))
 
 
 async def test_code_between_the_markers_is_run_and_its_result_inserted(server):
@@ -154,7 +154,7 @@ async def test_a_slow_tool_is_told_to_the_model_and_counted(server):
 
 async def test_preflight_names_the_server_that_is_not_there():
     config = ToolClientConfig(server_url=f"http://127.0.0.1:{free_port()}", max_retries=0)
-    it = AgentStage(TextToolAgent, [ASK], shared={"tool_config": config})
+    it = AgentHarness(TextToolAgent, [ASK], shared={"tool_config": config})
     with pytest.raises(ConfigError, match=r"not ready.*tool_config\.server_url"):
         await it.agent.preflight()
     with pytest.raises(ToolServerError, match="cannot be reached"):
@@ -178,7 +178,7 @@ async def search(answer, script=("who <search> a b </search> x", "them"), **conf
     asked = []
     async with serve(retriever(answer, asked=asked)) as url:
         config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, **config)
-        it = AgentStage(SearchAgent, list(script), shared={"search": config})
+        it = AgentHarness(SearchAgent, list(script), shared={"search": config})
         trajectory = await it.run()
         await it.agent.close()
     assert_token_exact(trajectory, it.backend.requests)
@@ -215,7 +215,7 @@ async def test_a_branch_repeats_no_query_and_counts_those_of_its_parent():
     asked = []
     async with serve(retriever({"result": [["x"]]}, asked=asked)) as url:
         config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, max_turns=2)
-        it = AgentStage(SearchAgent, ["<search> a </search>"], shared={"search": config})
+        it = AgentHarness(SearchAgent, ["<search> a </search>"], shared={"search": config})
         parent = await it.run()
         assert it.agent.can_branch() and len(asked) == 2
         it.backend.requests.clear()
@@ -236,7 +236,7 @@ async def test_a_branch_stops_at_a_marker_that_began_before_its_fork():
     async with serve(retriever({"result": [["x"]]}, asked=asked)) as url:
         config = SearchConfig(server_url=f"{url}/retrieve", retry_delay=0, max_turns=1)
         begin, middle, end = "<search> a", " </sea", "rch>"
-        it = AgentStage(SearchAgent, lambda request: rest, shared={"search": config})
+        it = AgentHarness(SearchAgent, lambda request: rest, shared={"search": config})
         ids = tuple(token for part in (begin, middle, end) for token in it.codec.encode_text(part))
         rest = [*ids, *it.codec.reply_ids(" and much more")]
         parent = await it.run()
@@ -258,7 +258,7 @@ async def test_a_wrong_answer_of_the_retriever_is_named(answer):
 async def test_preflight_asks_the_retriever_a_question():
     asked = []
     async with serve(retriever({"result": [[]]}, {"answers": []}, asked=asked)) as url:
-        it = AgentStage(
+        it = AgentHarness(
             SearchAgent, [ASK], shared={"search": SearchConfig(server_url=f"{url}/retrieve", max_retries=0)}
         )
         await it.agent.preflight()
@@ -271,4 +271,4 @@ async def test_preflight_asks_the_retriever_a_question():
 
 def test_search_without_a_server_says_where_to_set_it():
     with pytest.raises(ConfigError, match=r"search\.server_url"):
-        AgentStage(SearchAgent, ["x"])
+        AgentHarness(SearchAgent, ["x"])

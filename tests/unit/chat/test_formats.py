@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.chat.formats import FORMATS, ToolCall, get_format
-from jax_agent_rl.chat.formats.scan import MAX_CALLS
+from jax_agent_rl.chat.formats.base import MAX_CALLS
 from jax_agent_rl.config import ToolFormatName
 
 SEARCH = {

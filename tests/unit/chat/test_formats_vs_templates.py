@@ -49,7 +49,7 @@ PARAMETERS = {
 words = st.text(
     st.characters(whitelist_categories=("L", "N", "Zs"), whitelist_characters="\n.,;:!?()[]{}'\"/\\"), max_size=20
 )
-arguments_of = st.fixed_dictionaries(
+to_arguments = st.fixed_dictionaries(
     {},
     optional={
         "text": words,
@@ -97,7 +97,7 @@ def is_format_token(name: str, token: str) -> bool:
 
 
 @settings(max_examples=60)
-@given(calls=st.lists(st.tuples(st.sampled_from(["search", "get_weather"]), arguments_of), min_size=1, max_size=3))
+@given(calls=st.lists(st.tuples(st.sampled_from(["search", "get_weather"]), to_arguments), min_size=1, max_size=3))
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_calls_written_by_the_familys_template_are_read_back(name, calls):
     if name in ONE_CALL:

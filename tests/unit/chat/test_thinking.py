@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking, outside_thinking
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, ends_thinking, outside_thinking
 
 TAGS = [tag for tags in ALL_THINK_TAGS for tag in tags]
 texts = st.lists(st.sampled_from([*TAGS, "a", "<tool>", "</tool>", "\n", " "]), max_size=12).map("".join)

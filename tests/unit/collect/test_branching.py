@@ -16,6 +16,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import BaseTool, ToolRegistry
 from jax_agent_rl.types import DropReason, SamplingParams, Trajectory
+from tests.agent_testbed import assert_forks_are_exact
 from tests.fakes import FakeCodec, ScriptedBackend
 
 SAMPLING = SamplingParams(max_tokens=50)
@@ -113,28 +114,6 @@ class Stage:
 
 async def no_score(trajectory):
     return trajectory
-
-
-def assert_forks_are_exact(trajectories, requests) -> None:
-    """A branch begins as its parent, and what it asked of the engine are exactly its turns after the fork."""
-    known = {t.trajectory_id: t for t in trajectories}
-    for t in trajectories:
-        asked = [r for r in requests if r.request_id.startswith(f"{t.trajectory_id}/")]
-        first = t.fork.turns if t.fork else 0
-        context = t.prompt_ids
-        for number, turn in enumerate(t.turns):
-            if number >= first:
-                kept = t.fork.tokens if t.fork and number == first else 0
-                assert asked[number - first].prompt_ids == context + turn.output.token_ids[:kept]
-            context += turn.output.token_ids + turn.appended_ids
-        assert len(asked) == len(t.turns) - first
-        if t.fork and t.fork.parent_id in known:
-            parent = known[t.fork.parent_id]
-            for mine, its in zip(t.turns[:first], parent.turns[:first], strict=True):
-                assert mine == its
-            kept = t.fork.tokens
-            assert t.turns[first].output.token_ids[:kept] == parent.turns[first].output.token_ids[:kept]
-            assert t.turns[first].output.log_probs[:kept] == parent.turns[first].output.log_probs[:kept]
 
 
 STRATEGIES = [
@@ -372,16 +351,23 @@ async def test_forks_within_a_turn_keep_to_the_budgets():
     assert {t.fork.tokens for t in group.trajectories if t.fork} != {0}
 
 
-@pytest.mark.parametrize(
-    "agent", ["text_tool_agent", "server_tool_agent", "interaction_agent", "react_agent", "environment_agent"]
-)
-async def test_agents_that_cannot_branch_are_refused_before_the_run(agent: str):
-    assert not get_agent(agent).can_branch()
-    assert {"tool_agent", "single_turn_agent"} <= set(branching_agents())
-    if agent in ("interaction_agent", "react_agent", "environment_agent"):  # the others want a server first
-        stage = Stage(TreeGrpo(TreeGrpoConfig()))
-        with pytest.raises(ConfigError, match=rf"\['{agent}'\] cannot be branched.*tool_agent.*strategy.name=chain"):
-            stage.collector.require_branching([row(), row(agent)])
+OWN_AGENTS = {
+    "tool_agent",
+    "single_turn_agent",
+    "text_tool_agent",
+    "search_agent",
+    "server_tool_agent",
+    "interaction_agent",
+    "environment_agent",
+}
+
+
+async def test_agents_that_cannot_branch_are_refused_before_the_run():
+    assert OWN_AGENTS <= set(branching_agents()) and not get_agent("react_agent").can_branch()
+    stage = Stage(TreeGrpo(TreeGrpoConfig()))
+    stage.collector.require_branching([row(), row("single_turn_agent")])
+    with pytest.raises(ConfigError, match=r"agent 'react_agent' cannot branch.*tool_agent.*strategy.name=chain"):
+        stage.collector.require_branching([row(), row("react_agent")])
 
 
 async def test_a_loop_that_overrides_run_alone_cannot_branch():

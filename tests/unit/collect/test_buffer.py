@@ -36,16 +36,16 @@ def group_of(number: int, *token_versions: int) -> Group:
 class Training(RuleBasedStateMachine):
     """A rollout and a learner that do whatever the buffer lets them."""
 
-    @initialize(batch=st.integers(1, 3), staleness=st.integers(0, 3), spare=st.integers(0, 2), drop=st.booleans())
-    def begin(self, batch: int, staleness: int, spare: int, drop: bool):
+    @initialize(batch=st.integers(1, 3), staleness=st.integers(0, 3), oversample=st.integers(0, 2), drop=st.booleans())
+    def begin(self, batch: int, staleness: int, oversample: int, drop: bool):
         self.make = lambda: RolloutBuffer(
             batch=batch,
             staleness=staleness,
             stragglers="drop" if drop else "wait",
-            spare=spare if drop else 0,
+            oversample=oversample if drop else 0,
         )
         self.buffer, self.drop = self.make(), drop
-        self.bound = (staleness + 1) * batch + (spare if drop else 0)
+        self.bound = (staleness + 1) * batch + (oversample if drop else 0)
         self.next = 0
         self.born: dict[int, int] = {}  # running groups: the version of their first token
         self.held: dict[int, Group] = {}
@@ -173,7 +173,7 @@ def test_the_learner_waits_where_two_of_the_oldest_would_be_left_for_one_step():
 
 
 def test_without_waiting_the_oldest_are_given_up_when_the_version_moves_past_them():
-    buffer = RolloutBuffer(batch=1, staleness=0, stragglers="drop", spare=2)
+    buffer = RolloutBuffer(batch=1, staleness=0, stragglers="drop", oversample=2)
     running(buffer, 0, 1, 2)
     ready(buffer, 1, 2)
     assert list(buffer.take(1)) == [1]
@@ -236,7 +236,7 @@ def test_a_version_that_is_left_out_is_refused():
         buffer.finish_step(2)
 
 
-@pytest.mark.parametrize("arguments", [{"batch": 0}, {"staleness": -1}, {"spare": 1}])
+@pytest.mark.parametrize("arguments", [{"batch": 0}, {"staleness": -1}, {"oversample": 1}])
 def test_settings_that_make_no_sense_are_refused(arguments: dict):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         RolloutBuffer(**{"batch": 1, "staleness": 0} | arguments)

@@ -99,7 +99,7 @@ async def test_what_was_taken_is_no_longer_wanted():
 
 async def test_what_gets_too_old_is_stopped_and_booked_as_stale():
     """Group 2 is complete in the very turn in which it is stopped."""
-    rollout = Rollout(staleness=0, stragglers="drop", spare=2)
+    rollout = Rollout(staleness=0, stragglers="drop", oversample=2)
     rollout.stream.want(9)
     await settle()
     await rollout.done(0, 3)

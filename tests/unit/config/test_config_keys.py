@@ -42,7 +42,7 @@ EFFECTS = {
     "rollout.prompts_per_step":
         "unit/trainer/test_sync.py::test_groups_that_are_left_out_are_refilled_from_new_prompts",
     "rollout.group_size": "unit/agents/test_server_tool_settings.py::test_n_is_another_name_of_the_group_size",
-    "rollout.strategy.name": "unit/collect/strategies/test_what_is_started.py::test_strategies_are_made_by_name",
+    "rollout.strategy.name": "unit/collect/test_strategies.py::test_strategies_are_made_by_name",
     "rollout.max_in_flight": "unit/collect/test_collector.py::test_no_more_than_max_in_flight_run_at_once",
     "rollout.max_in_flight_per_server":
         (

@@ -19,7 +19,7 @@ from jax_agent_rl.environments import EnvironmentPools, load_environments
 from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams
-from tests.agent_testbed import AgentStage, assert_token_exact
+from tests.agent_testbed import AgentHarness, assert_token_exact
 from tests.tiny_chat import assert_exact, tiny_context
 from tests.unit.docs.pages import DOCS, ROOT, blocks, write_files
 
@@ -51,7 +51,7 @@ def test_its_configuration_has_keys_that_exist(page: Path):
 async def test_the_agent_looks_twice_and_only_what_it_sampled_is_trained_on(tmp_path: Path):
     write_files(DOCS / "write" / "agent.md", tmp_path)
     load_agents(str(tmp_path / "agent.py"))
-    stage = AgentStage(get_agent("second_look"), ["It is 4.", "It is 3."])
+    stage = AgentHarness(get_agent("second_look"), ["It is 4.", "It is 3."])
     trajectory = await stage.run()
     assert_token_exact(trajectory, stage.backend.requests)
     assert trajectory.finish_reason is FinishReason.ANSWER and len(trajectory.turns) == 2
@@ -79,7 +79,7 @@ async def test_the_environment_plays_until_the_number_is_found(tmp_path: Path):
     write_files(DOCS / "write" / "environment.md", tmp_path)
     load_environments(str(tmp_path / "guess.py"))
     (row,) = [yaml.safe_load(b.text) for b in blocks(DOCS / "write" / "environment.md") if b.language == "json"]
-    stage = AgentStage(EnvironmentAgent, ["50", "hm", "42"], shared={"environments": EnvironmentPools()})
+    stage = AgentHarness(EnvironmentAgent, ["50", "hm", "42"], shared={"environments": EnvironmentPools()})
     trajectory = await stage.run(row)
     assert trajectory.finish_reason is FinishReason.ENVIRONMENT_DONE
     assert trajectory.turn_scores == (0.0, 0.0, 1.0)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.chat.formats.types import Reply, ToolCall
+from jax_agent_rl.chat.formats.base import Reply, ToolCall
 from jax_agent_rl.environments import EnvironmentPool, get_environment
-from jax_agent_rl.environments.textworld import command_of
+from jax_agent_rl.environments.textworld import parse_command
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.types import FinishReason
 
@@ -152,8 +152,8 @@ async def test_a_game_that_is_not_there_says_how_to_make_it(tmp_path):
         ("\n\n", ""),
     ],
 )
-def test_the_command_of_a_reply(reply, command):
-    assert command_of(reply) == command
+def test_the_command_in_a_reply(reply, command):
+    assert parse_command(reply) == command
 
 
 # verifiers

@@ -9,7 +9,7 @@ import pytest
 from jax_agent_rl import environments
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.environments import Environment, EnvironmentPool, EnvironmentPools, Observation
-from jax_agent_rl.environments import registry as environment_registry
+from jax_agent_rl.environments import base as environment_base
 from jax_agent_rl.errors import (
     ConfigError,
     DataError,
@@ -169,7 +169,7 @@ async def test_a_close_that_fails_does_not_lose_the_trajectory(room):
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    monkeypatch.setattr(environment_registry, "_ENVIRONMENTS", dict(environment_registry._ENVIRONMENTS))
+    monkeypatch.setattr(environment_base, "_ENVIRONMENTS", dict(environment_base._ENVIRONMENTS))
 
 
 async def test_environments_are_found_by_name(own_registry, room):

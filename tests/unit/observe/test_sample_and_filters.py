@@ -162,7 +162,7 @@ def test_what_cannot_be_seen_is_spelt_out_as_on_the_page():
 def test_phases_are_on_the_wall_clock_and_are_taken_once():
     now = iter([100.0, 101.0, 103.0, 103.0, 104.0])
     phases = Phases(lambda: next(now), wall=lambda: 5000.0)
-    with phases.of("learn"):
+    with phases.measure("learn"):
         pass
     phases.ended("engine", 2.5)
     assert phases.take() == [["learn", 5001.0, 5003.0], ["engine", 5001.5, 5004.0]]
@@ -171,6 +171,6 @@ def test_phases_are_on_the_wall_clock_and_are_taken_once():
 
 def test_a_phase_that_fails_counts():
     phases = Phases(iter(range(100)).__next__, wall=lambda: 0.0)
-    with pytest.raises(KeyError), phases.of("learn"):
+    with pytest.raises(KeyError), phases.measure("learn"):
         raise KeyError
     assert [name for name, *_ in phases.take()] == ["learn"]

@@ -28,7 +28,7 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen 
 async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, mode: str):
     training = make_trainer(tmp_path, steps=50, trainer={"mode": mode}, script=[LONG])
     before = tasks()
-    await training.train_step(0.0)
+    await training.train_step()
     training.runtime.client.servers[0].backend.die()
     with pytest.raises(EngineDiedError, match="no rollout engine is left"):
         await finish(training)

@@ -46,7 +46,7 @@ async def observed(trainer: Trainer) -> dict:
     with observers(
         runtime.config, trainer.folder, step=trainer.record.step, rows=runtime.cursor.rows, progress=trainer.progress
     ) as found:
-        trainer.observers = found.each
+        trainer.reporter.observers = found.each
         await trainer.run()
     return found.summary()
 

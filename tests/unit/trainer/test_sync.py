@@ -24,7 +24,7 @@ async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path:
 async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
     training = make_trainer(tmp_path, steps=3)
     (server,) = training.runtime.client.servers
-    await training.train_step(0.0)
+    await training.train_step()
     server.backend.die()
     with pytest.raises(EngineDiedError, match="no rollout engine is left: server-0: "):
         await training.run()

@@ -19,7 +19,7 @@ from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.agent_testbed import ROW, AgentStage, assert_token_exact
+from tests.agent_testbed import ROW, AgentHarness, assert_token_exact
 from tests.http_service import serve
 
 GSM8K = {**ROW, "extra_info": {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "18"}}}
@@ -60,7 +60,7 @@ class Recorded(BaseInteraction):
 def stage(script, user, *, tools=(), timeout=10.0, **limits):
     users = user if isinstance(user, dict) else {"user": user}
     shared = {"interactions": InteractionRegistry(users, timeout=timeout), "tools": ToolRegistry(tools)}
-    return AgentStage(InteractionAgent, script, shared=shared, **limits)
+    return AgentHarness(InteractionAgent, script, shared=shared, **limits)
 
 
 MORE = (False, "and now ?", 0.25, {"patience": 2})
@@ -203,10 +203,11 @@ async def test_a_row_that_names_nobody_known_says_who_there_is():
 
 async def test_the_gsm8k_user_asks_again_until_the_answer_is_right():
     user = Gsm8kInteraction({})
+    before = dict(vars(user))
     trajectory = await stage(["#### 17", "#### 18"], {"gsm8k": user}).run(GSM8K)
     assert trajectory.turn_scores == (0.0, 1.0) and trajectory.finish_reason is FinishReason.USER_DONE
     assert "incorrect" in trajectory.messages[2]["content"]
-    assert not user._truths, "nothing is kept of a finished conversation"
+    assert vars(user) == before, "nothing is kept of a finished conversation"
 
 
 @pytest.mark.parametrize(("style", "score"), [("strict", 0.0), ("flexible", 1.0)])

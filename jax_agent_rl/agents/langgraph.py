@@ -1,6 +1,7 @@
-"""A LangChain chat model over the rollout: every call is a turn on record, its ids in the message's metadata.
+"""The policy as LangChain sees it: :class:`ChatModel` a chat model, :class:`TrajectoryTool` the run's tools.
 
-``AIMessage.response_metadata`` holds, for the context that the message ends::
+Needs the extra ``langgraph``; nothing else of the package imports LangChain. Every call of the model is a turn on
+record; ``AIMessage.response_metadata`` holds, for the context that the message ends::
 
     prompt_ids         the rendered prompt it began with
     response_ids       everything after it, this message's ids last
@@ -17,6 +18,7 @@ import logging
 import queue
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,13 +30,18 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Tool
 from langchain_core.messages import convert_to_openai_messages as to_openai
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.tools import BaseTool as LangChainTool
+from langchain_core.tools import ToolException
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SkipValidation
 
+from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
 from jax_agent_rl.agents.recorder import ChatRecorder, OnIds, RecordedTurn
-from jax_agent_rl.agents.reply import ChatReply, TextStream, visible_text
 from jax_agent_rl.agents.session_tree import path_arrays
+from jax_agent_rl.agents.tool_agent import over_the_limit
+from jax_agent_rl.tools.base import BaseTool
+from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -160,8 +167,8 @@ class ChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         events: asyncio.Queue[Event] = asyncio.Queue()
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
-        pump = asyncio.run_coroutine_threadsafe(self._pump(tell, messages, stop, **kwargs), self.loop)
+        emit = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
+        pump = asyncio.run_coroutine_threadsafe(self._pump(emit, messages, stop, **kwargs), self.loop)
         try:
             while True:
                 event = await events.get()
@@ -197,21 +204,21 @@ class ChatModel(BaseChatModel):
 
     async def _pump(
         self,
-        tell: Callable[[Event], Any],
+        emit: Callable[[Event], Any],
         messages: list[BaseMessage],
         stop: list[str] | None,
         *,
         tools: Sequence[dict[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        """Tells text as it is certain, then the turn. With tools, all at the end: a call shows when it is whole."""
+        """Emit text as it is certain, then the turn. With tools, emit all at the end, when calls are complete."""
         strings = self._sampling(stop, None).stop
         text = None if tools else TextStream(partial(visible_text, self.recorder.context.codec), strings)
         rest = ""
 
         def on_ids(ids: Sequence[int]) -> None:
             if text is not None and (new := text.add(ids)):
-                tell(new)
+                emit(new)
 
         def amend(reply: ChatReply) -> ChatReply:
             nonlocal rest
@@ -220,13 +227,13 @@ class ChatModel(BaseChatModel):
 
         try:
             turn = await self._chat(messages, stop, tools=tools, on_ids=on_ids, amend=amend, **kwargs)
-        except BaseException as error:  # whoever reads the stream must not wait for ever
-            tell(error)
+        except BaseException as error:  # the reader of the stream must not wait forever
+            emit(error)
             raise
-        tell((rest, turn))
+        emit((rest, turn))
 
     def _from_thread(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Hands work to the engine's loop.
+        """Run work on the engine's loop.
 
         Raises:
             RuntimeError: this is that loop; it would wait for itself.
@@ -246,14 +253,14 @@ class ChatModel(BaseChatModel):
 def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
     """Return OpenAI-style dicts.
 
-    The model's own messages become text, calls and reasoning, which tells apart samples of the same text.
+    The model's own messages become text, calls and reasoning, which distinguishes samples of the same text.
     """
     own = (m.model_copy(update={"content": str(m.text)}) if isinstance(m, AIMessage) else m for m in messages)
     converted = to_openai(list(own))
     converted: list[dict[str, Any]] = converted if isinstance(converted, list) else [converted]
     thoughts = [m.additional_kwargs.get("reasoning_content") for m in messages if isinstance(m, AIMessage)]
-    spoken = [m for m in converted if m["role"] == "assistant"]
-    for message, thought in zip(spoken, thoughts, strict=False):
+    replies = [m for m in converted if m["role"] == "assistant"]
+    for message, thought in zip(replies, thoughts, strict=False):
         message |= {"reasoning_content": thought} if thought else {}
     return converted
 
@@ -310,3 +317,63 @@ def _usage(turn: RecordedTurn) -> UsageMetadata:
         total_tokens=prompt + sampled,
         input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
     )
+
+
+_CALL_ID: ContextVar[str | None] = ContextVar("tool_call_id", default=None)
+
+
+class TrajectoryTool(LangChainTool):
+    """One tool of one trajectory: limits, timeouts, truncation and rewards are those of the tool agent.
+
+    Attributes:
+        session: where it runs.
+        recorder: knows which turn made a call; the result is attached to it and reaches the reward function.
+        max_parallel_calls: calls of a turn that are run; further ones answer with an error.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    session: SkipValidation[ToolSession]
+    recorder: SkipValidation[ChatRecorder]
+    max_parallel_calls: int
+
+    @classmethod
+    def wrap(cls, tool: BaseTool, *, session: ToolSession, recorder: ChatRecorder, max_parallel_calls: int):
+        """Return a tool as a LangChain tool."""
+        return cls(
+            name=tool.name,
+            description=tool.description,
+            args_schema=dict(tool.parameters),
+            session=session,
+            recorder=recorder,
+            max_parallel_calls=max_parallel_calls,
+        )
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
+        """See LangChain; remembers which call of the model this is."""
+        token = _CALL_ID.set(input.get("id") if isinstance(input, dict) else None)
+        try:
+            return await super().ainvoke(input, config, **kwargs)
+        finally:
+            _CALL_ID.reset(token)
+
+    def _run(self, *args: Any, **kwargs: Any) -> str:
+        raise ToolException(f"tool {self.name!r} runs in the engine's event loop; use ainvoke()")
+
+    async def _arun(self, **arguments: Any) -> str:
+        turn, place = self._call(_CALL_ID.get())
+        if place >= self.max_parallel_calls:
+            record = over_the_limit(self.session, self.name, arguments, self.max_parallel_calls)
+        else:
+            record = await self.session.call(self.name, arguments)
+        if turn is not None:
+            turn.tool_calls.append(record)
+        return record.observation
+
+    def _call(self, call_id: str | None) -> tuple[RecordedTurn | None, int]:
+        """Return the turn that made a call and the call's index; None if the graph called the tool itself."""
+        for turn in reversed(self.recorder.turns):
+            for place, call in enumerate(turn.reply.tool_calls):
+                if call.id == call_id:
+                    return turn, place
+        return None, 0

@@ -1,16 +1,24 @@
-"""The base of the asynchronous trainers: groups flow out of a stream, and the learner takes them in batches.
+"""The asynchronous trainers: groups flow out of a stream, and the learner takes them in batches.
 
 ::
 
-    rows ─► GroupStream: many groups grow ─► take_batch ─► base: filter, learn, publish_weights, record_step
-                 ▲    (engine, agents, tools)     │ useless groups are replaced           │
-                 │                                ▼ (algorithm.max_resample_rounds)               │
-                 └────────────── room ◄───────── RolloutBuffer ◄── version + 1 ───────────┘
+    rows ─► GroupStream: many groups grow ─► take_batch ─► base: select, update, publish, record
+                 ▲    (engine, agents, tools)     │ useless groups are replaced         │
+                 │                                ▼ (algorithm.max_resample_rounds)     │
+                 └────────────── room ◄───────── RolloutBuffer ◄── version + 1 ─────────┘
 
-    grow        consumes: a ticket and a row.  produces: a group.    waits for: engine, tools, reward.
-    take_batch  consumes: groups.              produces: Collected.  waits for: enough of them, not too old to wait.
+    grow        consumes: a ticket and a row.  produces: a group.  waits for: engine, tools, reward.
+    take_batch  consumes: groups.              produces: a batch.  waits for: enough of them, not too old to wait.
 
-The subclasses say when groups are wanted and how weights are handed over.
+    one_step_off   engine   [ rollout 1 ][ rollout 2   ]  [ rollout 3 ]    [ rollout 4
+                   learner               [ learn 1 ]   ^  [ learn 2      ]^[ learn 3         ^ weights
+                   sampled by         0             0              1               2
+
+    fully_async    engine   [ groups grow, complete, others start in their place ............................. ]
+                                 │ batch 1        ↑ 1  │ batch 2      ↑ 2   │ batch 3       ↑ 3        ↑ weights
+                   learner       [ learn 1       ]     [ learn 2     ]      [ learn 3      ]
+
+The subclasses decide when groups are wanted and how weights are handed over.
 """
 
 from __future__ import annotations
@@ -21,13 +29,15 @@ from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
-from jax_agent_rl.collect.filters import select
+from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.collect.stream import GroupStream
-from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.trainer.base import Collected, Trainer
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities
+from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.groups import all_trajectories, shaped, training_sampling, with_baseline
 from jax_agent_rl.trainer.record import staleness_record
-from jax_agent_rl.types import DropReason, Group
+from jax_agent_rl.trainer.step import RolloutBatch
+from jax_agent_rl.types import DropReason, Group, PauseMode
 
 LABEL = "async"
 """Of trajectory ids: ``async-<s>-<i>-<member>`` is of the run's row number s * batch + i, in whichever step it is
@@ -44,7 +54,7 @@ class StreamTrainer(Trainer):
             batch=config.rollout.prompts_per_step,
             staleness=config.trainer.staleness_bound,
             stragglers=config.trainer.stragglers,
-            spare=config.trainer.oversample_prompts,
+            oversample=config.trainer.oversample_prompts,
             version=self.record.step,
         )
         if self.record.buffer.get("version") == self.record.step:  # else the steps since were synchronous ones
@@ -57,7 +67,7 @@ class StreamTrainer(Trainer):
         """Return how many groups the steps after this one will consume."""
         return (self.runtime.config.trainer.steps - step) * self.buffer.batch
 
-    async def take_batch(self) -> Collected:
+    async def take_batch(self) -> RolloutBatch:
         """Return the groups of the next step, and what rollout and engines did since the last one was taken."""
         buffer, began = self.buffer, self.clock()
         self.progress.phase(
@@ -65,17 +75,20 @@ class StreamTrainer(Trainer):
             lambda: f"{buffer.ready}/{buffer.batch} groups ready, {buffer.running} running",
         )
         self._reading = self._reading or (await self.runtime.metrics(), began)
-        with self.phases.of("wait"):
+        with self.phases.measure("wait"):
             groups = await self._take_useful()
         self.learner_idle_seconds += self.clock() - began
         # From one batch to the next: rollout and learner (and an evaluation, if there was one) share that time.
-        engine, seconds = await self._engine_since(*self._reading)
+        before, since = self._reading
+        self._reading = await self.runtime.metrics(), self.clock()
+        engine, seconds = self._reading[0].since(before), self._reading[1] - since
+        self.phases.ended("engine", seconds)
         overlap = staleness_record(groups, buffer.version) | {
             "groups_running": buffer.running,
             "groups_ready": buffer.ready,
             "groups_stale": buffer.dropped[DropReason.STALE],
         }
-        return Collected(groups=groups, engine=engine, seconds=seconds, metrics=overlap)
+        return RolloutBatch(groups=groups, engine=engine, seconds=seconds, metrics=overlap)
 
     async def _take_useful(self) -> list[Group]:
         """Return a batch; groups that a filter leaves out are replaced first.
@@ -140,8 +153,78 @@ class StreamTrainer(Trainer):
                 reasons[number] = next(iter(selection.dropped or group.dropped))
         return reasons
 
-    async def _engine_since(self, before: BackendMetrics, begin: float) -> tuple[BackendMetrics, float]:
-        """Return what the engines did since a reading, and the seconds since; replace the reading."""
-        now, end = await self.runtime.metrics(), self.clock()
-        self._reading = now, end
-        return now.since(before), end - begin
+
+class OneStepOffTrainer(StreamTrainer):
+    """The next batch is rolled out while this one is learned from.
+
+    Weights change only between rollouts, so a trajectory is of one version, the one before the weights it trains:
+    staleness is 1 (0 in the first step). It needs nothing of the engine that the synchronous trainer does not. A step
+    lasts as long as the slower of the two.
+    """
+
+    async def rollout(self) -> RolloutBatch:
+        batch = self.buffer.batch
+        self.stream.want(batch)
+        collected = await self.take_batch()
+        self.stream.want(min(batch, self.wanted_after(self.record.step + 1)))
+        return collected
+
+    async def publish(self, version: int, selection: Selection) -> float:
+        """Publish once the next batch is complete."""
+        began = self.clock()
+        self.progress.phase(f"step {version}: learner waits for the next rollout", self.rollout_status)
+        with self.phases.measure("wait"):
+            await self.stream.idle()
+        self.learner_idle_seconds += self.clock() - began
+        return await self.push_weights(version)
+
+    def on_step_end(self, version: int) -> None:
+        self.stream.finish_step(version, want=0)
+
+
+PAUSES: dict[str, PauseMode | None] = {
+    "auto": None,
+    "keep": PauseMode.KEEP,
+    "recompute": PauseMode.ABORT,
+    "wait": PauseMode.WAIT,
+}
+
+
+class FullyAsyncTrainer(StreamTrainer):
+    """Rollout never stops, and the learner takes a batch when there is one.
+
+    Weights change under running generations: one trajectory may hold tokens of several versions, each marked with its
+    own. How old a token may be when it is trained on, and so how far the rollout runs ahead, is the buffer's decision
+    (:mod:`jax_agent_rl.collect.buffer`). Every step publishes, also one that learned nothing: a version is a step.
+
+    Raises:
+        ConfigError: an engine cannot do what ``trainer.in_flight_update`` asks for.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = self.runtime.config.trainer.in_flight_update
+        for server in self.runtime.client.servers:
+            can = [name for name in PAUSES if _supports(server.backend.capabilities, name)]
+            if wanted not in can:
+                raise ConfigError(f"trainer.in_flight_update={wanted}: {server.name} can do only {', '.join(can)}")
+        self._pause = PAUSES[wanted]
+
+    async def rollout(self) -> RolloutBatch:
+        self.stream.want(self.wanted_after(self.record.step))
+        return await self.take_batch()
+
+    async def publish(self, version: int, selection: Selection) -> float:
+        """Publish at once, whatever runs."""
+        return await self.push_weights(version, mode=self._pause)
+
+    def on_step_end(self, version: int) -> None:
+        """Make room for a batch."""
+        self.stream.finish_step(version, want=self.wanted_after(version))
+
+
+def _supports(capabilities: Capabilities, name: str) -> bool:
+    pause = PAUSES[name]
+    if pause is PauseMode.KEEP and not capabilities.in_flight_update:
+        return False
+    return pause is None or pause in capabilities.pause_modes

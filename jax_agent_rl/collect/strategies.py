@@ -1,12 +1,123 @@
-"""Strategies that grow trees: chains branch at random turns, at uncertain ids, or after tool results."""
+"""Rollout strategies (``rollout.strategy``): which trajectories of a group are started, and from where.
+
+A group grows in waves. The strategy returns one, its trajectories run concurrently, and when all of them have ended,
+the strategy is called again with everything so far, until it returns none::
+
+    next_wave(nothing yet)  ─► [prompt, prompt]           wave 0   t0, t1
+    next_wave(t0, t1)       ─► [fork of t0, fork of t1]   wave 1   t2, t3
+    next_wave(t0 … t3)      ─► []                         select: which leaves are kept
+
+Branches thus depend on what was sampled and on the seed, never on which trajectory ended first: runs are reproducible.
+The price is that a wave waits for its slowest trajectory; other groups use the engine meanwhile.
+
+:class:`Chains` start all at the prompt. Trees branch: :class:`TreeGrpo` at random turns, :class:`TreeRL` at the most
+uncertain ids, :class:`Arpo` at uncertain turns after an observation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from jax_agent_rl.collect.strategies.base import Growth, Start, Strategy, at_prompt, at_turn
-from jax_agent_rl.config.strategy import ArpoConfig, TreeGrpoConfig, TreerlConfig
+from jax_agent_rl.agents.context import derive_seed
+from jax_agent_rl.config.strategy import ArpoConfig, StrategyConfig, TreeGrpoConfig, TreerlConfig
 from jax_agent_rl.types import Fork, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One trajectory to start.
+
+    Attributes:
+        fork: where it branches off another one; None: a tree of its own, from the prompt.
+        topped_up: it makes up for branches that did not occur.
+    """
+
+    fork: Fork | None = None
+    topped_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Result of a start: a scored trajectory, or None if it was lost."""
+
+    trajectory_id: str
+    start: Start
+    trajectory: Trajectory | None
+
+    @property
+    def tree_id(self) -> str:
+        return self.start.fork.tree_id if self.start.fork else self.trajectory_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """A group so far.
+
+    Attributes:
+        group_size: ``rollout.group_size``.
+        seed: the group's; random decisions of a strategy derive from it.
+        waves: outcomes of each wave, in the order of their starts.
+    """
+
+    group_size: int
+    seed: int
+    waves: Sequence[Sequence[Outcome]] = ()
+
+    @property
+    def started(self) -> int:
+        return sum(map(len, self.waves))
+
+    @property
+    def trees(self) -> Mapping[str, list[Trajectory]]:
+        """Surviving trajectories by tree, in order of their start; empty trees included."""
+        trees: dict[str, list[Trajectory]] = {}
+        for outcome in (outcome for wave in self.waves for outcome in wave):
+            members = trees.setdefault(outcome.tree_id, [])
+            if outcome.trajectory is not None:
+                members.append(outcome.trajectory)
+        return trees
+
+    def random(self, *what: int | str) -> random.Random:
+        """Return the random generator of one decision."""
+        return random.Random(derive_seed(self.seed, *what))
+
+
+class Strategy(ABC):
+    """Stateless: one instance serves all groups."""
+
+    branches: ClassVar[bool] = True
+    """Whether trajectories may branch: agents must support it, and engines should keep the KV of sessions."""
+
+    @abstractmethod
+    def next_wave(self, growth: Growth) -> Sequence[Start]:
+        """Return the trajectories to start next; none ends the group. A fork names a surviving trajectory."""
+
+    def select(self, growth: Growth) -> list[Trajectory]:
+        """Return the trajectories to keep of a group that has ended; by default all that survived."""
+        return [trajectory for tree in growth.trees.values() for trajectory in tree]
+
+
+class Chains(Strategy):
+    """``group_size`` independent chains from the prompt."""
+
+    branches = False
+
+    def next_wave(self, growth: Growth) -> Sequence[Start]:
+        return [] if growth.waves else [Start()] * growth.group_size
+
+
+def at_prompt(tree_id: str) -> Fork:
+    """Return the fork of a new chain that counts as part of a tree."""
+    return Fork(tree_id=tree_id, parent_id=tree_id, turns=0)
+
+
+def at_turn(parent: Trajectory, turn: int, tokens: int = 0) -> Fork:
+    """Return the fork before turn ``turn`` of a trajectory, or after the turn's first ``tokens`` ids."""
+    return Fork(tree_id=parent.tree_id, parent_id=parent.trajectory_id, turns=turn, tokens=tokens)
 
 
 class TreeGrpo(Strategy):
@@ -61,7 +172,7 @@ class TreeRL(Strategy):
     """TreeRL (EPTree): branches where the policy was least certain, also in the middle of a turn.
 
     ``M`` first chains, each a tree. In each of ``L`` rounds, the ``N`` most uncertain ids of every tree are sampled
-    anew, ``T`` times each, and continued. Uncertainty is the surprisal ``-log p`` of the sampled id, which engines
+    again, ``T`` times each, and continued. Uncertainty is the surprisal ``-log p`` of the sampled id, which engines
     report; it is an unbiased sample of the entropy and what the authors' code uses. M=1 N=1 L=1 T=2::
 
         round 0   t0 = a b c d e                       log p   -.1 -.2 -1.9 -.3 -.1
@@ -92,7 +203,7 @@ class TreeRL(Strategy):
 
 
 def _places(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
-    """Yield the surprisal of every id the trajectory sampled itself, and the fork that samples it anew."""
+    """Yield the surprisal of every id the trajectory sampled itself, and the fork that samples it again."""
     inherited = trajectory.num_inherited
     for number, turn in enumerate(trajectory.turns):
         for token, log_prob in enumerate(turn.output.log_probs):
@@ -104,9 +215,10 @@ def _places(trajectory: Trajectory) -> Iterator[tuple[float, Fork]]:
 
 
 class Arpo(Strategy):
-    """ARPO: branches where a tool result made the policy uncertain.
+    """ARPO: branches where an observation made the policy uncertain.
 
-    ``initial_rollouts`` first chains of a total of ``group_size``. For every turn that follows a tool result, and each
+    ``initial_rollouts`` first chains of a total of ``group_size``. For every turn that follows an observation (a tool
+    result, in the paper; here also what an environment or a simulated user answers), and each
     of ``beam_size - 1`` possible branches, a coin is tossed::
 
         dH  = H(first ids of the turn) - H(first ids of the trajectory's first turn)          nats per id
@@ -127,12 +239,12 @@ class Arpo(Strategy):
         if not growth.waves:
             return [Start()] * min(self._config.initial_rollouts, growth.group_size)
         budget = growth.group_size - growth.started
-        living = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
-        turns = sorted((turn, index) for index, t in enumerate(living) for turn in _turns_after_tools(t))
+        alive = [o.trajectory for o in growth.waves[-1] if o.trajectory is not None]
+        turns = sorted((turn, index) for index, t in enumerate(alive) for turn in _turns_after_observations(t))
         branches = [
-            Start(fork=at_turn(living[index], turn))
+            Start(fork=at_turn(alive[index], turn))
             for turn, index in turns
-            for _ in range(self._branches(living[index], turn, growth))
+            for _ in range(self._branches(alive[index], turn, growth))
         ]
         return branches[:budget] or [Start(topped_up=True)] * budget
 
@@ -149,9 +261,20 @@ class Arpo(Strategy):
         return -sum(first) / len(first)
 
 
-def _turns_after_tools(trajectory: Trajectory) -> Iterator[int]:
-    """Yield its own turns that follow a tool result, but the first of a branch, which was decided on before."""
+def _turns_after_observations(trajectory: Trajectory) -> range:
+    """Return its own turns that follow an observation, but the first of a branch, which was decided on before."""
     inherited = trajectory.fork.turns if trajectory.fork else 0
-    for turn in range(inherited + 1, trajectory.num_turns):
-        if trajectory.turns[turn - 1].tool_calls:
-            yield turn
+    return range(inherited + 1, trajectory.num_turns)
+
+
+def make_strategy(config: StrategyConfig) -> Strategy:
+    """Return the strategy of a run."""
+    match config.name:
+        case "chain":
+            return Chains()
+        case "tree_grpo":
+            return TreeGrpo(config.tree_grpo)
+        case "treerl":
+            return TreeRL(config.treerl)
+        case "arpo":
+            return Arpo(config.arpo)
