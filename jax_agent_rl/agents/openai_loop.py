@@ -27,7 +27,7 @@ from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import AgentTimeoutError, TrajectoryError
-from jax_agent_rl.types import SamplingParams, StopReason, Trajectory
+from jax_agent_rl.types import SamplingParams, Trajectory
 from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -155,9 +155,8 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
 
 
 def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
-    """Return if a refused or cut turn explains the exception, so the trajectory ends there; raise otherwise."""
-    cut = bool(recorder.turns) and recorder.turns[-1].output.stop_reason is StopReason.LENGTH
-    if recorder.turns and (recorder.refused is not None or (cut and recorder.failure is None)):
+    """Return if a refused turn explains the exception, so the trajectory ends there; raise otherwise."""
+    if recorder.refused is not None and recorder.turns:
         return
     if isinstance(error, TrajectoryError):
         raise error

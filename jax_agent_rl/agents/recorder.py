@@ -8,12 +8,15 @@ reasoning and call ids come back, else the last one::
     request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
     request 3   [system, user, assistant A, tool]               the same again: a sibling         A ─► C
     request 4   [system, "summary of what was", user]           edited history: rendered again    root D
+    request 5   [system, user, assistant A, tool, X, user]      X is not on record: extends A     A ─► E
 
     tree        A ─┬─► B        sequences      [A B]    mask 1 on A and B
-                   └─► C                       [A C]    mask 1 on C: A is trained on once
+                   ├─► C                       [A C]    mask 1 on C: A is trained on once
+                   └─► E                       [A E]    mask 1 on E; X is context, as the tool's result is
                 D                              [D]      mask 1 on D
 
-The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
+So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the calls whose
+later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``). The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
 behind for its sibling is not trained on, as nothing came of it.
 """
 
@@ -37,7 +40,7 @@ from jax_agent_rl.agents.conversation import (
     read_reply,
 )
 from jax_agent_rl.agents.episode import check_output
-from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TrajectoryError, TurnRefusedError
+from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
 
@@ -119,7 +122,8 @@ class ChatRecorder:
 
     def __init__(self, context: AgentContext, *, session_id: str, adapter: str | None = None) -> None:
         self.turns: list[RecordedTurn] = []
-        self.metrics: dict[str, float] = dict.fromkeys(("generate_seconds", "prompt_tokens", "cached_tokens"), 0.0)
+        counted = ("generate_seconds", "prompt_tokens", "cached_tokens", "spliced_calls", "unmatched_calls")
+        self.metrics: dict[str, float] = dict.fromkeys(counted, 0.0)
         self.refused: FinishReason | None = None
         self.failure: TrajectoryError | None = None
         self.session_id = session_id
@@ -205,19 +209,32 @@ class ChatRecorder:
     def _resolve_chat(
         self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
     ) -> _Request:
+        """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
         codec = self._context.codec
-        last = max((i for i, m in enumerate(plain) if m["role"] == "assistant"), default=-1)
-        replies = [traces[i] for i in range(last + 1) if plain[i]["role"] == "assistant"]
-        same = self._by_conversation.get(fingerprint(plain[: last + 1], schemas), ()) if last >= 0 else ()
-        parent = max(same, key=lambda turn: (_agreement(turn, replies), turn.number), default=None)
-        new = plain[last + 1 :]
-        if parent is None or not new:
-            return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=schemas)), inserted=tuple(plain))
-        sampled = parent.output.token_ids
-        ids = codec.encode_append(sampled, new, tools=schemas)
-        return _Request(
-            parent=parent, ids=tuple(ids), inserted=tuple(new), replaces_end=codec.replaces_end(sampled, ids)
-        )
+        ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
+        for count in range(len(ends), 0, -1):
+            end = ends[count - 1]
+            same = self._by_conversation.get(fingerprint(plain[:end], schemas), ())
+            new = plain[end:]
+            if not new:
+                continue
+            replies = [traces[i - 1] for i in ends[:count]]
+            parent = max(same, key=lambda turn: (_agreement(turn, replies), turn.number), default=None)
+            if parent is None:
+                continue
+            sampled = parent.output.token_ids
+            try:
+                ids = codec.encode_append(sampled, new, tools=schemas)
+            except TemplateError:
+                if count == len(ends):
+                    raise
+                break  # this template shows such messages in whole conversations only
+            self.metrics["spliced_calls"] += count < len(ends)
+            return _Request(
+                parent=parent, ids=tuple(ids), inserted=tuple(new), replaces_end=codec.replaces_end(sampled, ids)
+            )
+        self.metrics["unmatched_calls"] += bool(ends and self.turns)
+        return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=schemas)), inserted=tuple(plain))
 
     def _resolve_text(self, prompt: str) -> _Request:
         codec = self._context.codec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -65,7 +66,8 @@ async def openai_agents(base_url, api_key, *, responses: bool = True):
     kind = agents.OpenAIResponsesModel if responses else agents.OpenAIChatCompletionsModel
     model = kind(model="m", openai_client=client)
     agent = agents.Agent(name="adder", instructions="add", model=model, tools=[agents.function_tool(add)])
-    await agents.Runner.run(agent, QUESTION, max_turns=20)
+    with contextlib.suppress(agents.ModelBehaviorError):  # what it makes of a response that is cut
+        await agents.Runner.run(agent, QUESTION, max_turns=20)
 
 
 async def openai_agents_chat(base_url, api_key):
@@ -123,7 +125,7 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
         for trajectory in trajectories:
             assert trajectory.segments == ()
             assert_exact(trajectory, context.client.servers[0].backend)
-    # A random model's turns are cut, which ends a run of OpenAI's SDK: it takes an incomplete response for an error.
+    # A random model's turns are cut, which ends a run of OpenAI's SDK over the Responses API.
     assert max(t.num_turns for t in trajectories) >= (2 if client is openai_agents else 3)
     learner = Learner(
         CONFIG, params(), algorithm=AlgorithmConfig(), config=LearnerConfig(pack_length=512), temperature=1.0

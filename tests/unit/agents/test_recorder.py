@@ -143,3 +143,20 @@ async def test_a_stop_token_that_opens_another_message_is_left_out_of_the_path_t
     made = to_trajectory(recorder, row={}, group_id="g", agent_name="a", metrics={}, tool_scores={})
     for trajectory, turn in zip(made.sequences, (asked, answered), strict=True):
         assert trajectory.prompt_ids + trajectory.response_ids == turn.context_ids
+
+
+async def test_a_conversation_continues_the_longest_beginning_that_is_on_record_and_says_what_is_not():
+    recorder = recorder_of(smollm(), ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>"])
+    first = await recorder.chat([QUESTION], sampling=sampling())
+    await recorder.chat([QUESTION, sent_back(first), MORE], sampling=sampling())
+    edited = {"role": "assistant", "content": "TWO, shortened by the program"}
+    spliced = await recorder.chat([QUESTION, sent_back(first), MORE, edited, MORE], sampling=sampling())
+    assert spliced.parent is first and spliced.context_ids[: len(first.context_ids)] == first.context_ids
+    assert "TWO, shortened" in smollm().decode(spliced.inserted_ids)
+    unknown = await recorder.chat([{"role": "user", "content": "summary"}, edited, MORE], sampling=sampling())
+    assert unknown.parent is None
+    assert (recorder.metrics["spliced_calls"], recorder.metrics["unmatched_calls"]) == (1, 1)
+    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a", metrics={}, tool_scores={})
+    words = [[smollm().decode(turn.output.token_ids) for turn in s.turns] for s in made.sequences]
+    assert sorted(words) == [["four"], ["one", "two"], ["three"]]  # each sampled turn is trained on once
+    assert made.metrics["spliced_calls"] == 1
