@@ -16,7 +16,9 @@ reasoning and call ids come back, else the last one::
                 D                              [D]      mask 1 on D
 
 So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the calls whose
-later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``). The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
+later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``).
+
+The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
 behind for its sibling is not trained on, as nothing came of it.
 """
 
