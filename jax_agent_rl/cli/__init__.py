@@ -296,12 +296,11 @@ def plan(
     from rich.console import Console
 
     from jax_agent_rl.deploy.plan.architectures import architecture_folder
-    from jax_agent_rl.deploy.plan.command import run_command
-    from jax_agent_rl.deploy.plan.compile_subprocess import Task
+    from jax_agent_rl.deploy.plan.command import PlanTask, run_command
 
     console = Console()
     with nullcontext() if architecture is None else architecture_folder(architecture) as model:
-        task = Task(
+        task = PlanTask(
             recipe=str(config),
             overrides=[*(overrides or []), *([] if model is None else [f"model.path={model}"])],
             topology=topology,

@@ -69,7 +69,7 @@ async def _show(config: Config | None, console: Console) -> list[Finding]:
 
     from rich.text import Text
 
-    from jax_agent_rl.deploy.doctor.examine import examine
+    from jax_agent_rl.deploy.doctor import examine
 
     findings = []
     async for finding in examine(config):

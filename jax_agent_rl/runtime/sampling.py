@@ -121,7 +121,10 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
     async with open_tools(config.tools) as tools, reward_server(config):
         load_agents(config.agent.module)
         load_environments(config.environments.path)
-        rows = [_load(config, tools, source) for source in sources]
+        rows = [read_rows(config, tools, source) for source in sources]
+        for (file, _), part in zip(sources, rows, strict=True):
+            if idle := report_idle_tools(config, part):
+                logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
         services = needed_services(config, [row for part in rows for row in part])
         codec = open_codec(config)
         check_engine(config)
@@ -255,19 +258,23 @@ async def open_rollouts(
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 
-def known_adapters(config: Config) -> list[str] | None:
-    """Return the adapters that rows may name; None: only the rollout servers know."""
-    return None if config.rollout.backend == "remote" else list(config.rollout.adapters)
+def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> list[Row]:
+    """Read the rows of a file, and check the names in them.
 
+    Args:
+        config: the resolved configuration.
+        tools: the tools that rows may name; None: any.
+        source: file and count.
 
-def _load(config: Config, tools: ToolRegistry, source: Source) -> list[dict[str, Any]]:
-    """Load the rows of a file and check their names; warn of tools that no row will use."""
+    Raises:
+        ConfigError, DataError: the file is missing, or a row is malformed or names something unknown.
+    """
     file, limit = source
-    rows = load_rows(file, agents=agent_names(), tools=list(tools), adapters=known_adapters(config))[:limit]
-    names = ((row.get("agent_name") or config.agent.default_agent, row) for row in rows)
-    require_environments([row for name, row in names if name == EnvironmentAgent.name])
-    if idle := report_idle_tools(config, rows):
-        logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
+    adapters = None if config.rollout.backend == "remote" else list(config.rollout.adapters)  # only its servers know
+    names = None if tools is None else list(tools)
+    rows = load_rows(file, agents=agent_names(), tools=names, adapters=adapters)[:limit]
+    default = config.agent.default_agent
+    require_environments([row for row in rows if (row.get("agent_name") or default) == EnvironmentAgent.name])
     return rows
 
 

@@ -1,6 +1,44 @@
 """``jax-agent-rl doctor``: checks for what would stop or spoil a run, each with what to do about it.
 
-``findings`` what a check reports, and how a failing one hides no other · ``machine``, ``accelerators`` what
-needs no configuration · ``inputs`` model and rows · ``services`` what a run speaks to · ``examine`` which checks there
-are. The checks call what a run itself calls at its start.
+``findings`` how checks run and report · ``machine`` checks that need no configuration · ``run`` checks of one, which
+call what ``train`` calls before its first step.
 """
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from jax_agent_rl.deploy.doctor import machine
+from jax_agent_rl.deploy.doctor.findings import Finding, run_checks
+
+if TYPE_CHECKING:
+    from jax_agent_rl.config import Config
+
+TIMEOUT = 120.0
+"""Seconds that one check may take."""
+
+
+async def examine(config: Config | None) -> AsyncIterator[Finding]:
+    """Check the machine and, if given, what a configuration needs."""
+    async with AsyncExitStack() as stack:
+        need, own = 1, []
+        if config:
+            from jax_agent_rl.deploy.doctor.run import RunChecks, count_devices  # these import jax
+
+            need, own = count_devices(config), RunChecks(config=config, stack=stack).all()
+        checks = [
+            ("python", machine.interpreter),
+            ("packages", machine.packages),
+            ("processors", machine.processors),
+            ("limits", machine.limits),
+            ("disk", machine.cache_disk),
+            ("ports", machine.ports),
+            ("accelerators", functools.partial(machine.accelerators, need=need)),
+            ("sandbox", machine.sandbox),
+            *own,
+        ]
+        async for finding in run_checks(checks, timeout=TIMEOUT):
+            yield finding

@@ -1,10 +1,10 @@
-"""Findings of checks, and how checks run: one that fails, raises or hangs is a line of its own."""
+"""Findings of checks, and how checks run: one that fails, raises or hangs is a finding, and hides no other."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
@@ -25,9 +25,9 @@ class Finding:
     """Result of a check.
 
     Attributes:
-        check: what was looked at.
-        status: how bad it is.
-        text: what was found; where it is not ok, with what to do.
+        check: name of the check.
+        status: severity.
+        text: what was found and, unless ok, what to do.
     """
 
     check: str
@@ -37,49 +37,54 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Factory of one check's findings."""
+    """The findings of one check."""
 
     check: str
+    findings: list[Finding] = field(default_factory=list)
 
-    def ok(self, text: str) -> Finding:
-        return Finding(check=self.check, status=Status.OK, text=text)
+    def ok(self, text: str) -> None:
+        self.add(Status.OK, text)
 
-    def warn(self, text: str) -> Finding:
-        return Finding(check=self.check, status=Status.WARN, text=text)
+    def warn(self, text: str) -> None:
+        self.add(Status.WARN, text)
 
-    def fail(self, text: str) -> Finding:
-        return Finding(check=self.check, status=Status.FAIL, text=text)
+    def fail(self, text: str) -> None:
+        self.add(Status.FAIL, text)
+
+    def add(self, status: Status, text: str) -> None:
+        self.findings.append(Finding(check=self.check, status=status, text=text))
 
 
 class UnmetError(Exception):
     """A check lacks what an earlier one should have found."""
 
 
-Check = Callable[[Reporter], Awaitable[Iterable[Finding]]]
-"""A check returns its findings; whatever it raises is a finding, too."""
+Check = Callable[[Reporter], Awaitable[None]]
+"""Reports its findings; whatever it raises is reported, too."""
 
 
 async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> AsyncIterator[Finding]:
     """Yield findings in the order of the checks.
 
     Args:
-        checks: each with its name.
-        timeout: seconds one may take.
+        checks: names and checks.
+        timeout: seconds that one check may take.
     """
     for name, check in checks:
         report = Reporter(name)
         try:
             async with asyncio.timeout(timeout):
-                findings = list(await check(report))
+                await check(report)
         except UnmetError as error:
-            findings = [report.warn(f"not checked: {error}")]
+            report.warn(f"not checked: {error}")
         except ConfigError as error:
-            findings = [report.fail(problem) for problem in error.problems]
+            for problem in error.problems:
+                report.fail(problem)
         except JaxAgentRLError as error:
-            findings = [report.fail(str(error))]
+            report.fail(str(error))
         except TimeoutError:
-            findings = [report.fail(f"no answer within {timeout:g} s")]
-        except Exception as error:  # of the user's code, or of the machine: told, and the other checks go on
-            findings = [report.fail(f"{type(error).__name__}: {error}")]
-        for finding in findings:
+            report.fail(f"no answer within {timeout:g} s")
+        except Exception as error:  # raised by the user's code or the machine; the other checks still run
+            report.fail(f"{type(error).__name__}: {error}")
+        for finding in report.findings:
             yield finding

@@ -1,20 +1,26 @@
-"""Checks of the machine: interpreter, packages, cores, memory, disk, limits, ports."""
+"""Checks of the machine: interpreter, packages, cores, memory, disk, limits, ports, sandbox, accelerators."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from jax_agent_rl.deploy.doctor.findings import Finding, Reporter
+from jax_agent_rl.deploy.doctor.findings import Reporter
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
 
 DISTRIBUTION = "jax_agent_rl"
@@ -24,49 +30,60 @@ MIN_DESCRIPTORS = 4096
 MIN_PROCESSES = 1024
 DEFAULT_PORTS = {5000: "tool-server", 8000: "serve", 8100: "rollout-server"}
 _CGROUP = Path("/sys/fs/cgroup")
+_GOOGLE = "0x1ae0"  # PCI vendor
+_PROBE = (
+    "import json, jax; d = jax.devices(); "
+    "print(json.dumps({'platform': d[0].platform, 'kind': d[0].device_kind, 'count': len(d)}))"
+)
+_PROBE_SECONDS = 90.0
 
 
-async def interpreter(report: Reporter) -> Iterable[Finding]:
+async def interpreter(report: Reporter) -> None:
     """Check Python and the platform."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    text = f"Python {version} on {platform.system()} {platform.machine()}"
+    text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
-        return [report.fail(f"{text}: Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed")]
-    if platform.system() != "Linux":
-        return [report.warn(f"{text}: the sandbox of the tool server needs Linux; run that on another machine")]
-    return [report.ok(text)]
+        report.fail(f"{text}: Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed")
+    elif platform.system() != "Linux":
+        report.warn(f"{text}: the sandbox of the tool server needs Linux; run that on another machine")
+    else:
+        report.ok(text)
 
 
-async def packages(report: Reporter) -> Iterable[Finding]:
+async def packages(report: Reporter) -> None:
     """Check that all requirements are met, and list the complete extras."""
-    try:
-        requirements = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        return [report.warn(f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e .")]
-    wrong = list(missing(requirements, extra=None))
-    if wrong:
-        return [report.fail(f"{problem}; run: pip install --upgrade {DISTRIBUTION}") for problem in wrong]
+    requirements = _requirements()
+    if requirements is None:
+        report.warn(f"{DISTRIBUTION} is not installed, so versions are not compared; run: pip install -e .")
+        return
+    if wrong := list(missing(requirements, extra=None)):
+        for problem in wrong:
+            report.fail(f"{problem}; run: pip install --upgrade {DISTRIBUTION}")
+        return
     names = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     complete = [name for name in names if not list(missing(requirements, extra=name))]
-    jax, flax = metadata.version("jax"), metadata.version("flax")
-    return [
-        report.ok(
-            f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}, jax {jax}, flax {flax}; all requirements met; complete "
-            f"extras: {', '.join(complete) or 'none'}"
-        )
-    ]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in (DISTRIBUTION, "jax", "flax"))
+    report.ok(f"{versions}; all requirements met; complete extras: {', '.join(complete) or 'none'}")
+
+
+def _requirements() -> list[str] | None:
+    """Return the requirements of the installed distribution; None if it is not installed."""
+    try:
+        return metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
     """Yield what is not installed, or installed in an unsupported version.
 
     Args:
-        requirements: as a distribution's metadata has them.
-        extra: those of this extra alone; None: those without one.
+        requirements: requirement strings of a distribution's metadata.
+        extra: the extra to check alone; None: the requirements without an extra.
     """
     for text in requirements:
         requirement = Requirement(text)
-        always, asked = (_applies(requirement, of) for of in ("", extra or ""))
+        marker = requirement.marker
+        always, asked = (marker is None or marker.evaluate({"extra": name}) for name in ("", extra or ""))
         if not asked or (extra and always):
             continue
         if requirement.name == DISTRIBUTION:  # an extra made of others
@@ -82,41 +99,31 @@ def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
             yield f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
 
 
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-def require_extra(report: Reporter, extra: str, why: str) -> Finding:
+def require_extra(report: Reporter, extra: str, why: str) -> None:
     """Check that the packages of an extra are installed.
 
     Args:
-        report: makes the finding.
+        report: takes the finding.
         extra: name of the extra.
         why: the setting that needs it.
     """
-    try:
-        requirements = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        requirements = []
+    requirements = _requirements() or []
     if not any(f'extra == "{extra}"' in text for text in requirements):
-        return report.warn(
-            f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list; reinstall it"
-        )
-    wrong = list(missing(requirements, extra=extra))
-    if wrong:
-        return report.fail(
-            f"{why} needs the extra {extra!r} ({'; '.join(wrong)}): pip install '{DISTRIBUTION}[{extra}]'"
-        )
-    return report.ok(f"the extra {extra!r}, for {why}, is complete")
+        report.warn(f"{why} needs the extra {extra!r}, which the installed {DISTRIBUTION} does not list; reinstall it")
+    elif wrong := "; ".join(missing(requirements, extra=extra)):
+        report.fail(f"{why} needs the extra {extra!r} ({wrong}): pip install '{DISTRIBUTION}[{extra}]'")
+    else:
+        report.ok(f"the extra {extra!r}, for {why}, is complete")
 
 
-async def processors(report: Reporter) -> Iterable[Finding]:
+async def processors(report: Reporter) -> None:
     """Check the cores and memory that this process may use: of the machine, or of its container."""
-    cores, memory = usable_cores(), usable_memory()
-    text = f"{cores:g} cores, {gib(memory)} of memory"
+    cores = usable_cores()
+    text = f"{cores:g} cores, {format_gib(usable_memory())} of memory"
     if cores < 2:
-        return [report.warn(f"{text}: tools and engine will wait for each other; 2 cores or more are better")]
-    return [report.ok(text)]
+        report.warn(f"{text}: tools and engine will wait for each other; 2 cores or more are better")
+    else:
+        report.ok(text)
 
 
 def usable_cores() -> float:
@@ -133,51 +140,58 @@ def usable_memory() -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
-def disk(report: Reporter, folder: Path, *, need: int, key: str) -> Finding:
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
+async def limits(report: Reporter) -> None:
+    """Check the shell's resource limits."""
+    files, processes = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    unlimited = resource.RLIM_INFINITY
+    if few_files := files != unlimited and files < MIN_DESCRIPTORS:
+        report.warn(f"at most {files} open files; many connections need more: ulimit -n {1 << 16}")
+    if few_processes := processes != unlimited and processes < MIN_PROCESSES:
+        report.warn(f"at most {processes} processes; the sandbox starts many: ulimit -u {1 << 15}")
+    if not (few_files or few_processes):
+        texts = ("unlimited" if value == unlimited else str(value) for value in (files, processes))
+        report.ok("open files {}, processes {}".format(*texts))
+
+
+async def cache_disk(report: Reporter) -> None:
+    """Check the folder of models and compiled programs."""
+    check_disk(report, cache_root(), need=MIN_DISK, key="JAX_AGENT_RL_CACHE")
+
+
+def check_disk(report: Reporter, folder: Path, *, need: int, key: str) -> None:
     """Check that a folder can be written, and has the space needed.
 
     Args:
-        report: makes the finding.
+        report: takes the finding.
         folder: need not exist yet.
-        need: bytes a run will write there.
-        key: the setting that names it.
+        need: bytes that a run will write there.
+        key: the setting that names the folder.
     """
-    place = folder.expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        return report.fail(f"{key}={folder}: {place} cannot be written; choose another")
-    free = shutil.disk_usage(place).free
-    if free < need:
-        return report.fail(
-            f"{key}={folder}: {gib(free)} are free, about {gib(need)} needed; make space, or choose another"
+    existing = folder.expanduser().absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        report.fail(f"{key}={folder}: {existing} cannot be written; choose another")
+    elif free < need:
+        report.fail(
+            f"{key}={folder}: {format_gib(free)} are free, about {format_gib(need)} needed; make space, or choose "
+            "another"
         )
-    return report.ok(f"{key}={folder}: {gib(free)} free")
+    else:
+        report.ok(f"{key}={folder}: {format_gib(free)} free")
 
 
-async def cache_disk(report: Reporter) -> Iterable[Finding]:
-    """Check the folder of models and compiled programs."""
-    return [disk(report, cache_root(), need=MIN_DISK, key="JAX_AGENT_RL_CACHE")]
-
-
-async def limits(report: Reporter) -> Iterable[Finding]:
-    """Check the shell's resource limits."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    findings = []
-    if files != resource.RLIM_INFINITY and files < MIN_DESCRIPTORS:
-        findings.append(report.warn(f"at most {files} open files; many connections need more: ulimit -n {1 << 16}"))
-    if processes != resource.RLIM_INFINITY and processes < MIN_PROCESSES:
-        findings.append(report.warn(f"at most {processes} processes; the sandbox starts many: ulimit -u {1 << 15}"))
-    return findings or [report.ok(f"open files {_limit(files)}, processes {_limit(processes)}")]
-
-
-async def ports(report: Reporter) -> Iterable[Finding]:
+async def ports(report: Reporter) -> None:
     """Check that the servers' default ports are free."""
-    taken = [f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)]
-    if taken:
-        return [report.warn(f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port")]
-    return [report.ok(f"free: {', '.join(f'{port} ({name})' for port, name in DEFAULT_PORTS.items())}")]
+    if taken := [f"{port} ({name})" for port, name in DEFAULT_PORTS.items() if not is_free("127.0.0.1", port)]:
+        report.warn(f"in use: {', '.join(taken)}; fine if that is one of yours, else give another --port")
+    else:
+        report.ok(f"free: {', '.join(f'{port} ({name})' for port, name in DEFAULT_PORTS.items())}")
 
 
 def is_free(host: str, port: int) -> bool:
@@ -192,14 +206,98 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def gib(size: float) -> str:
+async def sandbox(report: Reporter) -> None:
+    """Run a program in the sandbox, as a tool server does when it starts."""
+    try:
+        await open_sandbox("bubblewrap")
+    except ConfigError as error:  # not every run needs one; rewards that do fail their own check
+        for problem in error.problems:
+            report.warn(problem)
+    else:
+        report.ok("bubblewrap holds: a program ran in it, behind its limits")
+
+
+def format_gib(size: float) -> str:
     """Format bytes."""
     return f"{size / (1 << 30):.1f} GiB"
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+# --- accelerators -------------------------------------------------------------------------------------------------
 
 
-def _read(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices that jax computes on: platform (``cpu``, ``gpu`` or ``tpu``), model and count."""
+
+    platform: str
+    kind: str
+    count: int
+
+
+async def accelerators(report: Reporter, *, need: int) -> None:
+    """Check the accelerators; see :func:`compare_devices`."""
+    forced = os.environ.get("JAX_PLATFORMS", "")
+    compare_devices(report, await find_jax_devices(), find_hardware(), need=need, forced=forced)
+
+
+def find_hardware(root: Path = Path("/")) -> set[str]:
+    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has, whatever is installed.
+
+    Args:
+        root: root of the file system to search.
+    """
+    found = set()
+    if any((root / "dev").glob("nvidia[0-9]*")):
+        found.add("gpu")
+    vendors = (file.read_text().strip() for file in (root / "sys/bus/pci/devices").glob("*/vendor"))
+    reachable = any((root / "dev").glob("accel[0-9]*")) or any((root / "dev/vfio").glob("[0-9]*"))
+    if reachable and _GOOGLE in vendors:
+        found.add("tpu")
+    return found
+
+
+async def find_jax_devices() -> Devices | str:
+    """Return jax's devices, or why there are none.
+
+    A process of its own queries them: a device held by another process makes it wait, or fail.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROBE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_PROBE_SECONDS):
+            out, err = await process.communicate()
+    except TimeoutError:
+        return f"jax found no device within {_PROBE_SECONDS:g} s; does another process hold the accelerator?"
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    if process.returncode:
+        return (err.decode(errors="replace").strip().splitlines() or ["jax.devices() failed"])[-1]
+    return Devices(**json.loads(out.decode().splitlines()[-1]))
+
+
+def compare_devices(report: Reporter, seen: Devices | str, present: set[str], *, need: int, forced: str) -> None:
+    """Compare what jax sees with the hardware present.
+
+    Args:
+        report: takes the findings.
+        seen: see :func:`find_jax_devices`.
+        present: see :func:`find_hardware`.
+        need: devices that learner and engine of the configuration take in one process.
+        forced: the variable JAX_PLATFORMS.
+    """
+    if isinstance(seen, str):
+        report.fail(seen)
+        return
+    report.ok(f"jax computes on {seen.count} x {seen.kind} ({seen.platform})")
+    for kind in sorted(present - {seen.platform}):
+        extra = "cuda13" if kind == "gpu" else "tpu"
+        remedy = f"unset JAX_PLATFORMS (it is {forced!r})" if forced else f"install it: pip install -U 'jax[{extra}]'"
+        report.warn(f"this machine has a {kind.upper()}, which jax does not use: {remedy}")
+    if seen.count < need:
+        report.fail(
+            f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make the meshes smaller"
+            + (f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}" if seen.platform == "cpu" else "")
+        )

@@ -1,8 +1,7 @@
-"""What a run would need on a TPU slice: its programs compiled for that slice, without one at hand.
+"""``jax-agent-rl plan``: a run's programs compiled for a TPU slice, which need not be at hand.
 
-``command`` the command line's part · ``compile_subprocess`` a plan in a process of its own · ``plan`` the plan, and
-whether it fits · ``topology`` chips and slices · ``layouts`` devices, meshes and batch sizes · ``inventory`` programs
-and resident arrays, of ``learner_programs`` and ``engine_programs`` · ``compiled`` memory and work, ``collectives``
-exchanges · ``roofline`` times · ``report`` tables, ``advice`` what to change · ``estimate`` and ``search`` other
-layouts · ``architectures`` well-known models.
+``command`` the command, and the compiler's process · ``topology`` slices and layouts · ``architectures`` well-known
+models · ``programs`` the inventory of a run · ``compiled`` memory, work and time of a program, ``collectives``
+exchanges in it · ``plan`` whether the run fits, and the time of a step · ``report`` tables and advice · ``search`` for
+other layouts.
 """

@@ -1,88 +1,139 @@
-"""The ``plan`` command."""
+"""The ``plan`` command, and its compiler in a process of its own: libtpu may abort it, and memory may run out.
+
+::
+
+    command ──PlanTask──► subprocess ──► lines of progress, then the plan, or a refusal
+       ▲                      └── aborted, killed ──► CompilerError: what it was compiling, its last message
+       └── one for each layout of a search, so that earlier results survive
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult, Task, plan_in_subprocess
-from jax_agent_rl.deploy.plan.topology import GIB
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import say
+from jax_agent_rl.utils.startup import quiet_logging
+
+PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.command")
+# Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a
+# 1.5B model with fsdp=4.
+_REMEDIES = {"EmitAllReduceScatterFusion": "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"}
+_GIB = 1 << 30
 
 
-def check_file(file: Path) -> None:
-    """Check that an image can be written, before anything is compiled.
+@dataclass(frozen=True, kw_only=True)
+class PlanTask:
+    """What to plan.
 
-    Raises:
-        ConfigError: its name ends in no format, or its folder is not there.
+    Attributes:
+        recipe: configuration file.
+        overrides: ``a.b=c``.
+        topology: see ``Slice.parse``.
+        utilization: share of the roofline that programs are assumed to reach.
+        price: price of a chip-hour, if the cost is asked for.
+        width: characters of the screen's lines.
+        colours: whether the screen has them.
     """
-    kinds = Figure().canvas.get_supported_filetypes()
-    if (kind := file.suffix.removeprefix(".").lower()) not in kinds:
-        raise ConfigError(f"--picture {file}: no picture is of the kind {kind!r}; end it with .png, .pdf or .svg")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--picture {file}: there is no folder {file.parent}; make it, or name one that is there")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--picture {file} cannot be written; name a file in a folder of yours")
+
+    recipe: str
+    overrides: Sequence[str]
+    topology: str
+    utilization: float
+    price: float | None
+    width: int
+    colours: bool
 
 
-def draw(made: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan; the file's suffix names the format.
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """A plan: the ``report`` for the screen, and the same as JSON (``report.as_json``)."""
 
-    Args:
-        made: a plan, see :func:`~jax_agent_rl.deploy.plan.report.as_json`.
-        file: as :func:`check_file` lets it pass.
+    report: str
+    made: dict[str, Any]
 
-    Raises:
-        OSError: it cannot be written.
-    """
-    memory = {program["name"]: program["memory"] for program in made["programs"]}
-    names = list(dict.fromkeys(name for parts in memory.values() for name in parts))
-    figure = Figure(figsize=(10, 1.5 + 0.45 * len(memory)), layout="constrained")
-    axes = figure.subplots()
-    left = [0.0] * len(memory)
-    for name in names:
-        sizes = [parts.get(name, 0) / GIB for parts in memory.values()]
-        axes.barh(list(memory), sizes, left=left, label=name)
-        left = [begin + size for begin, size in zip(left, sizes, strict=True)]
-    axes.axvline(made["capacity"] / GIB, color="black", linestyle="--", label="capacity")
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB of the fullest chip")
-    axes.set_title(f"{made['topology']}: {'fits' if made['fits'] else 'does not fit'}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, fontsize="small")
-    figure.savefig(file)
+    @property
+    def fits(self) -> bool:
+        return self.made["fits"]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a chip that the fullest program needs."""
+        return max(program["total"] for program in self.made["programs"])
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds of a step."""
+        return self.made["step"]["seconds"]
 
 
-def run_command(task: Task, console: Console, *, budget: int | None, picture: Path | None, as_json: bool) -> PlanResult:
+def run_command(
+    task: PlanTask, console: Console, *, budget: int | None, picture: Path | None, as_json: bool
+) -> PlanResult:
     """Plan a run and print the result.
 
     Args:
         task: what to plan.
         console: where to print.
-        budget: search meshes and batches until so many fit; None plans what is configured.
-        picture: file to draw the chips' memory to.
-        as_json: ends with one JSON object.
+        budget: search meshes and batches until so many fit; None plans the configured ones.
+        picture: image file to draw the chips' memory to.
+        as_json: end with one JSON object.
 
     Raises:
         ConfigError, ModelError: what a user has to fix.
-        CompilerError: the compiler fails on it; of a search, on everything.
-        OSError: the picture cannot be written.
+        CompilerError: the compiler fails; in a search, on every layout.
+        OSError: the image cannot be written.
     """
     if picture is not None:
-        check_file(picture)
+        check_image(picture)
     if budget is None:
-        planned, searched = plan_in_subprocess(task, _sayer(console)), []
+        planned, searched = plan_in_subprocess(task, lambda text: say(console, f"  {text}")), []
     else:
-        planned, searched = _searched(task, budget, console)
+        planned, searched = _search(task, budget, console)
     print_plan(planned, searched, console, picture=picture, as_json=as_json)
     return planned
+
+
+def _search(task: PlanTask, budget: int, console: Console) -> tuple[PlanResult, list[dict[str, Any]]]:
+    """Return the best layout's plan, and a JSON object for each layout tried."""
+    from jax_agent_rl.config import build
+    from jax_agent_rl.config.loading import read_tree
+    from jax_agent_rl.deploy.plan.plan import check
+    from jax_agent_rl.deploy.plan.search import TRIES, Candidate, candidates, search, table, verdict
+    from jax_agent_rl.deploy.plan.topology import Slice
+
+    def compile_candidate(one: Candidate) -> PlanResult:
+        say(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
+        changed = dataclasses.replace(task, overrides=[*task.overrides, *one.changes])
+        return plan_in_subprocess(changed, lambda text: say(console, f"  {text}"))
+
+    tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)
+    model = check(build(tree, task.overrides))
+    found = candidates(lambda more: build(tree, [*task.overrides, *more]), model, slice, slice.devices())
+    limit = min(TRIES * budget, len(found))
+    text = f"{len(found)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at most"
+    console.print(text, highlight=False)
+    tried = search(found, compile_candidate, capacity=slice.chip.hbm_bytes, budget=budget)
+    console.print(table(tried), "")
+    console.print(verdict(tried), "", highlight=False, soft_wrap=True, sep="\n")
+    assert tried[0].plan is not None  # otherwise the search has failed
+    return tried[0].plan, [one.as_json() for one in tried]
 
 
 def print_plan(
@@ -97,49 +148,192 @@ def print_plan(
 
     Args:
         planned: the plan.
-        searched: a line of JSON for each layout that was tried.
+        searched: a JSON object for each layout that was tried.
         console: where to print.
         picture: image file to draw to, if any.
-        as_json: prints one JSON object, as the last line.
+        as_json: print one JSON object, as the last line.
 
     Raises:
-        OSError: the picture cannot be written.
+        OSError: the image cannot be written.
     """
-    console.file.write(planned.report)  # as wide, and as colourful, as this console
+    console.file.write(planned.report)  # rendered for this console's width and colours
     console.file.flush()
     if picture is not None:
         say(console, f"drawing {picture}")
     if as_json:  # the last line
         print(json.dumps({**planned.made, "searched": searched}), flush=True)
     if picture is not None:
-        draw(planned.made, picture)
+        _draw(planned.made, picture)
 
 
-def _sayer(console: Console) -> Callable[[str], None]:
-    return lambda text: say(console, f"  {text}")
+def check_image(file: Path) -> None:
+    """Check that an image can be written, before anything is compiled.
+
+    Raises:
+        ConfigError: the suffix names no format, or the folder is missing or read-only.
+    """
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if (kind := file.suffix.removeprefix(".").lower()) not in kinds:
+        raise ConfigError(f"--picture {file}: {kind!r} is no image format; end it with .png, .pdf or .svg")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--picture {file}: there is no folder {file.parent}; make it, or name another")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--picture {file} cannot be written; name a file in a folder of yours")
 
 
-def _searched(task: Task, budget: int, console: Console) -> tuple[PlanResult, list[dict[str, Any]]]:
-    """Return the best layout's plan, and a JSON object for each layout tried."""
-    from jax_agent_rl.config import build
-    from jax_agent_rl.config.loading import read_tree
-    from jax_agent_rl.deploy.plan.plan import check
-    from jax_agent_rl.deploy.plan.search import TRIES, Candidate, candidates, search, table, verdict
+def _draw(made: Mapping[str, Any], file: Path) -> None:
+    """Draw a plan's memory; the file's suffix names the format."""
+    from matplotlib.figure import Figure
+
+    memory = {program["name"]: program["memory"] for program in made["programs"]}
+    figure = Figure(figsize=(10, 1.5 + 0.45 * len(memory)), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(memory)
+    for name in dict.fromkeys(name for parts in memory.values() for name in parts):
+        sizes = [parts.get(name, 0) / _GIB for parts in memory.values()]
+        axes.barh(list(memory), sizes, left=left, label=name)
+        left = [begin + size for begin, size in zip(left, sizes, strict=True)]
+    axes.axvline(made["capacity"] / _GIB, color="black", linestyle="--", label="capacity")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of the fullest chip")
+    axes.set_title(f"{made['topology']}: {'fits' if made['fits'] else 'does not fit'}")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, fontsize="small")
+    figure.savefig(file)
+
+
+# --- the compiler's process ---------------------------------------------------------------------------------------
+
+
+def plan_in_subprocess(
+    task: PlanTask, print_line: Callable[[str], None], command: Sequence[str] = PLANNER
+) -> PlanResult:
+    """Compile a run's programs in a process of their own, and wait for it.
+
+    Args:
+        task: what to plan.
+        print_line: takes a line of progress.
+        command: starts what answers as :func:`main` does.
+
+    Raises:
+        ConfigError: the configuration does not go with the slice.
+        ModelError: the model's ``config.json`` is missing or of another family.
+        CompilerError: the compiler failed, or its process ended before it had an answer.
+    """
+    last, planned = "starting", None
+    with tempfile.TemporaryFile("w+", errors="replace") as errors, _started(command, task, errors) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.endswith("\n"):  # the process ended within the line
+                break
+            match json.loads(line):
+                case {"progress": str(last)}:
+                    print_line(last)
+                case {"report": report, "made": made}:
+                    planned = PlanResult(report=report, made=made)
+                case {"refused": "ConfigError", "problems": problems}:
+                    raise ConfigError(problems)
+                case {"refused": kind, "problems": problems}:
+                    raise (ModelError if kind == "ModelError" else CompilerError)(*problems)
+        status = process.wait()
+        errors.seek(0)
+        stderr = errors.read()
+    if planned is None:
+        raise CompilerError(_explain(status, last, stderr))
+    sys.stderr.write(stderr)  # warnings
+    return planned
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], task: PlanTask, errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start the process with its task; it never outlives this block."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},  # it looks for no chips, and compiles for those described
+    )
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its status tells how it ended
+            print(json.dumps(dataclasses.asdict(task)), file=process.stdin, flush=True)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _explain(status: int, last: str, stderr: str) -> str:
+    """Explain why there is no plan, and what to do.
+
+    Args:
+        status: exit status of the process.
+        last: its last line of progress.
+        stderr: its standard error.
+    """
+    if status >= 0:
+        return f"planning ended with exit status {status} when it was {last}: this should not happen\n{stderr}"
+    name = signal.Signals(-status).name
+    if -status == signal.SIGKILL:
+        return (
+            f"planning was killed ({name}) when it was {last}. A system does that where memory runs out: plan where "
+            "there is more, or take a smaller learner.micro_batch_size"
+        )
+    fatal = re.search(r"^F\d{4} .*?\] (.+)$", stderr, re.MULTILINE)  # as Abseil, which libtpu uses, writes that line
+    message = fatal[1].strip() if fatal else " ".join(stderr.split()[-30:])
+    remedies = ["try another learner.mesh, or --search, which leaves out what fails"]
+    remedies += [f"set {remedy}, here and on the slice" for place, remedy in _REMEDIES.items() if place in stderr]
+    return (
+        f"libtpu ended itself ({name}) when it was {last}: {message or 'it gave no message'}. That is a fault of this "
+        f"compiler, and would end the run on the slice, too; {'; or '.join(remedies)}"
+    )
+
+
+def main() -> None:
+    """Read a :class:`PlanTask` from a line of standard input, and answer with lines, each a JSON object."""
+    quiet_logging()
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no answer
+
+        def answer(**line: Any) -> None:
+            print(json.dumps(line), file=answers, flush=True)
+
+        task = PlanTask(**json.loads(sys.stdin.readline()))
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+        try:
+            planned = _plan(task, lambda text: answer(progress=text))
+        except ConfigError as error:
+            answer(refused="ConfigError", problems=error.problems)
+        except (ModelError, CompilerError) as error:
+            answer(refused=type(error).__name__, problems=[str(error)])
+        else:
+            answer(report=planned.report, made=planned.made)
+
+
+def _exit_with_parent() -> None:
+    """Exit when standard input ends, as compiling takes minutes."""
+    while os.read(0, 1024):  # not through sys.stdin, whose lock this thread would hold when the interpreter ends
+        pass
+    os._exit(1)
+
+
+def _plan(task: PlanTask, print_line: Callable[[str], None]) -> PlanResult:
+    from jax_agent_rl.config import load  # here: the parent need not load JAX
+    from jax_agent_rl.deploy.plan.plan import check, make_plan
+    from jax_agent_rl.deploy.plan.report import as_json, show
     from jax_agent_rl.deploy.plan.topology import Slice
 
-    def compiled(one: Candidate) -> PlanResult:
-        say(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
-        return plan_in_subprocess(replace(task, overrides=[*task.overrides, *one.changes]), _sayer(console))
+    slice = Slice.parse(task.topology)
+    config = load(task.recipe, task.overrides)
+    model = check(config)
+    plan = make_plan(config, model, slice, devices=slice.devices(), utilization=task.utilization, print_line=print_line)
+    screen = io.StringIO()
+    show(plan, Console(file=screen, width=task.width, force_terminal=task.colours), price=task.price)
+    return PlanResult(report=screen.getvalue(), made=as_json(plan, price=task.price))
 
-    tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)
-    model = check(build(tree, task.overrides))
-    found = candidates(lambda more: build(tree, [*task.overrides, *more]), model, slice, slice.devices())
-    most = min(TRIES * budget, len(found))
-    console.print(
-        f"{len(found)} layouts could do; compiling until {min(budget, most)} fit, {most} at most", highlight=False
-    )
-    tried = search(found, compiled, capacity=slice.chip.hbm_bytes, budget=budget)
-    console.print(table(tried), "")
-    console.print(verdict(tried), "", highlight=False, soft_wrap=True, sep="\n")
-    assert tried[0].plan is not None  # else the search has failed
-    return tried[0].plan, [one.as_json() for one in tried]
+
+if __name__ == "__main__":
+    main()

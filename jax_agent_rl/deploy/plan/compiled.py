@@ -1,8 +1,11 @@
-"""Compiled programs: the memory each takes of a chip, its work, and what devices exchange in it.
+"""Compiled programs: memory on a chip, work, exchanges between devices, and the least time of a call.
 
 Work is counted in what JAX traces: products and the bytes they read. A compiler's own cost analysis counts a loop's
-body once, and for one device. Here it counts as often as it runs, recomputation counts (it is in the trace), and all
-devices count together. Of platform-dependent code the TPU's branch counts; a kernel states its own cost.
+body once, and for one device. Here a loop counts every iteration, recomputation counts (it is in the trace), and all
+devices count together. Platform-dependent code counts with the TPU's branch; a kernel states its own cost.
+
+A program takes as long as its slowest part (products, memory, links). That is a bound, not a measurement: parts overlap
+perfectly, the products' operands pass through memory once, and everything else costs nothing.
 """
 
 from __future__ import annotations
@@ -10,20 +13,22 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.core import ShapedArray
 from jax.extend import core
 
 from jax_agent_rl.deploy.plan.collectives import Collective, collectives
-from jax_agent_rl.deploy.plan.inventory import Program
-from jax_agent_rl.deploy.plan.topology import GIB
+from jax_agent_rl.deploy.plan.programs import Program
+from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.errors import CompilerError
 
 PLATFORM = "tpu"
+RING = 2
+"""Directions of a ring of links, used at the same time."""
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +36,9 @@ class Flops:
     """Work of all devices together.
 
     Attributes:
-        flops: of matrix products and convolutions; a multiplication and an addition are two.
-        bytes: operands and results of these, each read or written once: what would pass if nothing stayed in a cache
-            and everything else were fused into them.
+        flops: operations of matrix products and convolutions; a multiplication and an addition are two.
+        bytes: their operands and results, each read or written once: the traffic if nothing stayed in a cache and
+            everything else were fused into them.
     """
 
     flops: float = 0.0
@@ -46,92 +51,59 @@ class Flops:
         return Flops(flops=self.flops * times, bytes=self.bytes * times)
 
 
-def work_of(function: Callable[..., Any], *args: Any, loops: int = 1, **kwargs: Any) -> Flops:
-    """Count the work of a call; nothing is computed.
+def count_work(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
+    """Count the work of a traced call; nothing is computed.
 
     Args:
-        function: anything JAX can trace.
-        *args: arrays or their shapes.
-        loops: how often a loop runs whose end is found while it runs (``while``).
-        **kwargs: likewise, by keyword.
+        traced: the call, see ``jax.make_jaxpr``.
+        loops: iterations of a loop whose end is found while it runs (``while``).
     """
-    return work_in(jax.make_jaxpr(function)(*args, **kwargs), loops=loops)
+    return _count_jaxpr(traced.jaxpr, loops)
 
 
-def work_in(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
-    """Count the work of a traced call."""
-    return _of_jaxpr(traced.jaxpr, loops)
+def _count_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Flops:
+    return sum((_count_equation(equation, loops) for equation in jaxpr.eqns), Flops())
 
 
-def _of_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Flops:
-    return sum((_of_equation(equation, loops) for equation in jaxpr.eqns), Flops())
-
-
-def _of_equation(equation: core.JaxprEqn, loops: int) -> Flops:
+def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
     name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        return _moved(equation, flops=_dot_flops(equation))
-    if name in ("conv_general_dilated", "ragged_dot_general", "ragged_dot"):
-        return _moved(equation, flops=_contraction_flops(equation))
+    if name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"):
+        return _count_product(equation)
     if name == "scan":
-        return _of_jaxpr(params["jaxpr"].jaxpr, loops) * params["length"]
+        return _count_jaxpr(params["jaxpr"].jaxpr, loops) * params["length"]
     if name == "while":
-        return _of_jaxpr(params["body_jaxpr"].jaxpr, loops) * loops
-    if name == "pallas_call" and (said := params["cost_estimate"]) is not None:
-        return Flops(flops=float(said.flops), bytes=float(said.bytes_accessed))
+        return _count_jaxpr(params["body_jaxpr"].jaxpr, loops) * loops
+    if name == "pallas_call" and (stated := params["cost_estimate"]) is not None:
+        return Flops(flops=float(stated.flops), bytes=float(stated.bytes_accessed))
     if name == "cond" and (platforms := params.get("branches_platforms")):
         taken = next(at for at, names in enumerate(platforms) if names is None or PLATFORM in names)
-        return _of_jaxpr(params["branches"][taken].jaxpr, loops)
+        return _count_jaxpr(params["branches"][taken].jaxpr, loops)
     if name == "cond":
-        return max((_of_jaxpr(branch.jaxpr, loops) for branch in params["branches"]), key=lambda work: work.flops)
+        return max((_count_jaxpr(branch.jaxpr, loops) for branch in params["branches"]), key=lambda work: work.flops)
+    # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
+    inner = (value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values())
     times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
-    return sum((_of_jaxpr(inner, loops) for inner in _inner(params)), Flops()) * times
+    return sum((_count_jaxpr(value, loops) for value in inner if isinstance(value, core.Jaxpr)), Flops()) * times
 
 
-def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
-    """Yield programs within an equation's parameters: calls, custom derivatives, rematerialized parts."""
-    for value in params.values():
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
-
-
-def _array(variable: Any) -> ShapedArray:
-    """Return the abstract array of a variable; these programs have no others."""
-    return cast(ShapedArray, variable.aval)
-
-
-def _moved(equation: core.JaxprEqn, *, flops: float) -> Flops:
-    variables = (*equation.invars, *equation.outvars)
-    return Flops(flops=flops, bytes=float(sum(_array(v).size * _array(v).dtype.itemsize for v in variables)))
-
-
-def _dot_flops(equation: core.JaxprEqn) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left = _array(equation.invars[0])
-    return 2.0 * _array(equation.outvars[0]).size * math.prod(left.shape[axis] for axis in contracted)
-
-
-def _contraction_flops(equation: core.JaxprEqn) -> float:
-    """Count, for each number of the result, the kernel's numbers per output feature."""
-    kernel, name = _array(equation.invars[1]), equation.primitive.name
-    if name == "conv_general_dilated":
-        features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * _array(equation.outvars[0]).size * kernel.size / features
-    return 2.0 * _array(equation.outvars[0]).size * _array(equation.invars[0]).shape[-1]  # each row meets one expert
-
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
+def _count_product(equation: core.JaxprEqn) -> Flops:
+    """Count a product: two operations per number of the result and number contracted for it."""
+    arrays = [cast(ShapedArray, variable.aval) for variable in (*equation.invars, *equation.outvars)]
+    left, right, result = arrays[0], arrays[1], arrays[-1]
+    match equation.primitive.name:
+        case "dot_general":
+            (axes, _), _ = equation.params["dimension_numbers"]
+            contracted = math.prod(left.shape[axis] for axis in axes)
+        case "conv_general_dilated":
+            contracted = right.size / right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+        case _:  # ragged: each row meets one expert
+            contracted = left.shape[-1]
+    return Flops(flops=2.0 * result.size * contracted, bytes=float(sum(x.size * x.dtype.itemsize for x in arrays)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one chip while a program runs there.
-
-    Attributes:
-        aliased: of the outputs, those that take the memory of arguments.
-    """
+    """Bytes of one chip while a program runs there; ``aliased`` outputs take the memory of arguments."""
 
     arguments: int
     outputs: int
@@ -146,15 +118,15 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What is known of a program once a compiler has seen it.
+    """A program and the compiler's findings.
 
     Attributes:
-        memory: None if it does not fit a chip even alone.
+        memory: None if the program does not fit a chip even alone.
         needs: bytes of a chip that it takes alone; if it does not fit, as far as the compiler says.
-        problem: the compiler's words if it does not fit.
-        work: of all devices together.
-        exchanges: between them; empty where they are not known.
-        seconds: that compiling took here.
+        problem: the compiler's message if it does not fit.
+        work: work of all devices together.
+        exchanges: exchanges between them; empty where they are not known.
+        seconds: duration of the compilation.
     """
 
     program: Program
@@ -170,6 +142,13 @@ class Compiled:
         """Whether there was text to read exchanges from: a program that does not fit has none."""
         return self.memory is not None or self.program.mesh.size == 1
 
+    @property
+    def moved(self) -> float:
+        """Least bytes that pass through all chips' memory in a call."""
+        if not self.work.flops and self.memory:  # a program without products passes over all that it is given
+            return (self.memory.arguments + self.memory.outputs) * self.program.mesh.size
+        return self.work.bytes
+
 
 def compile_program(program: Program) -> Compiled:
     """Compile for the chips of the program's mesh.
@@ -177,7 +156,7 @@ def compile_program(program: Program) -> Compiled:
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
     """
-    work, begin = work_in(program.traced.jaxpr, loops=program.loops), time.perf_counter()
+    work, begin = count_work(program.traced.jaxpr, loops=program.loops), time.perf_counter()
     try:
         executable = program.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -187,7 +166,7 @@ def compile_program(program: Program) -> Compiled:
         return Compiled(program=program, memory=None, needs=needed(text), problem=text, work=work, seconds=seconds)
     seconds = time.perf_counter() - begin
     found, text = executable.memory_analysis(), executable.as_text()
-    assert found is not None and text is not None  # XLA's compilers say both
+    assert found is not None and text is not None  # XLA's compilers give both
     memory = Memory(
         arguments=found.argument_size_in_bytes,
         outputs=found.output_size_in_bytes,
@@ -204,8 +183,48 @@ def needed(text: str) -> int:
 
     >>> needed("RESOURCE_EXHAUSTED: … required for HLO temporaries (768.00G) exceeds available HBM (15.75G).") >> 30
     768
-    >>> needed("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.") / GIB
+    >>> needed("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.") / 2**30
     21.5
     """
     found = re.search(r"(?:Used|temporaries \(|required [^(]*\()\s*([\d.]+)([KMGT]?)", text)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of one call of a program, by resource."""
+
+    products: float
+    memory: float
+    links: float
+
+    @property
+    def total(self) -> float:
+        return max(self.products, self.memory, self.links)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest."""
+        return max(vars(self), key=lambda part: getattr(self, part))
+
+
+def seconds_per_call(one: Compiled, chip: Chip) -> Seconds:
+    """Return the least time of a call; without exchanges where these are unknown."""
+    chips = one.program.mesh.size
+    return Seconds(
+        products=one.work.flops / chips / chip.flops,
+        memory=one.moved / chips / chip.hbm_bandwidth,
+        links=sum(
+            e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth) for e in one.exchanges
+        ),
+    )
+
+
+def format_bytes(size: float) -> str:
+    """Format bytes in a readable unit."""
+    return f"{size / 1024 ** unit_power(size):.3g} {UNITS[unit_power(size)]}"
+
+
+def unit_power(size: float) -> int:
+    """Return the power of 1024 of that unit."""
+    return next((power for power in range(len(UNITS) - 1) if size < 1000 * 1024**power), len(UNITS) - 1)

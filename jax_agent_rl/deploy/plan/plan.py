@@ -1,22 +1,18 @@
-"""A plan: a run's programs compiled for a slice, whether they fit, and how fast they could be."""
+"""A plan: a run's programs compiled for a slice, whether they fit, and the time of a step of them."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
-from jax_agent_rl.deploy.plan.engine_programs import engine_inventory
-from jax_agent_rl.deploy.plan.inventory import Inventory, Program, Resident
-from jax_agent_rl.deploy.plan.layouts import DevicePlacement, place_devices
-from jax_agent_rl.deploy.plan.learner_programs import described, learner_inventory
-from jax_agent_rl.deploy.plan.roofline import StepTime, step_of
-from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program, seconds_per_call
+from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program, Resident, Tokens, inventory
+from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.jetstream.layout import parameter_places
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.mesh import Device
@@ -30,8 +26,8 @@ class Load:
     """The fullest chip of a program while it runs there.
 
     Attributes:
-        parts: bytes by what they are; in order.
-        refused: the compiler would not make it; then parts are what it said, or less.
+        parts: bytes by kind, in order.
+        refused: the compiler refused the program; then parts are as large as its message says, or smaller.
     """
 
     program: Program
@@ -49,14 +45,48 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A training step with trajectories of full length.
+
+    Attributes:
+        sampled: tokens sampled.
+        trained: tokens in packed rows; a group's common prompt counts once with ``learner.share_prefixes``.
+        rollout, learner, weights: seconds of each part.
+        overlapped: rollout and learner work at the same time, on chips of their own.
+        bounds: parts whose seconds are a lower bound, as exchanges in one of their programs are not known.
+    """
+
+    sampled: int
+    trained: int
+    rollout: float
+    learner: float
+    weights: float
+    overlapped: bool
+    bounds: tuple[Phase, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        both = max(self.rollout, self.learner) if self.overlapped else self.rollout + self.learner
+        return both + self.weights
+
+    @property
+    def waits(self) -> tuple[str, float]:
+        """Which side waits, and for which share of the step."""
+        if not self.overlapped:
+            return "both, in turn", 1.0
+        who = "learner" if self.rollout > self.learner else "engines"
+        return who, abs(self.rollout - self.learner) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResourcePlan:
     """Plan of one configuration on one slice.
 
     Attributes:
-        devices: of the slice.
-        compiled: its programs.
+        devices: devices of the slice.
+        compiled: programs of the run.
         loads: the fullest chip of each.
-        step: how long a step takes at least, by ``utilization`` of the chips' peak.
+        step: least time of a step at ``utilization`` of the chips' peak.
     """
 
     config: Config
@@ -83,7 +113,7 @@ def check(config: Config) -> DecoderConfig:
     """Return the model of a configuration that can be planned.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be planned.
         ModelError: the model's ``config.json`` is missing or of another family.
     """
     if config.rollout.deterministic:
@@ -103,27 +133,27 @@ def make_plan(
     *,
     utilization: float,
     devices: Sequence[Any],
-    say: Callable[[str], None] = lambda text: None,
+    print_line: Callable[[str], None] = lambda text: None,
 ) -> ResourcePlan:
     """Compile all programs of a run.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         model: its architecture.
-        slice: to plan for.
-        utilization: share of the roofline that programs are supposed to reach.
-        devices: of the slice.
-        say: takes a line of progress.
+        slice: the slice to plan for.
+        utilization: share of the roofline that programs are assumed to reach.
+        devices: devices of the slice.
+        print_line: takes a line of progress.
 
     Raises:
         ConfigError: the configuration does not go with the slice.
     """
     where = place_devices(config, devices)
-    say("tracing")
-    made: Inventory = inventory(config, model, where)
+    print_line("tracing")
+    made = inventory(config, model, where)
     compiled = []
     for number, program in enumerate(made.programs, 1):
-        say(f"compiling {program.name} ({number} of {len(made.programs)})")
+        print_line(f"compiling {program.name} ({number} of {len(made.programs)})")
         compiled.append(compile_program(program))
     return ResourcePlan(
         config=config,
@@ -133,32 +163,11 @@ def make_plan(
         placement=where,
         compiled=tuple(compiled),
         loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
-        step=step_of(
+        step=sum_step(
             config, compiled, slice.chip, engines=len(where.engines), disjoint=where.disjoint, utilization=utilization
         ),
         utilization=utilization,
     )
-
-
-def inventory(config: Config, model: DecoderConfig, where: DevicePlacement) -> Inventory:
-    """Return programs and arrays of a run.
-
-    Raises:
-        ConfigError: a mesh does not divide the model, or the configuration does not go with it.
-    """
-    learner = learner_inventory(config, model, where.learner)
-    made, published, holds = learner.inventory, learner.published, learner.holds
-    if where.engines:
-        mesh = where.engines[0]  # the others are like it
-        shapes, there = model.parameter_shapes(), parameter_places(model, mesh)
-        if config.rollout.placement == "separate":  # from files, read for these very devices
-            published, holds = described(shapes, there), frozenset()
-        elif len(where.engines) > 1:  # copied for each of them
-            published, holds = described(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset()
-        rollout = engine_inventory(config, model, mesh, published, holds)
-        made.programs += rollout.programs
-        made.residents += rollout.residents
-    return made
 
 
 def loads(inventory: Inventory, compiled: Sequence[Compiled], *, capacity: int) -> list[Load]:
@@ -198,17 +207,54 @@ def _load(one: Compiled, residents: Sequence[Resident], sizes: Mapping[str, floa
 def padded(residents: Sequence[Resident], compiled: Sequence[Compiled]) -> dict[str, float]:
     """Return each resident's padded size over its plain size: chips keep arrays in tiles of 8 x 128 numbers.
 
-    Where a program's outputs take the memory of residents, the compiler has said how much that is; where one resident
-    among several is not known, it is what is left. 1 where no program says.
+    Where a program's outputs take the memory of residents, the compiler reports their size; the one unknown resident
+    among several takes what is left. 1 where no program reports it.
     """
     plain = {r.name: max(r.bytes.values()) for r in residents}
     known: dict[str, float] = {}
-    said = sorted(
+    reported = sorted(
         ((one.program.donates, one.memory.aliased) for one in compiled if one.memory and one.program.donates),
         key=lambda pair: len(pair[0]),
     )
-    for names, total in said:
+    for names, total in reported:
         unknown = [name for name in names if name not in known]
         if len(unknown) == 1:
             known[unknown[0]] = total - sum(known[name] for name in names if name in known)
     return {name: max(1.0, known[name] / size) if name in known and size else 1.0 for name, size in plain.items()}
+
+
+def sum_step(
+    config: Config, compiled: Sequence[Compiled], chip: Chip, *, engines: int, disjoint: bool, utilization: float
+) -> StepTime:
+    """Sum the programs of a run up to a step.
+
+    Args:
+        config: configuration of the run.
+        compiled: its programs.
+        chip: chip of the slice.
+        engines: engines on the slice; 0 if they run elsewhere: then only the learner counts.
+        disjoint: learner and engines share no chip.
+        utilization: share of the bound that is reached.
+    """
+    groups, members = config.rollout.prompts_per_step, config.rollout.group_size
+    prompt, response = config.agent.max_prompt_length, config.agent.max_response_length
+    copies = 1 if config.learner.share_prefixes else members
+    tokens: dict[Tokens | None, int] = {
+        "prompts": groups * prompt,
+        "sampled": groups * members * response,
+        "trained": groups * (copies * prompt + members * response),
+    }
+    phases: dict[Phase, float] = dict.fromkeys(("learner", "weights", "rollout"), 0.0)
+    for one in compiled:
+        program = one.program
+        calls = math.ceil(tokens[program.of] / program.tokens) if program.of else 1
+        phases[program.phase] += calls * program.calls * seconds_per_call(one, chip).total / utilization
+    return StepTime(
+        sampled=tokens["sampled"],
+        trained=tokens["trained"],
+        rollout=phases["rollout"] / max(engines, 1),
+        learner=phases["learner"],
+        weights=phases["weights"],
+        overlapped=disjoint and config.trainer.mode != "sync",
+        bounds=tuple(sorted({one.program.phase for one in compiled if one.program.calls and not one.exchanges_known})),
+    )

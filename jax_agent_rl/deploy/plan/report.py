@@ -1,46 +1,52 @@
-"""Reports of a plan: tables and conclusions for people, one JSON object for programs."""
+"""Reports of a plan: tables and conclusions, what to change if it does not fit, and one JSON object."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jax_agent_rl.deploy.plan.advice import Adviser
-from jax_agent_rl.deploy.plan.compiled import Compiled
-from jax_agent_rl.deploy.plan.inventory import Phase
-from jax_agent_rl.deploy.plan.plan import Load, ResourcePlan
-from jax_agent_rl.deploy.plan.roofline import RING, moved, seconds_of
+from jax_agent_rl.config import Config, build
+from jax_agent_rl.deploy.plan.collectives import Collective
+from jax_agent_rl.deploy.plan.compiled import RING, UNITS, Compiled, format_bytes, seconds_per_call, unit_power
+from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
+from jax_agent_rl.deploy.plan.programs import CACHE, WEIGHTS
+from jax_agent_rl.deploy.plan.search import estimate
+from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.mesh import Device
 from jax_agent_rl.observe.progress import duration
+from jax_agent_rl.runtime.engines import engine_shapes
 
 COLUMNS = {
     "program": "what a run compiles, the largest of each kind",
-    "chips": "it runs on",
-    "memory": "of the fullest of these chips while it runs, with what stays there between programs; ! is too much",
-    "TFLOP": "of its products, on all chips together",
-    "bytes": "that pass through memory for these products, on all chips together; without products, all it is given",
-    "sent": "by each chip to others in one call; - where the compiler refused the program and it is not known",
-    "least": "time of a call, if nothing is lost; >= without what is sent; - where it hardly counts or is not known",
-    "bound": "by products, memory, or links between chips",
-    "compiled": "in so many seconds, here",
+    "chips": "chips that it runs on",
+    "memory": "used on the fullest chip while it runs, with what stays there between programs; ! is too much",
+    "TFLOP": "operations of its products, on all chips together",
+    "bytes": "passing through memory for these products, on all chips together; without products, all of its arrays",
+    "sent": "bytes that each chip sends in one call; - if the compiler refused the program and they are not known",
+    "least": "least time of a call; >= without what is sent; - where it hardly counts or is not known",
+    "bound": "what limits it: products, memory, or links between chips",
+    "compiled": "seconds that compiling took here",
 }
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_PROGRAM = 10  # letters of a column for each program: its name is broken at blanks
+_PROGRAM = 10  # characters of a program's column: its name is broken at blanks
 _WRAPPED = ("program", "exchanges in", "kinds")
+_MAX_HINTS = 3
 
 
 def show(plan: ResourcePlan, console: Console, *, price: float | None = None) -> None:
     """Print the plan.
 
     Args:
-        plan: what to print.
+        plan: the plan.
         console: where to print.
-        price: of a chip for an hour.
+        price: price of a chip-hour.
     """
     for made in (programs_table(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
         if made.row_count:
@@ -48,7 +54,7 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
     for name, meaning in COLUMNS.items():
         console.print(f"  [bold]{name}[/bold]: {meaning}", highlight=False, soft_wrap=True)
     console.print()
-    for line in (*_verdict(plan), *_speed(plan, price)):
+    for line in (*_describe_fit(plan), *_describe_speed(plan, price)):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -56,16 +62,16 @@ def programs_table(plan: ResourcePlan) -> Table:
     """Return a table with a row for each program."""
     made = _table({name: "left" if name in ("program", "bound") else "right" for name in COLUMNS})
     for one, load in zip(plan.compiled, plan.loads, strict=True):
-        seconds, known = seconds_of(one, plan.slice.chip), one.exchanges_known
+        seconds, known = seconds_per_call(one, plan.slice.chip), one.exchanges_known
         least = (_time(seconds.total), seconds.bound) if known else (f">={_time(seconds.total)}", "")
         counts = one.program.calls and seconds.total
         made.add_row(
             one.program.name,
             str(one.program.mesh.size),
-            amount(load.total) + ("" if load.fits else " !"),
+            format_bytes(load.total) + ("" if load.fits else " !"),
             f"{one.work.flops / 1e12:.3g}",
-            amount(moved(one)) if moved(one) else "-",
-            amount(sum(exchange.bytes for exchange in one.exchanges)) if known else "-",
+            format_bytes(one.moved) if one.moved else "-",
+            format_bytes(sum(exchange.bytes for exchange in one.exchanges)) if known else "-",
             *(least if counts else ("-", "")),
             f"{one.seconds:.1f}",
         )
@@ -76,9 +82,8 @@ def exchanges_table(plan: ResourcePlan) -> Table:
     """Return a table of what chips send in each program, by axes of the mesh."""
     made = _table({"exchanges in": "left", "over": "left", "sent": "right", "kinds": "left"})
     for one in plan.compiled:
-        for axes, size in exchanged(one).items():
-            kinds = sorted({e.kind for e in one.exchanges if _axes(e.axes) == axes})
-            made.add_row(one.program.name, axes, amount(size), ", ".join(kinds))
+        for axes, (size, kinds) in _sum_exchanges(one).items():
+            made.add_row(one.program.name, axes, format_bytes(size), ", ".join(kinds))
     return made
 
 
@@ -86,12 +91,12 @@ def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
     """Yield tables of the memory on each program's fullest chip, by kind, all in one unit.
 
     Args:
-        plan: what to show.
-        width: of the screen, in letters: what has no place beside the others goes into a table below.
+        plan: the plan.
+        width: characters of a screen's line; programs that do not fit beside the others go into a table below.
     """
-    power = _power(plan.fullest.total)
+    power = unit_power(plan.fullest.total)
     kinds = list(dict.fromkeys(name for load in plan.loads for name in load.parts))
-    heading = f"{_UNITS[power]} of a chip's {plan.fullest.capacity / 1024**power:.4g}"
+    heading = f"{UNITS[power]} of a chip's {plan.fullest.capacity / 1024**power:.4g}"
     beside = max(1, (width - max(map(len, (heading, *kinds))) - 1) // _PROGRAM)
     beside = math.ceil(len(plan.loads) / math.ceil(len(plan.loads) / beside))
     for begin in range(0, len(plan.loads), beside):
@@ -115,64 +120,40 @@ def _table(columns: dict[str, Any]) -> Table:
     return made
 
 
-def amount(size: float) -> str:
-    """Format bytes in a readable unit."""
-    return f"{size / 1024 ** _power(size):.3g} {_UNITS[_power(size)]}"
-
-
-def _power(size: float) -> int:
-    """Return the power of 1024 of that unit."""
-    return next((power for power in range(len(_UNITS) - 1) if size < 1000 * 1024**power), len(_UNITS) - 1)
-
-
 def _time(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def exchanged(one: Compiled) -> dict[str, float]:
-    """Return the bytes that each chip sends, by axes."""
-    sums: dict[str, float] = {}
+def _sum_exchanges(one: Compiled) -> dict[str, tuple[float, list[str]]]:
+    """Return the bytes that each chip sends, and the kinds of exchanges, by axes."""
+    found: dict[str, list[Collective]] = {}
     for exchange in one.exchanges:
-        sums[_axes(exchange.axes)] = sums.get(_axes(exchange.axes), 0.0) + exchange.bytes
-    return sums
+        found.setdefault("+".join(exchange.axes) or "?", []).append(exchange)
+    return {axes: (sum(e.bytes for e in those), sorted({e.kind for e in those})) for axes, those in found.items()}
 
 
-def _axes(axes: tuple[str, ...]) -> str:
-    return "+".join(axes) or "?"
-
-
-def _verdict(plan: ResourcePlan) -> Iterator[str]:
-    full = [load for load in plan.loads if not load.fits]
-    if not full:
-        free = plan.fullest.capacity - plan.fullest.total
-        yield f"[green]It fits[/green]: of {amount(plan.fullest.capacity)} a chip at least {amount(free)} are free."
-    for keys, those in _by_advice(plan, full).items():
-        names, over = ", ".join(load.program.name for load in those), max(load.total - load.capacity for load in those)
+def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
+    capacity = plan.fullest.capacity
+    if plan.fits:
+        free = format_bytes(capacity - plan.fullest.total)
+        yield f"[green]It fits[/green]: of {format_bytes(capacity)} a chip at least {free} are free."
+    by_advice: dict[tuple[str, ...], list[Load]] = {}
+    for load in plan.loads:
+        if not load.fits:
+            by_advice.setdefault(tuple(_adviser(plan).advice(load)), []).append(load)
+    for keys, those in by_advice.items():
+        names = ", ".join(load.program.name for load in those)
+        over = format_bytes(max(0, *(load.total - capacity for load in those)))
         verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
-        yield f"[red]{names} {verb}[/red]: {most}{amount(max(0, over))} too much on a chip; try {' or '.join(keys)}."
+        yield f"[red]{names} {verb}[/red]: {most}{over} too much on a chip; try {' or '.join(keys)}."
     used = set(plan.placement.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.placement.engines))
     if unused := plan.slice.chips - len(used):
         yield f"[yellow]{unused} of {plan.slice.chips} chips do nothing[/yellow]: raise learner.mesh, or add --search."
 
 
-def _by_advice(plan: ResourcePlan, full: Sequence[Load]) -> dict[tuple[str, ...], list[Load]]:
-    """Group programs that do not fit by what to change."""
-    found: dict[tuple[str, ...], list[Load]] = {}
-    for load in full:
-        found.setdefault(tuple(_adviser(plan).advice(load)), []).append(load)
-    return found
-
-
-def _adviser(plan: ResourcePlan) -> Adviser:
-    return Adviser(config=plan.config, model=plan.model, slice=plan.slice, devices=plan.devices)
-
-
-def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
-    step = plan.step
-    phases: tuple[tuple[Phase, int, float], ...] = (
-        ("rollout", step.sampled, step.rollout),
-        ("learner", step.trained, step.learner),
-    )
+def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
+    step, rollout = plan.step, plan.config.rollout
+    phases = (("rollout", step.sampled, step.rollout), ("learner", step.trained, step.learner))
     for name, tokens, seconds in phases:
         if seconds:
             least, most = ("at least ", "at most ") if name in step.bounds else ("", "")
@@ -182,39 +163,43 @@ def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
         who, share = step.waits
         yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
-        yield f"rollout.backend={plan.config.rollout.backend}: how fast its engines are is not planned here"
-    if (brought := plan.config.rollout.jetstream.engine_factory) is not None:
-        yield f"rollout.jetstream.engine_factory={brought}: planned as if it were the built-in engine"
+        yield f"rollout.backend={rollout.backend}: the speed of its engines is not planned here"
+    if (factory := rollout.jetstream.engine_factory) is not None:
+        yield f"rollout.jetstream.engine_factory={factory}: planned as if it were the built-in engine"
     if price is not None:
-        of = "cost" if plan.placement.engines else "cost of the learner"
-        yield f"{of}: {least}{cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
+        what = "cost" if plan.placement.engines else "cost of the learner"
+        yield f"{what}: {least}{_cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
     yield (
-        f"Assumed: {plan.utilization:.0%} of what chips can do at most (--utilization); products, memory and links at "
-        f"the same time, links in {RING} directions of a ring; trajectories of full length, slots and rows full; tools "
-        "that take no time."
+        f"Assumed: {plan.utilization:.0%} of the chips' peak (--utilization); products, memory and links at the same "
+        f"time, links in {RING} directions of a ring; trajectories of full length, slots and rows full; tools that "
+        "take no time."
     )
 
 
-def cost(plan: ResourcePlan, price: float) -> float:
+def _cost(plan: ResourcePlan, price: float) -> float:
     """Return the cost of a step at ``price`` a chip-hour; of the learner alone if engines run elsewhere."""
     return plan.step.seconds / 3600 * price * plan.slice.chips
 
 
 def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:
     """Return the whole plan, in bytes, seconds and floating point operations."""
+
+    def exchanged(one: Compiled) -> dict[str, float] | None:
+        return {axes: sent for axes, (sent, _) in _sum_exchanges(one).items()} if one.exchanges_known else None
+
     return {
         "topology": plan.slice.name,
         "chips": plan.slice.chips,
         "capacity": plan.slice.chip.hbm_bytes,
         "fits": plan.fits,
         "meshes": {
-            "learner": _shape(plan.placement.learner),
-            "engines": [_shape(mesh) for mesh in plan.placement.engines],
+            "learner": dict(plan.placement.learner.shape),
+            "engines": [dict(mesh.shape) for mesh in plan.placement.engines],
         },
         "programs": [
             {
                 "name": one.program.name,
-                "half": one.program.phase,
+                "phase": one.program.phase,
                 "chips": one.program.mesh.size,
                 "memory": dict(load.parts),
                 "total": load.total,
@@ -222,19 +207,116 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
                 "problem": one.problem,
                 "change": [] if load.fits else _adviser(plan).advice(load),
                 "flops": one.work.flops,
-                "bytes": moved(one),
-                "exchanged": exchanged(one) if one.exchanges_known else None,
-                "seconds": vars(seconds_of(one, plan.slice.chip)),
+                "bytes": one.moved,
+                "exchanged": exchanged(one),
+                "seconds": vars(seconds_per_call(one, plan.slice.chip)),
                 "compile_seconds": one.seconds,
             }
             for one, load in zip(plan.compiled, plan.loads, strict=True)
         ],
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
-        "cost": None if price is None else cost(plan, price),
+        "cost": None if price is None else _cost(plan, price),
         "cost_of": "step" if plan.placement.engines else "learner",
     }
 
 
-def _shape(mesh: Mesh) -> dict[str, int]:
-    return dict(mesh.shape)
+# --- what to change -----------------------------------------------------------------------------------------------
+
+
+def _adviser(plan: ResourcePlan) -> Adviser:
+    return Adviser(config=plan.config, model=plan.model, slice=plan.slice, devices=plan.devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adviser:
+    """Proposes changes of a configuration, none of which the planner would refuse on the slice's devices."""
+
+    config: Config
+    model: DecoderConfig
+    slice: Slice
+    devices: Sequence[Device]
+
+    def advice(self, load: Load) -> list[str]:
+        """Return overrides to try on a program that does not fit, largest parts of the chip's memory first."""
+        parts = sorted(load.parts, key=lambda name: load.parts[name], reverse=True)
+        hints = [hint for part in parts for hint in self._hints(load, part)]
+        hints += [*self._adapters(), self._larger_slice()]
+        return list(dict.fromkeys(hints))[:_MAX_HINTS]
+
+    def _hints(self, load: Load, part: str) -> Iterator[str]:
+        config, phase = self.config, load.program.phase
+        if part in (WEIGHTS, CACHE) and phase == "learner" and config.rollout.placement == "colocated":
+            if config.trainer.mode == "sync" and not config.rollout.sleep_during_update:
+                yield "rollout.sleep_during_update=true"
+        if part == CACHE or (part in (BATCH, TEMPORARIES) and phase == "rollout"):
+            yield from self._contexts()
+            yield from self._engine()
+            yield f"rollout.max_model_len below {config.rollout.max_model_len}"
+        elif part == WEIGHTS:
+            yield from self._engine()
+        elif part == TEMPORARIES:
+            yield from self._activations()
+            yield from self._mesh()
+        else:
+            yield from (*self._mesh(), *self._adapters(), self._larger_slice())
+
+    def _contexts(self) -> Iterator[str]:
+        """Yield overrides of the contexts that an engine keeps."""
+        shapes = engine_shapes(self.config)
+        if shapes.kv_cache_tokens > shapes.max_model_len:
+            half = max(shapes.max_model_len, shapes.kv_cache_tokens // 2)
+            yield from self._accepted(f"rollout.jetstream.kv_cache_tokens={half}")
+        if (slots := shapes.max_concurrent_decodes) > 1:
+            yield from self._accepted(f"rollout.jetstream.max_concurrent_decodes={slots // 2}")
+
+    def _engine(self) -> Iterator[str]:
+        engine = self.config.rollout.jetstream
+        if engine.dtype == "float32":
+            yield from self._accepted("rollout.jetstream.dtype=bfloat16")
+        yield from self._accepted(f"rollout.jetstream.mesh.tensor={engine.mesh.tensor * 2}")
+
+    def _activations(self) -> Iterator[str]:
+        learner = self.config.learner
+        if learner.remat != "full":
+            yield from self._accepted("learner.remat=full")
+        if learner.compute_dtype == "float32":
+            yield from self._accepted("learner.compute_dtype=bfloat16")
+        if learner.micro_batch_size > 1:
+            yield from self._accepted(f"learner.micro_batch_size={learner.micro_batch_size // 2}")
+        need = self.config.agent.max_prompt_length + self.config.agent.max_response_length
+        if learner.pack_length > need:
+            yield from self._accepted(f"learner.pack_length={max(need, learner.pack_length // 2)}")
+
+    def _mesh(self) -> Iterator[str]:
+        """Yield the slice's learner mesh that takes least memory, if it takes less than the configured one."""
+        least, best = self._estimate(self.config), None
+        for choice in learner_meshes(self.config, self.model, self.slice):
+            change = as_overrides(choice, changing=self.config)
+            if (made := self._change(change)) is not None and (total := self._estimate(made)) < least:
+                least, best = total, " ".join(change)
+        if best is not None:
+            yield best
+
+    def _adapters(self) -> Iterator[str]:
+        if self.config.learner.lora is None:
+            yield from self._accepted("learner.lora.rank=16")
+
+    def _larger_slice(self) -> str:
+        return f"a larger --topology, as {self.slice.larger.name}" if self.slice.larger else "a larger --topology"
+
+    def _accepted(self, override: str) -> Iterator[str]:
+        if self._change([override]) is not None:
+            yield override
+
+    def _change(self, overrides: Sequence[str]) -> Config | None:
+        """Return the configuration with these overrides; None if it would be refused."""
+        try:
+            made = build(self.config.model_dump(mode="json", exclude_unset=True), overrides)
+            check_layout(made, self.model, self.devices)
+        except ConfigError:
+            return None
+        return made
+
+    def _estimate(self, config: Config) -> float:
+        return estimate(config, self.model, self.slice.chip, engines=1).total

@@ -1,22 +1,39 @@
-"""A TPU slice by its name: its chips, and the devices a compiler needs to know of, none of which has to exist.
+"""TPU slices, which need not exist, and the layouts of a run on them: meshes, batch sizes, devices of each phase.
 
 Chips are as Cloud TPU's documentation states them (docs.cloud.google.com/tpu, 2026).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch.tpu.topology import SHAPES
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream.layout import engine_config, make_engine_mesh
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.mesh import Device, expect_described_tpus
+from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.runtime.engines import check_turns, engine_shapes
 from jax_agent_rl.utils.text import did_you_mean
 
 GIB = 1 << 30
+
+Choice = Mapping[str, int | str]
+"""Values by key of the configuration."""
+AXES = ("fsdp", "expert", "context", "tensor")
+ROWS = (1, 2, 4, 8)
+REMAT = ("none", "dots", "full")
+"""From the one that keeps most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +41,13 @@ class Chip:
     """One generation of TPU.
 
     Attributes:
-        hbm_bytes: memory of a chip that programs get; libtpu, which keeps some, says how much.
+        hbm_bytes: memory of a chip available to programs, according to libtpu, which keeps some.
         flops: peak bfloat16 operations per second; a multiplication and an addition count as two.
         hbm_bandwidth: bytes per second between a chip and its memory.
         link_bandwidth: bytes per second and direction of one link to a neighbour.
         dcn_bandwidth: bytes per second and direction of a chip's share of the network between slices.
-        hosts: shapes of slices that are one host; larger ones are of hosts of four chips.
-        config: libtpu's name for how its cores make devices; None where it supposes one device a chip by itself.
+        hosts: shapes of slices on one host; larger slices have hosts of four chips.
+        config: libtpu's name for how cores form devices; None where it assumes one device per chip.
     """
 
     name: str
@@ -85,14 +102,12 @@ CHIPS = {
         ),
     )
 }
-
-
 _QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",  # or it asks a metadata server that only a cloud has
+    "TPU_SKIP_MDS_QUERY": "1",  # only a cloud has the metadata server
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it need not be alone: it takes no chip
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it takes no chip
     "TPU_LOG_DIR": "disabled",
     "TPU_MIN_LOG_LEVEL": "3",
 }
@@ -124,10 +139,8 @@ class Slice:
         count, name, sizes = int(match[1] or 1), match[2], match[3]
         chip = CHIPS.get(name)
         if chip is None:
-            known = ", ".join(CHIPS)
-            raise ConfigError(
-                f"topology {text!r}: no TPU is called {name!r}; {did_you_mean(name, CHIPS)}there are {known}"
-            )
+            hint = did_you_mean(name, CHIPS)
+            raise ConfigError(f"topology {text!r}: no TPU is called {name!r}; {hint}there are {', '.join(CHIPS)}")
         if sizes not in SHAPES[name]:
             raise ConfigError(f"topology {text!r}: {name} comes as {', '.join(SHAPES[name])}")
         if count == 0:
@@ -137,14 +150,17 @@ class Slice:
     @property
     def name(self) -> str:
         """The name that :meth:`parse` takes."""
-        one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
-        return one if self.count == 1 else f"{self.count}*{one}"
+        return self._single if self.count == 1 else f"{self.count}*{self._single}"
+
+    @property
+    def _single(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def larger(self) -> Slice | None:
-        """The next slices of this generation, as many; None if these are the largest."""
-        bigger = (tuple(int(size) for size in shape.split("x")) for shape in SHAPES[self.chip.name])
-        return next((replace(self, shape=s) for s in bigger if math.prod(s) > math.prod(self.shape)), None)
+        """The next larger slices of this generation, as many; None if these are the largest."""
+        shapes = (tuple(map(int, shape.split("x"))) for shape in SHAPES[self.chip.name])
+        return next((replace(self, shape=s) for s in shapes if math.prod(s) > math.prod(self.shape)), None)
 
     @property
     def chips(self) -> int:
@@ -152,7 +168,7 @@ class Slice:
         return math.prod(self.shape) * self.count
 
     def devices(self) -> list[Any]:
-        """Return described devices, one a chip, by slice and coordinates: programs compile for them, but cannot run.
+        """Return described devices, one per chip, by slice and coordinates: programs compile for them, but cannot run.
 
         Raises:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.
@@ -164,17 +180,135 @@ class Slice:
         options: dict[str, Any] = {"num_slices": self.count} if self.count > 1 else {}
         if self.chip.config is not None:
             options["chip_config_name"] = self.chip.config
-        if self.shape in self.chip.hosts:  # else libtpu supposes hosts of four chips
+        if self.shape in self.chip.hosts:  # otherwise libtpu assumes hosts of four chips
             options["chips_per_host_bounds"] = (*self.shape, 1, 1)[:3]
-        one = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
         try:
             from jax.experimental import topologies
 
-            from jax_agent_rl.models.mesh import expect_described_tpus
-
             expect_described_tpus()
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=one, **options).devices)
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=self._single, **options).devices)
         except ImportError as error:
             raise ConfigError(f"plan needs jax.experimental.topologies ({error}): pip install 'jax>=0.10'") from None
-        except Exception as error:  # whatever the compiler's plug-in raises: its words are the best there are
+        except Exception as error:  # whatever the compiler's plug-in raises: its message is the best there is
             raise ConfigError(f"libtpu does not give topology {self.name!r}: {error}") from error
+
+
+# --- layouts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlacement:
+    """Meshes of the learner and of the engines, which are alike; none where engines run elsewhere."""
+
+    learner: Mesh
+    engines: tuple[Mesh, ...]
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether learner and engines share no chip."""
+        learner = set(self.learner.devices.flat)
+        return not any(learner & set(mesh.devices.flat) for mesh in self.engines)
+
+
+def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
+    """Return the devices as a run would choose them.
+
+    Raises:
+        ConfigError: a mesh does not fit the devices, or two do not go together.
+    """
+    rollout, engine = config.rollout, config.rollout.jetstream
+    if rollout.placement == "separate" and rollout.backend == "jetstream":
+        first, each, count = config.learner.mesh.devices, engine.mesh.devices, rollout.num_engines
+        if first + each * count > len(devices):
+            raise ConfigError(
+                f"learner.mesh takes {first} chips and rollout.num_engines={count} engines {each} each "
+                f"(rollout.jetstream.mesh), which is more than {len(devices)}; lower one of them"
+            )
+        begins = range(first, first + each * count, each)
+        engines = (make_engine_mesh(engine.mesh, devices=devices[b : b + each]) for b in begins)
+        return DevicePlacement(learner=make_mesh(config.learner.mesh, devices[:first]), engines=tuple(engines))
+    learner = make_mesh(config.learner.mesh, devices)
+    if rollout.backend != "jetstream":
+        return DevicePlacement(learner=learner, engines=())
+    hosts: dict[int, list[Device]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device)
+    sampling = list(hosts.values()) if rollout.placement == "colocated" else [hosts[devices[0].process_index]]
+    meshes = [make_engine_mesh(engine.mesh, device_offset=engine.device_offset, devices=own) for own in sampling]
+    for mesh in meshes:
+        check_turns(config, learner, mesh)
+    return DevicePlacement(learner=learner, engines=tuple(meshes))
+
+
+def check_layout(config: Config, model: DecoderConfig, devices: Sequence[Device]) -> DevicePlacement:
+    """Return the devices of each phase, checked against the model.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        devices: devices of the slice.
+
+    Raises:
+        ConfigError: a mesh does not go with the devices, or does not divide the model.
+    """
+    where = place_devices(config, devices)
+    parameter_shardings(where.learner, model.parameter_shapes())
+    for mesh in where.engines[:1]:  # the others are like it
+        engine_config(model, mesh)
+    return where
+
+
+def learner_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[Choice]:
+    """Yield every mesh of all chips that the learner may take, with one copy of the model on each slice.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        slice: the slice.
+    """
+    engines = config.rollout.num_engines * config.rollout.jetstream.mesh.devices
+    separate = config.rollout.placement == "separate"
+    for sizes in _factorizations((slice.chips - engines * separate) // slice.count, len(AXES)):
+        mesh = {"data": slice.count, **dict(zip(AXES, sizes, strict=True))}
+        if mesh["expert"] == 1 or model.experts is not None:
+            yield {f"learner.mesh.{axis}": size for axis, size in mesh.items()}
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write a number as an ordered product of ``count`` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
+
+
+def engine_meshes(config: Config) -> Iterator[Choice]:
+    """Yield every mesh of an engine that shares chips with the learner; otherwise the configured one."""
+    if config.rollout.backend != "jetstream" or config.rollout.placement == "separate":
+        yield {}
+        return
+    yield from ({"rollout.jetstream.mesh.tensor": size} for size in (1, 2, 4, 8))
+
+
+def batch_sizes(config: Config) -> Iterator[Choice]:
+    """Yield every batch size: micro-batch rows, rematerialization, and contexts that an engine decodes."""
+    slots: list[Choice] = [{}]
+    if config.rollout.backend == "jetstream":
+        limit, now = config.rollout.max_in_flight, engine_shapes(config).max_concurrent_decodes
+        others = {max(1, now // 2), min(limit, 2 * now), min(limit, 4 * now)} - {now}
+        counts = (config.rollout.jetstream.max_concurrent_decodes, *sorted(others))
+        slots = [{"rollout.jetstream.max_concurrent_decodes": count} for count in counts]
+    for rows in ROWS:
+        for remat in REMAT:
+            yield from ({"learner.micro_batch_size": rows, "learner.remat": remat, **each} for each in slots)
+
+
+def as_overrides(choice: Choice, *, changing: Config | None = None) -> tuple[str, ...]:
+    """Return a choice as command-line overrides; with ``changing``, only those that change this configuration."""
+
+    def differs(key: str, value: int | str) -> bool:
+        return changing is None or functools.reduce(getattr, key.split("."), changing) != value
+
+    return tuple(f"{key}={value}" for key, value in choice.items() if differs(key, value))

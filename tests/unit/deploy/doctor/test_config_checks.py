@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.doctor import examine
 from jax_agent_rl.deploy.doctor.findings import run_checks
+from jax_agent_rl.deploy.doctor.run import RunChecks
 from tests.ports import free_port
 from tests.tiny_run import tiny_recipe
 
@@ -25,7 +25,7 @@ async def findings(recipe: Path, *overrides: str, of: Collection[str] = ()) -> d
     """By check; of all of them, or of some."""
     found: dict[str, list[tuple[str, str]]] = {}
     async with AsyncExitStack() as stack:
-        checks = examine._of_config(load(recipe, overrides), stack)
+        checks = RunChecks(config=load(recipe, overrides), stack=stack).all()
         wanted = [(name, check) for name, check in checks if not of or name in of]
         async for finding in run_checks(wanted, timeout=60):
             found.setdefault(finding.check, []).append((str(finding.status), finding.text))
@@ -141,7 +141,7 @@ async def test_a_tool_server_that_is_not_there_fails_and_other_agents_are_ready(
 
 
 async def test_each_rollout_server_is_asked(recipe, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.deploy.doctor.services._REMOTE_SECONDS", 0.0)
+    monkeypatch.setattr("jax_agent_rl.deploy.doctor.run._REMOTE_SECONDS", 0.0)
     gone = f"http://127.0.0.1:{free_port()}"
     found = await findings(recipe, "rollout.backend=remote", f"rollout.urls=[{gone}]")
     assert any(status == "fail" and gone in text and "rollout-server" in text for status, text in found["engine"])
@@ -150,6 +150,6 @@ async def test_each_rollout_server_is_asked(recipe, monkeypatch):
 async def test_a_missing_token_and_vllm_are_told(recipe, monkeypatch):
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
     overrides = ("rollout.backend=remote", f"rollout.urls=[http://127.0.0.1:{free_port()}]")
-    monkeypatch.setattr("jax_agent_rl.deploy.doctor.services._REMOTE_SECONDS", 0.0)
+    monkeypatch.setattr("jax_agent_rl.deploy.doctor.run._REMOTE_SECONDS", 0.0)
     found = await findings(recipe, *overrides, "rollout.token_env=NO_SUCH_TOKEN")
     assert any("export NO_SUCH_TOKEN" in text for _, text in found["engine"])

@@ -7,7 +7,7 @@ from jax_agent_rl.errors import ConfigError, ModelError
 
 
 async def fine(report):
-    return [report.ok("well")]
+    report.ok("well")
 
 
 async def no_model(report):
@@ -15,6 +15,7 @@ async def no_model(report):
 
 
 async def two_problems(report):
+    report.ok("before")
     raise ConfigError(["first", "second"])
 
 
@@ -24,7 +25,6 @@ async def has_a_bug(report):
 
 async def hangs(report):
     await asyncio.Event().wait()
-    return []
 
 
 async def lacks_rows(report):
@@ -37,6 +37,7 @@ async def test_every_check_is_told_whatever_the_others_do():
     found = [(f.check, f.status, f.text) async for f in run_checks(checks, timeout=0.05)]
     assert found == [
         ("no_model", Status.FAIL, "config.json is missing"),
+        ("two_problems", Status.OK, "before"),
         ("two_problems", Status.FAIL, "first"),
         ("two_problems", Status.FAIL, "second"),
         ("has_a_bug", Status.FAIL, "KeyError: 'name'"),
@@ -48,7 +49,7 @@ async def test_every_check_is_told_whatever_the_others_do():
 
 async def test_a_check_with_nothing_to_say_is_no_line():
     async def silent(report):
-        return []
+        pass
 
     assert [f async for f in run_checks([("silent", silent)], timeout=1)] == []
     assert Finding(check="x", status=Status.OK, text="") != Finding(check="x", status=Status.FAIL, text="")

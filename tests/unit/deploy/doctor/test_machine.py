@@ -3,14 +3,14 @@
 import shutil
 import socket
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from jax_agent_rl.deploy.doctor import machine
-from jax_agent_rl.deploy.doctor.accelerators import Devices, hardware, judge
-from jax_agent_rl.deploy.doctor.findings import Reporter, Status
+from jax_agent_rl.deploy.doctor.findings import Finding, Reporter, Status
+from jax_agent_rl.deploy.doctor.machine import Devices, compare_devices, find_hardware
 
-SAY = Reporter("x")
 PYTEST = metadata.version("pytest")
 
 
@@ -39,11 +39,17 @@ def test_an_extra_is_its_own_requirements_and_those_of_extras_it_is_made_of():
     assert list(machine.missing(requirements, extra="dev")) == ["no-such-tool is not installed"]
 
 
+def disk(folder: Path, *, need: int) -> Finding:
+    machine.check_disk(report := Reporter("disk"), folder, need=need, key="run_dir")
+    (found,) = report.findings
+    return found
+
+
 def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_will_be(tmp_path):
     free = shutil.disk_usage(tmp_path).free
-    found = machine.disk(SAY, tmp_path / "runs" / "new", need=1, key="run_dir")
+    found = disk(tmp_path / "runs" / "new", need=1)
     assert found.status is Status.OK and not (tmp_path / "runs").exists()
-    found = machine.disk(SAY, tmp_path / "runs" / "new", need=2 * free, key="run_dir")
+    found = disk(tmp_path / "runs" / "new", need=2 * free)
     assert found.status is Status.FAIL and "run_dir=" in found.text and "make space" in found.text
 
 
@@ -57,7 +63,8 @@ def test_a_port_that_somebody_listens_on_is_not_free():
 
 async def test_the_checks_of_this_very_machine_all_answer():
     for check in (machine.interpreter, machine.packages, machine.processors, machine.cache_disk, machine.limits):
-        assert [f.text for f in await check(SAY)]
+        await check(report := Reporter("x"))
+        assert [f.text for f in report.findings]
 
 
 def make(root, *files):
@@ -71,10 +78,15 @@ def test_accelerators_are_known_by_their_devices(tmp_path):
     gpu = make(tmp_path / "gpu", ("dev/nvidia0", ""), ("dev/nvidiactl", ""))
     tpu = make(tmp_path / "tpu", ("dev/vfio/0", ""), ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"))
     none = make(tmp_path / "none", ("dev/nvidiactl", ""), ("sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n"))
-    assert (hardware(gpu), hardware(tpu), hardware(none)) == ({"gpu"}, {"tpu"}, set())
+    assert (find_hardware(gpu), find_hardware(tpu), find_hardware(none)) == ({"gpu"}, {"tpu"}, set())
 
 
 CPU = Devices(platform="cpu", kind="cpu", count=1)
+
+
+def compared(seen: Devices | str, present: set[str], *, need: int, forced: str) -> list[Finding]:
+    compare_devices(report := Reporter("accelerators"), seen, present, need=need, forced=forced)
+    return report.findings
 
 
 @pytest.mark.parametrize(
@@ -89,11 +101,11 @@ CPU = Devices(platform="cpu", kind="cpu", count=1)
     ],
 )
 def test_a_device_that_jax_does_not_use_is_told_with_what_to_do(seen, present, forced, statuses, said):
-    found = list(judge(SAY, seen, present, need=1, forced=forced))
+    found = compared(seen, present, need=1, forced=forced)
     assert [f.status for f in found] == statuses and said in " ".join(f.text for f in found)
 
 
 def test_meshes_larger_than_the_machine_fail():
-    *_, found = judge(SAY, CPU, set(), need=4, forced="")
+    *_, found = compared(CPU, set(), need=4, forced="")
     assert found.status is Status.FAIL and "need 4 devices, there are 1" in found.text
     assert "xla_force_host_platform_device_count=4" in found.text

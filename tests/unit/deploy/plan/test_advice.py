@@ -3,11 +3,10 @@
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.advice import Adviser
-from jax_agent_rl.deploy.plan.inventory import Phase
-from jax_agent_rl.deploy.plan.layouts import laid_out
 from jax_agent_rl.deploy.plan.plan import TEMPORARIES, Load
-from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.deploy.plan.programs import Phase
+from jax_agent_rl.deploy.plan.report import Adviser
+from jax_agent_rl.deploy.plan.topology import Slice, check_layout
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import devices_of
@@ -24,7 +23,7 @@ def adviser(tmp_path):
     def run(changes=(), topology="v5e:2x2"):
         slice, config = Slice.parse(topology), load(file, changes)
         model, devices = load_config(config.model.path), devices_of(slice)
-        laid_out(config, model, devices)
+        check_layout(config, model, devices)
         return Adviser(config=config, model=model, slice=slice, devices=devices)
 
     return run
@@ -64,7 +63,7 @@ def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path)
         for hint in proposed:
             if "=" in hint:
                 changed = load(tmp_path / "recipe.yaml", [*axes, *SMALLEST, *hint.split()])
-                laid_out(changed, here.model, here.devices)
+                check_layout(changed, here.model, here.devices)
                 assert changed.learner.mesh.devices == 4
 
 

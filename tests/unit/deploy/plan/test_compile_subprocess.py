@@ -4,10 +4,12 @@ import sys
 
 import pytest
 
-from jax_agent_rl.deploy.plan.compile_subprocess import Task, plan_in_subprocess
+from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 
-TASK = Task(recipe="no.yaml", overrides=[], topology="v5e:2x2", utilization=0.4, price=None, width=80, colours=False)
+TASK = PlanTask(
+    recipe="no.yaml", overrides=[], topology="v5e:2x2", utilization=0.4, price=None, width=80, colours=False
+)
 
 # As libtpu 0.0.42.1 wrote it, compiling gradients of a 1.5B model for v5p:2x2x1 with learner.mesh.fsdp=4.
 ABORTED = """\
@@ -28,7 +30,7 @@ def test_progress_and_plan_come_from_the_process_that_is_given_the_task():
     said = []
     planned = answered(
         """
-print(json.dumps({"say": "tracing " + task["topology"]}))
+print(json.dumps({"progress": "tracing " + task["topology"]}))
 programs = [{"total": 3}, {"total": 5}]
 print(json.dumps({"report": "fits", "made": {"fits": True, "programs": programs, "step": {"seconds": 2.5}}}))
 """,
@@ -58,7 +60,7 @@ def test_warnings_are_shown(capsys):
         ("os.kill(os.getpid(), signal.SIGKILL)", r"killed \(SIGKILL\) when it was compiling decode.*memory runs out"),
         (
             "os.kill(os.getpid(), signal.SIGSEGV)",
-            r"ended itself \(SIGSEGV\) when .*: it said nothing. .*--search",
+            r"ended itself \(SIGSEGV\) when .*: it gave no message. .*--search",
         ),
         ("print('{\"report', end='', flush=True); os._exit(3)", "exit status 3 when it was compiling decode"),
         ("sys.exit(3)", "exit status 3 when it was compiling decode: this should not happen"),
@@ -67,7 +69,7 @@ def test_warnings_are_shown(capsys):
 )
 def test_a_process_that_ends_without_an_answer_is_explained(ending, words):
     with pytest.raises(CompilerError, match=words):
-        answered(f"""print(json.dumps({{"say": "compiling decode"}}), flush=True)\n{ending}""")
+        answered(f"""print(json.dumps({{"progress": "compiling decode"}}), flush=True)\n{ending}""")
 
 
 def test_of_libtpus_last_words_the_telling_ones_are_shown_with_what_is_known_to_help():

@@ -9,10 +9,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.collectives import Collective
-from jax_agent_rl.deploy.plan.compiled import Compiled, Flops, Memory, needed
-from jax_agent_rl.deploy.plan.inventory import Inventory, Phase, Program
-from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads
-from jax_agent_rl.deploy.plan.roofline import moved, seconds_of, step_of
+from jax_agent_rl.deploy.plan.compiled import Compiled, Flops, Memory, needed, seconds_per_call
+from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads, sum_step
+from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program
 from jax_agent_rl.deploy.plan.topology import CHIPS, GIB
 from tests.unit.deploy.plan.recipe import recipe
 
@@ -87,11 +86,11 @@ def load_recipe(folder, changes=()):
 def test_a_call_takes_as_long_as_its_slowest_part():
     links = Collective(kind="all-gather", axes=("fsdp",), between_slices=False, times=1, bytes=1e9)
     one = compiled(program(), work=Flops(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
-    seconds = seconds_of(one, V5E)
+    seconds = seconds_per_call(one, V5E)
     assert (seconds.products, seconds.memory, seconds.links) == (1.0, 0.5, 1e9 / (2 * 50e9))
     assert (seconds.total, seconds.bound) == (1.0, "products")
     far = compiled(program(), exchanges=(dataclasses.replace(links, between_slices=True),))
-    assert seconds_of(far, V5E).links == 1e9 / 3.1e9
+    assert seconds_per_call(far, V5E).links == 1e9 / 3.1e9
 
 
 def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_path):
@@ -101,15 +100,15 @@ def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_
     assert refused.exchanges_known, "one chip has nobody to exchange with"
     wide = dataclasses.replace(refused.program, mesh=AbstractMesh((2,), ("data",)))
     refused = dataclasses.replace(refused, program=wide)
-    step = step_of(config, [known, refused], V5E, engines=1, disjoint=False, utilization=1)
+    step = sum_step(config, [known, refused], V5E, engines=1, disjoint=False, utilization=1)
     assert step.bounds == ("learner",)
-    assert step_of(config, [known], V5E, engines=1, disjoint=False, utilization=1).bounds == ()
+    assert sum_step(config, [known], V5E, engines=1, disjoint=False, utilization=1).bounds == ()
 
 
 def test_bytes_are_counted_of_products_and_else_of_all_that_is_given():
     products = compiled(program(), work=Flops(flops=1.0, bytes=6.0), arguments=70, outputs=5)
-    assert moved(products) == 6
-    assert moved(compiled(program(), arguments=70, outputs=5)) == 75
+    assert products.moved == 6
+    assert compiled(program(), arguments=70, outputs=5).moved == 75
 
 
 def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_path):
@@ -121,11 +120,11 @@ def test_a_step_counts_every_program_as_often_as_it_runs_and_says_who_waits(tmp_
         compiled(program("take", "weights"), work=second),
     ]
     config = load_recipe(tmp_path, ["trainer.mode=one_step_off"])
-    step = step_of(config, programs, V5E, engines=1, disjoint=True, utilization=0.5)
+    step = sum_step(config, programs, V5E, engines=1, disjoint=True, utilization=0.5)
     # 2 prompts of 64, 2 x 4 responses of 64: 128, 512 and together 640 tokens; half the peak doubles all times.
     assert (step.sampled, step.trained) == (512, 640)
     assert (step.learner, step.rollout, step.weights) == (2 * 3 * 2, 2 * (4 + 1), 2)
     assert step.seconds == 12 + 2
     assert step.waits == ("engines", pytest.approx(2 / 14))
-    in_turn = step_of(config, programs, V5E, engines=1, disjoint=False, utilization=0.5)
+    in_turn = sum_step(config, programs, V5E, engines=1, disjoint=False, utilization=0.5)
     assert in_turn.seconds == 12 + 10 + 2

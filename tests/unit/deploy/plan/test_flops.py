@@ -5,13 +5,17 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from jax_agent_rl.deploy.plan.compiled import work_of
+from jax_agent_rl.deploy.plan.compiled import Flops, count_work
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.tree_mask import TreeMask
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def work_of(function, *args, loops=1) -> Flops:
+    return count_work(jax.make_jaxpr(function)(*args), loops=loops)
 
 
 def test_a_product_counts_two_operations_for_each_pair_and_every_array_once():

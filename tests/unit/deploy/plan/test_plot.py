@@ -3,22 +3,22 @@
 import pytest
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.command import check_file, run_command
+from jax_agent_rl.deploy.plan.command import check_image, run_command
 from jax_agent_rl.errors import ConfigError
 from tests.unit.deploy.plan.test_compile_subprocess import TASK
 
 
 @pytest.mark.parametrize("name", ["memory.png", "memory.SVG", "memory.pdf"])
 def test_a_picture_may_be_drawn_to_a_new_file(name, tmp_path):
-    check_file(tmp_path / name)
+    check_image(tmp_path / name)
     assert not list(tmp_path.iterdir()), "looking at the name writes nothing"
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("x.xyz", "no picture is of the kind 'xyz'; end it with .png"),
-        ("x", "no picture is of the kind ''; end it with .png"),
+        ("x.xyz", "'xyz' is no image format; end it with .png"),
+        ("x", "'' is no image format; end it with .png"),
         ("nowhere/x.png", "there is no folder .*nowhere; make it"),
         ("folder.png", "cannot be written"),
     ],

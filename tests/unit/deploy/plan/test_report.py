@@ -9,14 +9,11 @@ from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.command import print_plan
-from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
+from jax_agent_rl.deploy.plan.command import PlanResult, print_plan
 from jax_agent_rl.deploy.plan.compiled import Flops
-from jax_agent_rl.deploy.plan.layouts import DevicePlacement
-from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads
+from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads, sum_step
 from jax_agent_rl.deploy.plan.report import as_json, show
-from jax_agent_rl.deploy.plan.roofline import step_of
-from jax_agent_rl.deploy.plan.topology import GIB, Slice
+from jax_agent_rl.deploy.plan.topology import GIB, DevicePlacement, Slice
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.slices import devices_of
@@ -57,7 +54,7 @@ def plan(tmp_path):
             placement=DevicePlacement(learner=MESH, engines=engines),
             compiled=tuple(programs),
             loads=tuple(sizes),
-            step=step_of(config, programs, slice.chip, engines=len(engines), disjoint=False, utilization=0.4),
+            step=sum_step(config, programs, slice.chip, engines=len(engines), disjoint=False, utilization=0.4),
             utilization=0.4,
         )
 

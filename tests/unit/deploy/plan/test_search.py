@@ -6,11 +6,9 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
-from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult
-from jax_agent_rl.deploy.plan.estimate import PlanEstimate
-from jax_agent_rl.deploy.plan.layouts import AXES
-from jax_agent_rl.deploy.plan.search import Candidate, candidates, search, table, verdict
-from jax_agent_rl.deploy.plan.topology import GIB, Slice
+from jax_agent_rl.deploy.plan.command import PlanResult
+from jax_agent_rl.deploy.plan.search import Candidate, PlanEstimate, candidates, search, table, verdict
+from jax_agent_rl.deploy.plan.topology import AXES, GIB, Slice
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe

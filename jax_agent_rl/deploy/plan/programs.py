@@ -1,0 +1,399 @@
+"""The inventory of a run's devices: the programs it compiles, and the arrays resident between them.
+
+Learner and engine are the run's own, given described arrays: the learner's functions are traced, and the engine runs
+over a table that records what it is asked to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from jax_agent_rl.config import Config, LearnerConfig
+from jax_agent_rl.deploy.plan.topology import DevicePlacement
+from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
+from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
+from jax_agent_rl.jetstream.layout import parameter_places
+from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
+from jax_agent_rl.jetstream.vision_engine import VisionEngine
+from jax_agent_rl.jetstream.weight_loading import staging_mesh
+from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.critic import critic_params
+from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
+from jax_agent_rl.learner.image_packing import blanks, image_packing
+from jax_agent_rl.learner.losses.covariance import SELECTORS
+from jax_agent_rl.learner.optimized_params import UpdatePrograms
+from jax_agent_rl.learner.optimizer import TrainState, learning_rate
+from jax_agent_rl.learner.parameterization import Parameterization
+from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
+from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
+from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+
+Phase = Literal["learner", "weights", "rollout"]
+Tokens = Literal["prompts", "sampled", "trained"]
+Arrays = Mapping[str, np.ndarray]
+
+WEIGHTS, CACHE = "engine weights", "KV cache"
+_WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({WEIGHTS, CACHE})
+_SAMPLED = (5, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program of a run.
+
+    Attributes:
+        name: shown to the user.
+        phase: phase of a step in which it runs.
+        traced: the program, to be compiled.
+        mesh: its devices; the compiler numbers them in this order.
+        holds: names of the :class:`Resident` arrays among its arguments.
+        donates: names of residents whose memory, or as much, its outputs take.
+        loops: iterations of a loop whose end is found while it runs.
+        tokens: tokens that a full call takes or gives.
+        of: which tokens of a step these are; None if the program does not process tokens.
+        calls: runs per step over all those tokens; 0 where its time does not count.
+    """
+
+    name: str
+    phase: Phase
+    traced: jax.stages.Traced
+    mesh: Mesh
+    holds: frozenset[str] = frozenset()
+    donates: frozenset[str] = frozenset()
+    loops: int = 1
+    tokens: int = 0
+    of: Tokens | None = None
+    calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Arrays that stay on devices between programs: a tree of described arrays, except in the ``absent`` phases."""
+
+    name: str
+    arrays: Any
+    absent: frozenset[Phase] = frozenset()
+
+    @functools.cached_property
+    def bytes(self) -> Mapping[Device, int]:
+        """Bytes on each device that holds some, without padding."""
+        sums: dict[Device, int] = {}
+        for x in jax.tree.leaves(self.arrays):
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for device in x.sharding.device_set:
+                sums[device] = sums.get(device, 0) + size
+        return sums
+
+
+@dataclass(kw_only=True)
+class Inventory:
+    """Programs and resident arrays of a run, or of a phase of it."""
+
+    programs: list[Program] = field(default_factory=list)
+    residents: list[Resident] = field(default_factory=list)
+
+    def keep(self, name: str, arrays: Any, *, absent: frozenset[Phase] = frozenset()) -> frozenset[str]:
+        """Record resident arrays, if there are any; return their name for :attr:`Program.holds`."""
+        if not jax.tree.leaves(arrays):
+            return frozenset()
+        self.residents.append(Resident(name=name, arrays=arrays, absent=absent))
+        return frozenset({name})
+
+
+class Published(NamedTuple):
+    """The parameters an engine is given, and the names of the residents that they are (none if they are copies)."""
+
+    params: Params
+    holds: frozenset[str]
+
+
+def inventory(config: Config, model: DecoderConfig, where: DevicePlacement) -> Inventory:
+    """Return programs and arrays of a run.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        where: devices of each phase.
+
+    Raises:
+        ConfigError: a mesh does not divide the model, or the configuration does not go with it.
+    """
+    made = Inventory()
+    published = _add_learner(made, config, model, where.learner)
+    if where.engines:
+        mesh = where.engines[0]  # the others are like it
+        shapes, there = model.parameter_shapes(), parameter_places(model, mesh)
+        if config.rollout.placement == "separate":  # from files, read for these very devices
+            published = Published(_describe(shapes, there), frozenset())
+        elif len(where.engines) > 1:  # copied for each of them
+            published = Published(_describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
+        _add_engine(made, config, model, mesh, published)
+    return made
+
+
+def _describe(shapes: Any, shardings: Any, *, dtype: str = "float32") -> Any:
+    """Return a described array for every shape of a tree, with its sharding."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),
+        shapes,
+        shardings,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+# --- learner ------------------------------------------------------------------------------------------------------
+
+
+def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh) -> Published:
+    """Trace the learner; return the parameters that an engine of its process is given."""
+    learner, algorithm, steps = config.learner, config.algorithm, config.trainer.steps
+    params = _describe(model.parameter_shapes(), parameter_shardings(mesh, model.parameter_shapes()))
+    policy = Parameterization.of(model, params, learner, mesh=mesh)
+    programs = LearnerPrograms.of(
+        model,
+        policy,
+        algorithm=algorithm,
+        config=learner,
+        temperature=config.rollout.temperature,
+        mesh=mesh,
+        rate=learning_rate(learner, steps),
+    )
+    scores_old = not (programs.objective.on_policy or programs.objective.bypass)
+    rows = learner.micro_batch_size * row_shards(mesh)
+    batches = _micro_batches(config, model, rows=rows, scored=scores_old)
+    builder = _LearnerBuilder(made, mesh, learner, rows * learner.pack_length)
+    state, holds = builder.update("policy", programs.policy, policy.params, policy.frozen, batches["policy"])
+    if with_reference := algorithm.kl.where != "none":
+        made.keep("reference", policy.reference()[0])
+    weights, layout = (state.params, policy.frozen), batches["layout"]
+    if scorings := scores_old + with_reference:
+        builder.read("score", programs.score, weights, layout, holds, calls=scorings)
+    if learner.router_aux_loss_coef:
+        builder.read("route", programs.route, weights, layout, holds, calls=learner.ppo_epochs)
+    if "critic" in batches:
+        initial, rate = jax.eval_shape(critic_params, params), learning_rate(config.critic, steps)
+        own, first, frozen = programs.critic(initial, config.critic, rate=rate)
+        critic, holds_critic = builder.update("critic", own, first, frozen, batches["critic"])
+        builder.read("values", programs.values, (critic.params, frozen), layout, holds_critic)
+    return builder.publish(policy, state, holds)
+
+
+class _LearnerBuilder(NamedTuple):
+    """Adds the learner's programs to an inventory; ``tokens`` counts those of a micro-batch."""
+
+    inventory: Inventory
+    mesh: Mesh
+    config: LearnerConfig
+    tokens: int
+
+    def update(
+        self, name: str, programs: UpdatePrograms, params: Params, frozen: Params, batch: Arrays
+    ) -> tuple[TrainState, frozenset[str]]:
+        """Add a model's gradient and update; return its state, and the names of what passes over it hold."""
+        state = jax.tree.map(place, jax.eval_shape(programs.init, params), programs.places)
+        holds = self.inventory.keep(f"{name} parameters", state.params)
+        both = holds | self.inventory.keep(f"{name} optimizer", state.opt_state)
+        reads = holds | self.inventory.keep(f"{name} frozen", frozen)
+        gradients, epochs = state.params, self.config.ppo_epochs
+        accumulate = programs.accumulate.trace(state.params, frozen, gradients, self._describe_batch(batch))
+        tokens = {"tokens": self.tokens, "of": "trained"}
+        self._add(f"{name} gradient", accumulate, reads, donates=holds, calls=epochs, **tokens)
+        apply = programs.apply.trace(state, gradients, state.updates)
+        self._add(f"{name} update", apply, both, donates=both, calls=epochs * self.config.num_minibatches)
+        return state, reads
+
+    def read(
+        self,
+        name: str,
+        program: Any,
+        weights: tuple[Params, Params],
+        batch: Arrays,
+        holds: frozenset[str],
+        calls: int = 1,
+    ) -> None:
+        """Add a pass that changes nothing."""
+        traced = program.trace(*weights, batch=self._describe_batch(batch))
+        self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls)
+
+    def publish(self, policy: Parameterization, state: TrainState, holds: frozenset[str]) -> Published:
+        """Describe ``Learner.params``, or ``LeadingLearner.params`` with several processes."""
+        merged = self.config.lora is not None
+        if merged:
+            merge = policy.merge.trace(state.params, policy.frozen)
+            whole = jax.tree.map(place, merge.out_info, merge.lower().compile().output_shardings)
+            program = Program(name="merge adapters", phase="weights", traced=merge, mesh=self.mesh)
+            self.inventory.programs.append(program)
+        else:
+            whole = policy.merge(state.params, policy.frozen)
+        if len({device.process_index for device in self.mesh.devices.flat}) == 1:
+            return Published(whole, frozenset() if merged else holds)
+        first = SingleDeviceSharding(self.mesh.devices.flat[0])
+        return Published(jax.tree.map(lambda x: place(x, first), whole), frozenset())
+
+    def _add(self, name: str, traced: jax.stages.Traced, holds: frozenset[str], **more: Any) -> None:
+        program = Program(name=name, phase="learner", traced=traced, mesh=self.mesh, holds=holds, **more)
+        self.inventory.programs.append(program)
+
+    def _describe_batch(self, batch: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
+        """Describe micro-batches as ``Learner`` places them: rows sharded, scalars of the update replicated."""
+        rows, everywhere = row_sharding(self.mesh), replicated(self.mesh)
+        return {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere)
+            for name, x in batch.items()
+        }
+
+
+def _micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bool) -> dict[str, Arrays]:
+    """Build the largest micro-batches; with images for a vision model.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        rows: rows of a micro-batch, over all shards.
+        scored: the run computes old log-probs before it trains.
+
+    Returns:
+        The micro-batches of ``policy`` and, if there is one, ``critic``, and the ``layout`` of passes that score.
+    """
+    learner, algorithm = config.learner, config.algorithm
+    images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner)
+    trajectories = [_make_trajectory(number) for number in range(2)]
+    batch, _ = pack(
+        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, image_packing=images
+    )
+    with_critic = algorithm.adv_estimator == "gae"
+    if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms
+        algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
+    per_term, per_state = ([np.zeros(len(_SAMPLED) + n) for _ in trajectories] for n in (0, 1))
+    scores = Scores(
+        old=per_term if scored else None,
+        ref=per_term if algorithm.kl.where != "none" else None,
+        values=per_state if with_critic else None,
+    )
+    group = Group(group_id="g", trajectories=tuple(trajectories))
+    experience = build_experience([group], algorithm, scores, kl_coef=0.0, masked=())
+    policy, critic = mini_batch_terms(experience, slice(None), algorithm, kl_coef=0.0)
+    if algorithm.policy_loss.loss_mode in SELECTORS:
+        policy["chosen"] = per_term
+    made: dict[str, dict[str, np.ndarray]] = {}
+    for name, terms in (("policy", policy), ("layout", {}), *([("critic", critic)] if with_critic else [])):
+        first = next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows))
+        made[name] = dict(first) if images is None else list(blanks(first, images))[-1]
+    if learner.router_aux_loss_coef and model.experts is not None:
+        made["policy"]["router_share"] = np.zeros(model.experts.count, np.float32)
+        made["policy"]["router_tokens"] = np.zeros((), np.float32)
+    return dict(made)
+
+
+def _make_trajectory(number: int) -> Trajectory:
+    count = len(_SAMPLED)
+    output = TokenOutput(
+        token_ids=_SAMPLED,
+        log_probs=(-1.0,) * count,
+        policy_versions=(0,) * count,
+        stop_reason=StopReason.EOS,
+        context_digest="",
+    )
+    return Trajectory.from_turns(
+        prompt_ids=(3, 4),
+        turns=[Turn(output=output)],
+        trajectory_id=f"g-{number}",
+        group_id="g",
+        agent_name="plan",
+        finish_reason=FinishReason.ANSWER,
+        reward=float(number),
+    )
+
+
+# --- engine -------------------------------------------------------------------------------------------------------
+
+
+class RecordingTable(ProgramTable):
+    """A table that runs nothing: it records programs, and returns descriptions of their results.
+
+    Ids, which the engine reads on the host, are zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: dict[tuple, jax.stages.Traced] = {}
+
+    def call(
+        self,
+        key: tuple,
+        function: Callable[..., Any],
+        donate: tuple[int, ...],
+        *args: Any,
+        place: NamedSharding,
+        out: Any,
+        next_call: Callable[[], NextCall] | None = None,
+    ) -> Any:
+        """Record a program; see :meth:`ProgramTable.call`, but ``next_call`` is never called."""
+        program = self.recorded[key] = traced(function, donate, *args, place=place, out=out)
+
+        def result(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
+            zeros = x.dtype == jnp.int32
+            return np.broadcast_to(np.zeros((), x.dtype), x.shape) if zeros else x.update(sharding=sharding)
+
+        return jax.tree.map(
+            lambda sharding, part: jax.tree.map(functools.partial(result, sharding), part), out, program.out_info
+        )
+
+
+def _add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh, published: Published) -> None:
+    """Trace the largest programs of one engine, which is given the published parameters."""
+    shapes = engine_shapes(config)
+    table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
+    precision: dict[str, Any] = engine_precision(config)
+    precision["dtype"] = jnp.dtype(precision["dtype"])
+    engine = kind(model, shapes, **precision, mesh=mesh, table=table)
+    weights, cache = engine.load_params(published.params), engine.init_cache()
+    last = shapes.cache_length - shapes.decode_steps
+    slots = idle_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
+    engine.decode(weights, cache, slots, shapes.decode_steps, 1)
+    size = shapes.chunk_buckets[-1]
+    chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))
+    engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
+    engine.copy_page(cache, 0, 0)
+    absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
+    made.keep(WEIGHTS, weights, absent=absent)
+    made.keep(CACHE, cache, absent=absent)
+    for key, program in table.recorded.items():
+        made.programs += _engine_programs(key, program, mesh, published, shapes.decode_steps)
+
+
+def _engine_programs(
+    key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Published, steps: int
+) -> Iterator[Program]:
+    """Yield the program of a key of the engine's table; nothing for what only allocates."""
+    rollout = functools.partial(Program, phase="rollout", mesh=mesh, traced=program)
+    match key:
+        case ("decode", _, width, span):
+            name, tokens = f"decode {width} slots of {span}", width * steps
+            yield rollout(name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled")
+        case ("chunks", _, rows, size, span):
+            yield rollout(name=f"prefill {rows} x {size} after {span}", holds=_BOTH, tokens=rows * size, of="prompts")
+        case ("write", *_):  # this and the next touch a few pages of the cache: they take memory, and hardly time
+            yield rollout(name="write to the cache", holds=_CACHE, donates=_CACHE, calls=0)
+        case ("copy", _):
+            yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
+        case ("weights", _):
+            holds = published.holds | _WEIGHTS
+            yield rollout(name="take weights", phase="weights", holds=holds, donates=_WEIGHTS)
+        case ("staged weights", _):
+            embed = published.params["embed"]
+            stage = staging_mesh(mesh, tuple(embed.sharding.devices_indices_map(embed.shape)))
+            yield rollout(name="arrange weights", phase="weights", mesh=stage, holds=published.holds)
