@@ -196,8 +196,9 @@ def conformance(
     engine: Annotated[
         str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
     ] = "jetstream",
-    brought: Annotated[
-        str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine_factory would name.")
+    engine_factory: Annotated[
+        str | None,
+        typer.Option("--engine-factory", "--brought", help="For jetstream: its rollout.jetstream.engine_factory."),
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
@@ -218,7 +219,7 @@ def conformance(
         url=url,
         token=token_from(token_env, key="--token-env"),
         engine=engine,
-        brought=brought,
+        engine_factory=engine_factory,
         adapters=adapters,
         tolerance=tolerance,
         max_model_len=max_model_len,
