@@ -17,7 +17,8 @@ from jax_agent_rl.testing.conformance.runner import BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
 from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
 
-# isort: off  (the last test of control closes the backend)
+# The last test of control closes the backend.
+# isort: off
 from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_media_and_adapters import *  # noqa: F403
