@@ -328,7 +328,7 @@ def chaos(
     """Run a small system of real processes under injected faults; the last line is one JSON object of what held."""
     from rich.console import Console
 
-    from jax_agent_rl.testing.chaos.command import run_command
+    from jax_agent_rl.testing.chaos.run import run_command
     from jax_agent_rl.utils.interrupt import EXIT_CODE
 
     logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are expected

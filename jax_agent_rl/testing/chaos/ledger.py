@@ -11,7 +11,7 @@ from jax_agent_rl.agents import derive_seed
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.chaos.policy import context_key, hash_policy
+from jax_agent_rl.testing.chaos.engine import context_key, hash_policy
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
 
 TRAINED = "trained"

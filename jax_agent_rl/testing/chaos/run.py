@@ -1,4 +1,4 @@
-"""One run of the testbed for a given time, with or without faults, and what it leaves behind.
+"""``jax-agent-rl chaos``: the testbed without and with faults, what it leaves behind, and which invariants held.
 
 ::
 
@@ -10,19 +10,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
+import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.testing.chaos.faults import Injection, all_injections
+from rich.console import Console
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.testing.chaos.faults import NAMES, Injection, all_injections
 from jax_agent_rl.testing.chaos.ledger import TRAINED
-from jax_agent_rl.testing.chaos.testbed import Testbed, open_testbed
-from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks
+from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES, Testbed, open_testbed
+from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks, growth
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0
@@ -30,6 +35,13 @@ _REPORT_SECONDS = 5.0
 _RARER = 3.0
 """Factor on the time between faults in a soak, which measures what accumulates."""
 _RECOVERY_SECONDS = 90.0
+UNDISTURBED_SHARE = 0.25
+"""Share of the time for the undisturbed run: enough to measure throughput."""
+MAX_ATTEMPTS = 20
+"""Attempts at one rollout request: each fault that hits it costs one, so more indicates a retry loop."""
+MAX_RSS_GROWTH = 0.05
+_MAX_BASELINE_SECONDS = 60.0
+_MIN_SECONDS = 2 * CALM_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +100,12 @@ class ChaosResult:
     usage: list[ResourceUsage] = field(default_factory=list)
 
 
-async def run_chaos(plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
+async def run_chaos(plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
     """Start a testbed, run it, close it and look for leaks.
 
     Args:
         plan: the schedule.
-        say: prints a line of progress.
+        print_line: prints progress.
 
     Raises:
         LaunchError: a server does not start.
@@ -101,16 +113,16 @@ async def run_chaos(plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         async with open_testbed(Path(name), seed=plan.seed, mark=mark) as testbed:
-            result = await _run(testbed, plan, say)
+            result = await _run(testbed, plan, print_line)
         result.leaks = await find_leaks(mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before)
     return result
 
 
-async def _run(testbed: Testbed, plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
-    injections = [injection for injection in all_injections(testbed.victims) if injection.name in plan.faults]
+async def _run(testbed: Testbed, plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
+    injections = [injection for injection in all_injections(testbed.targets) if injection.name in plan.faults]
     result = ChaosResult(seconds=plan.seconds)
     training = asyncio.create_task(testbed.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(testbed, injections, result if plan.soak else None, say), name="watch")
+    watching = asyncio.create_task(_watch(testbed, injections, result if plan.soak else None, print_line), name="watch")
     striking = asyncio.create_task(_strike(injections, plan), name="faults")
     begin = time.monotonic()
     try:
@@ -151,7 +163,7 @@ async def _strike(injections: Sequence[Injection], plan: ChaosPlan) -> None:
 
 
 async def _watch(
-    testbed: Testbed, injections: Sequence[Injection], result: ChaosResult | None, say: Callable[[str], None]
+    testbed: Testbed, injections: Sequence[Injection], result: ChaosResult | None, print_line: Callable[[str], None]
 ) -> None:
     """Report progress at intervals, and add resource usage to ``result``, if given."""
     begin = time.monotonic()
@@ -161,13 +173,13 @@ async def _watch(
             result.usage.append(ResourceUsage.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
         done = f"step {testbed.ledger.steps}, {testbed.ledger.count(TRAINED)} trained"
-        say(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
+        print_line(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
 def _conclude(testbed: Testbed, injections: Sequence[Injection], result: ChaosResult) -> None:
-    proxies = (*testbed.victims.engine_proxies, testbed.victims.tool_proxy)
-    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.victims.engine_proxies), Counter())
-    tool_attempts = testbed.victims.tool_proxy.attempts
+    proxies = (*testbed.targets.engine_proxies, testbed.targets.tool_proxy)
+    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.targets.engine_proxies), Counter())
+    tool_attempts = testbed.targets.tool_proxy.attempts
     result.servers_lost = testbed.trainer.runtime.client.stats().servers_lost
     result.findings, result.complaints = testbed.ledger.summary(), testbed.ledger.complaints
     result.faults = {injection.name: injection.strikes for injection in injections}
@@ -182,3 +194,105 @@ def _why_ended(training: asyncio.Task[None]) -> str:
         return ""
     error = None if training.cancelled() else training.exception()
     return f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
+
+
+def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> bool:
+    """Run both schedules and print progress, failures and, as the last line, one JSON object.
+
+    Args:
+        seconds: duration of both runs together.
+        seed: seeds faults, rows and sampling.
+        only: names of the faults that strike; empty for all.
+        soak: also measure memory, descriptors and tasks; faults are three times rarer.
+        console: where progress is printed.
+
+    Returns:
+        Whether all invariants held.
+
+    Raises:
+        asyncio.CancelledError: SIGTERM arrived; everything was closed.
+        ConfigError: unknown fault, or too little time.
+    """
+    if unknown := sorted(set(only) - set(NAMES)):
+        raise ConfigError(f"--only {unknown}: there is no such fault; there are {', '.join(NAMES)}")
+    if seconds * (1 - UNDISTURBED_SHARE) < _MIN_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g} leaves no time for faults; give at least 20")
+    return asyncio.run(_both(seconds, seed, only or NAMES, soak, console))
+
+
+async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> bool:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # its servers must not outlive it
+
+    def print_line(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    print_line(f"undisturbed, seed {seed}")
+    baseline = await run_chaos(
+        ChaosPlan(seconds=min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE), seed=seed), print_line
+    )
+    print_line(f"with faults: {', '.join(faults)}")
+    faulty = await run_chaos(
+        ChaosPlan(seconds=seconds - baseline.seconds, seed=seed, faults=faults, soak=soak), print_line
+    )
+    broken = [*(f"undisturbed: {what}" for what in failures(baseline)), *failures(faulty)]
+    report = _report(seed, baseline, faulty) | {"failures": broken}
+    if soak:
+        report["soak"] = growth(faulty.usage)
+    for text in (*baseline.complaints, *faulty.complaints, *broken):
+        print_line(text)
+    print(json.dumps(report))
+    return not broken
+
+
+def failures(result: ChaosResult) -> list[str]:
+    """Describe every invariant that did not hold."""
+    findings = result.findings
+    broken = [
+        f"{name} is {findings[name]}, must be 0"
+        for name in ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps")
+        if findings[name]
+    ]
+    for what, names in asdict(result.leaks).items():
+        if names:
+            broken.append(f"left behind: {what} {names}")
+    if result.crashed:
+        broken.append(f"the run ended early: {result.crashed}")
+    elif not result.trained_after:
+        broken.append("nothing was trained after the last fault")
+    if result.most_attempts > MAX_ATTEMPTS:
+        broken.append(f"a request was sent {result.most_attempts} times, more than {MAX_ATTEMPTS}")
+    if result.most_tool_attempts > 1 + TOOL_RETRIES:
+        broken.append(f"a tool call was sent {result.most_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
+    return broken + _growing(result)
+
+
+def _growing(result: ChaosResult) -> list[str]:
+    grown = growth(result.usage)
+    if not grown:
+        return []
+    broken = [f"{what} grew from {grown[what][0]:g} to {grown[what][1]:g}" for what in ("descriptors", "tasks")
+              if grown[what][1] > 1.1 * grown[what][0] + 5]  # fmt: skip
+    if grown["rss_growth"] > MAX_RSS_GROWTH:
+        broken.append(f"memory grew by {grown['rss_growth']:.1%}, from {grown['rss_mib']} MiB")
+    return broken
+
+
+def _report(seed: int, baseline: ChaosResult, faulty: ChaosResult) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        **faulty.findings,
+        "orphans": faulty.leaks.count + baseline.leaks.count,
+        "faults": faulty.faults,
+        "requests_spoilt": faulty.network,
+        "servers_lost": faulty.servers_lost,
+        "most_attempts": faulty.most_attempts,
+        "most_tool_attempts": faulty.most_tool_attempts,
+        "mean_attempts": round(faulty.mean_attempts, 3),
+        "trained_per_second": round(faulty.trained_per_second, 2),
+        "undisturbed_per_second": round(baseline.trained_per_second, 2),
+        "throughput_share": round(faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3),
+        "stop_seconds": round(faulty.stop_seconds, 2),
+        "trained_after_last_fault": faulty.trained_after,
+    }

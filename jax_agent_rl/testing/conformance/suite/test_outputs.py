@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ async def test_logprobs_top_p(probe: Probe) -> None:
     prompt = probe.prompt(20, seed=4)
     cause = "log-probs of the untruncated distribution are reported, or top-p is applied before temperature"
     for top_p, temperature in ((0.7, 1.0), (0.9, 1.3)):
-        sampling = {"temperature": temperature, "top_p": top_p}
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
         output = await probe.generate(prompt, max_tokens=24, seed=12, **sampling)
         probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
 

@@ -13,10 +13,9 @@ import pytest
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos.children import Child, free_port
-from jax_agent_rl.testing.chaos.command import failures
+from jax_agent_rl.testing.chaos.faults import Child, free_port
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.testing.chaos.run import ChaosResult
+from jax_agent_rl.testing.chaos.run import ChaosResult, failures
 from jax_agent_rl.testing.leaks import MARK, Leaks, ResourceUsage, find_leaks, growth, marked
 from jax_agent_rl.types import DropReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
