@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import secrets
 import signal
@@ -133,7 +134,9 @@ async def _run(testbed: Testbed, plan: ChaosPlan, print_line: Callable[[str], No
         result.trained_per_second = testbed.ledger.rate(time.monotonic())
         await _recover(testbed, training, trained)
         result.trained_after = testbed.ledger.count(TRAINED) - trained
-        result.crashed = _why_ended(training)
+        if training.done():
+            error = None if training.cancelled() else training.exception()
+            result.crashed = f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
     finally:
         for task in (watching, striking, training):
             task.cancel()
@@ -189,13 +192,6 @@ def _conclude(testbed: Testbed, injections: Sequence[Injection], result: ChaosRe
     result.mean_attempts = attempts.total() / max(1, len(attempts))
 
 
-def _why_ended(training: asyncio.Task[None]) -> str:
-    if not training.done():
-        return ""
-    error = None if training.cancelled() else training.exception()
-    return f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
-
-
 def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> bool:
     """Run both schedules and print progress, failures and, as the last line, one JSON object.
 
@@ -225,19 +221,31 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # its servers must not outlive it
 
-    def print_line(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    print_line = functools.partial(console.print, highlight=False, soft_wrap=True)
     print_line(f"undisturbed, seed {seed}")
-    baseline = await run_chaos(
-        ChaosPlan(seconds=min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE), seed=seed), print_line
-    )
+    plan = ChaosPlan(seconds=min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE), seed=seed)
+    baseline = await run_chaos(plan, print_line)
     print_line(f"with faults: {', '.join(faults)}")
-    faulty = await run_chaos(
-        ChaosPlan(seconds=seconds - baseline.seconds, seed=seed, faults=faults, soak=soak), print_line
-    )
+    plan = ChaosPlan(seconds=seconds - baseline.seconds, seed=seed, faults=faults, soak=soak)
+    faulty = await run_chaos(plan, print_line)
     broken = [*(f"undisturbed: {what}" for what in failures(baseline)), *failures(faulty)]
-    report = _report(seed, baseline, faulty) | {"failures": broken}
+    report = {
+        "seed": seed,
+        **faulty.findings,
+        "orphans": faulty.leaks.count + baseline.leaks.count,
+        "faults": faulty.faults,
+        "requests_spoilt": faulty.network,
+        "servers_lost": faulty.servers_lost,
+        "most_attempts": faulty.most_attempts,
+        "most_tool_attempts": faulty.most_tool_attempts,
+        "mean_attempts": round(faulty.mean_attempts, 3),
+        "trained_per_second": round(faulty.trained_per_second, 2),
+        "undisturbed_per_second": round(baseline.trained_per_second, 2),
+        "throughput_share": round(faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3),
+        "stop_seconds": round(faulty.stop_seconds, 2),
+        "trained_after_last_fault": faulty.trained_after,
+        "failures": broken,
+    }
     if soak:
         report["soak"] = growth(faulty.usage)
     for text in (*baseline.complaints, *faulty.complaints, *broken):
@@ -265,34 +273,11 @@ def failures(result: ChaosResult) -> list[str]:
         broken.append(f"a request was sent {result.most_attempts} times, more than {MAX_ATTEMPTS}")
     if result.most_tool_attempts > 1 + TOOL_RETRIES:
         broken.append(f"a tool call was sent {result.most_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
-    return broken + _growing(result)
-
-
-def _growing(result: ChaosResult) -> list[str]:
-    grown = growth(result.usage)
-    if not grown:
-        return []
-    broken = [f"{what} grew from {grown[what][0]:g} to {grown[what][1]:g}" for what in ("descriptors", "tasks")
-              if grown[what][1] > 1.1 * grown[what][0] + 5]  # fmt: skip
-    if grown["rss_growth"] > MAX_RSS_GROWTH:
-        broken.append(f"memory grew by {grown['rss_growth']:.1%}, from {grown['rss_mib']} MiB")
+    if grown := growth(result.usage):
+        for what in ("descriptors", "tasks"):
+            first, last = grown[what]
+            if last > 1.1 * first + 5:
+                broken.append(f"{what} grew from {first:g} to {last:g}")
+        if grown["rss_growth"] > MAX_RSS_GROWTH:
+            broken.append(f"memory grew by {grown['rss_growth']:.1%}, from {grown['rss_mib']} MiB")
     return broken
-
-
-def _report(seed: int, baseline: ChaosResult, faulty: ChaosResult) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        **faulty.findings,
-        "orphans": faulty.leaks.count + baseline.leaks.count,
-        "faults": faulty.faults,
-        "requests_spoilt": faulty.network,
-        "servers_lost": faulty.servers_lost,
-        "most_attempts": faulty.most_attempts,
-        "most_tool_attempts": faulty.most_tool_attempts,
-        "mean_attempts": round(faulty.mean_attempts, 3),
-        "trained_per_second": round(faulty.trained_per_second, 2),
-        "undisturbed_per_second": round(baseline.trained_per_second, 2),
-        "throughput_share": round(faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3),
-        "stop_seconds": round(faulty.stop_seconds, 2),
-        "trained_after_last_fault": faulty.trained_after,
-    }
