@@ -259,7 +259,7 @@ def simulate(
     """Compare the trainers on a cluster you describe (engines, learner, tools), in virtual time; no model is needed."""
     from rich.console import Console
 
-    from jax_agent_rl.testing.simulate.command import run_command
+    from jax_agent_rl.testing.simulate.run import run_command
 
     run_command(config, overrides or [], assume, as_json=json, console=Console())
 
