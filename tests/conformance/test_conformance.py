@@ -13,7 +13,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.reference import TransformersReference, log_softmax
-from jax_agent_rl.testing.conformance.runner import BackendSession, run_suite
+from jax_agent_rl.testing.conformance.runner import SUITE, BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
 from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
 
@@ -128,6 +128,11 @@ ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, r
 def backend_session(request):
     with BackendSession(request.param(request)) as session:
         yield session
+
+
+def test_every_file_of_the_suite_runs_here():
+    modules = {value.__module__ for name, value in globals().items() if name.startswith("test_")} - {__name__}
+    assert {name.rpartition(".")[2] for name in modules} == {file.stem for file in SUITE.glob("test_*.py")}
 
 
 def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(options: BackendOptions):

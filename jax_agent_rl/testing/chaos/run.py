@@ -74,9 +74,9 @@ class ChaosResult:
         complaints: descriptions of failures.
         faults: strikes by fault.
         network: requests hit by network faults, by fault.
-        most_attempts: times that the most repeated rollout request was sent.
+        max_attempts: times that the most repeated rollout request was sent.
         mean_attempts: mean times that a rollout request was sent.
-        most_tool_attempts: times that the most repeated tool call was sent.
+        max_tool_attempts: times that the most repeated tool call was sent.
         trained_after: trajectories trained after the last fault was repaired.
         crashed: why the trainer ended early; empty if it did not.
         servers_lost: number of times the client lost a server.
@@ -91,9 +91,9 @@ class ChaosResult:
     complaints: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
     network: dict[str, int] = field(default_factory=dict)
-    most_attempts: int = 0
+    max_attempts: int = 0
     mean_attempts: float = 0.0
-    most_tool_attempts: int = 0
+    max_tool_attempts: int = 0
     trained_after: int = 0
     crashed: str = ""
     servers_lost: int = 0
@@ -187,8 +187,8 @@ def _conclude(testbed: Testbed, injections: Sequence[Injection], result: ChaosRe
     result.findings, result.complaints = testbed.ledger.summary(), testbed.ledger.complaints
     result.faults = {injection.name: injection.strikes for injection in injections}
     result.network = {str(fault): n for fault, n in sorted(sum((proxy.hits for proxy in proxies), Counter()).items())}
-    result.most_attempts = max(attempts.values(), default=0)
-    result.most_tool_attempts = max(tool_attempts.values(), default=0)
+    result.max_attempts = max(attempts.values(), default=0)
+    result.max_tool_attempts = max(tool_attempts.values(), default=0)
     result.mean_attempts = attempts.total() / max(1, len(attempts))
 
 
@@ -236,8 +236,8 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
         "faults": faulty.faults,
         "requests_spoilt": faulty.network,
         "servers_lost": faulty.servers_lost,
-        "most_attempts": faulty.most_attempts,
-        "most_tool_attempts": faulty.most_tool_attempts,
+        "max_attempts": faulty.max_attempts,
+        "max_tool_attempts": faulty.max_tool_attempts,
         "mean_attempts": round(faulty.mean_attempts, 3),
         "trained_per_second": round(faulty.trained_per_second, 2),
         "undisturbed_per_second": round(baseline.trained_per_second, 2),
@@ -269,10 +269,10 @@ def failures(result: ChaosResult) -> list[str]:
         broken.append(f"the run ended early: {result.crashed}")
     elif not result.trained_after:
         broken.append("nothing was trained after the last fault")
-    if result.most_attempts > MAX_ATTEMPTS:
-        broken.append(f"a request was sent {result.most_attempts} times, more than {MAX_ATTEMPTS}")
-    if result.most_tool_attempts > 1 + TOOL_RETRIES:
-        broken.append(f"a tool call was sent {result.most_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
+    if result.max_attempts > MAX_ATTEMPTS:
+        broken.append(f"a request was sent {result.max_attempts} times, more than {MAX_ATTEMPTS}")
+    if result.max_tool_attempts > 1 + TOOL_RETRIES:
+        broken.append(f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
     if grown := growth(result.usage):
         for what in ("descriptors", "tasks"):
             first, last = grown[what]

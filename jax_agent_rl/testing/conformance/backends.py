@@ -166,7 +166,7 @@ def describe(
     raw = json.loads((options.folders.base / "config.json").read_text())
     vocab_size = raw.get("text_config", raw)["vocab_size"]
 
-    def payload_of(kind: str, which: str) -> Any:
+    def make_payload(kind: str, which: str) -> Any:
         if kind == "safetensors":
             files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
             place = options.folders.scratch
@@ -182,7 +182,7 @@ def describe(
         name=name,
         make=make,
         reference=reference,
-        payload=payload_of,
+        payload=make_payload,
         vocab_size=vocab_size,
         eos_ids=_eos_ids(options.folders.base),
         decode_text=decoder(tokenizer) if tokenizer else None,

@@ -34,6 +34,8 @@ try:
 except ImportError:
     raise ConfigError("the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'") from None
 
+SUITE = Path(__file__).parent / "suite"
+_FILES = ("outputs", "batching", "media_and_adapters", "weights", "control")  # the last test closes the backend
 _CLEAN_UP_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _PYTEST_OPTIONS = (
@@ -231,10 +233,8 @@ def run_suite(
         Exception: whatever the backend's ``start`` raises.
     """
     plugin = _Plugin(subject, only, on_result)
-    suite = Path(__file__).parent / "suite"
-    files = (str(suite / f"test_{name}.py") for name in ("outputs", "batching", "media_and_adapters", "weights"))
-    # The tests of control come last: the last of them closes the backend.
-    status = pytest.main([*_PYTEST_OPTIONS, f"--rootdir={suite}", *files, str(suite / "test_control.py")], [plugin])
+    files = (str(SUITE / f"test_{name}.py") for name in _FILES)
+    status = pytest.main([*_PYTEST_OPTIONS, f"--rootdir={SUITE}", *files], [plugin])
     if plugin.error:
         raise plugin.error
     if status == pytest.ExitCode.INTERRUPTED:

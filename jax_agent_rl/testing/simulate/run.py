@@ -94,35 +94,21 @@ class SimulationResult:
     share_of_ideal: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """Totals at the time when a step was recorded."""
-
-    time: float
-    busy_seconds: float
-    generated_tokens: int
-    learner_seconds: float
-    record: Mapping[str, Any]
-
-
 class _Readings(RunFolder):
-    """A run folder that writes nothing and takes a reading for every record of metrics."""
+    """A run folder that writes nothing and keeps totals and the record of every step.
+
+    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the learner computed.
+    """
 
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:
         self._engines, self._learner = engines, learner
-        self.taken: list[_Reading] = []
+        self.taken: list[tuple[np.ndarray, Mapping[str, Any]]] = []
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         engines = [engine.read() for engine in self._engines]
-        self.taken.append(
-            _Reading(
-                time=asyncio.get_running_loop().time(),
-                busy_seconds=sum(engine.busy_seconds for engine in engines),
-                generated_tokens=sum(engine.generated_tokens for engine in engines),
-                learner_seconds=self._learner.busy_seconds,
-                record=record,
-            )
-        )
+        busy, sampled = sum(e.busy_seconds for e in engines), sum(e.generated_tokens for e in engines)
+        now = asyncio.get_running_loop().time()
+        self.taken.append((np.array([now, busy, sampled, self._learner.busy_seconds]), record))
 
     def add_trajectories(
         self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt | None = None
@@ -188,7 +174,7 @@ async def _simulate(config: Config, assumptions: Assumptions, name: str) -> Simu
         clock=asyncio.get_running_loop().time,
     )
     await training.run()
-    return _outcome(name, config, assumptions, readings.taken[margin - 1 : -margin])
+    return _summarize(name, config, assumptions, readings.taken[margin - 1 : -margin])
 
 
 def _runtime(
@@ -235,29 +221,30 @@ async def _score(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def _outcome(name: str, config: Config, assumptions: Assumptions, readings: Sequence[_Reading]) -> SimulationResult:
-    """Summarize the readings from the first to the last."""
-    first, last = readings[0], readings[-1]
-    seconds, engines = last.time - first.time, assumptions.engines
-    trained, dropped = _totals(last.record) - _totals(first.record)
-    rate = trained / seconds
-    steps = [reading.record for reading in readings[1:]]
+def _summarize(
+    name: str, config: Config, assumptions: Assumptions, readings: Sequence[tuple[np.ndarray, Mapping[str, Any]]]
+) -> SimulationResult:
+    """Compare the last reading with the first."""
+    engines = assumptions.engines
+    seconds, busy, sampled, learning = readings[-1][0] - readings[0][0]
+    trained, dropped = _trained_and_dropped(readings[-1][1]) - _trained_and_dropped(readings[0][1])
+    steps = [record for _, record in readings[1:]]
     return SimulationResult(
         policy=name,
-        samples_per_second=rate,
-        step_seconds=seconds / len(steps),
-        engines_busy=(last.busy_seconds - first.busy_seconds) / seconds / engines.count,
-        slots_used=(last.generated_tokens - first.generated_tokens) / seconds / engines.tokens_per_second,
-        learner_busy=(last.learner_seconds - first.learner_seconds) / seconds,
+        samples_per_second=float(trained / seconds),
+        step_seconds=float(seconds / len(steps)),
+        engines_busy=float(busy / seconds / engines.count),
+        slots_used=float(sampled / seconds / engines.tokens_per_second),
+        learner_busy=float(learning / seconds),
         staleness_mean=float(np.mean([step.get("staleness_mean", 0.0) for step in steps])),
         staleness_max=max(step.get("staleness_max", 0) for step in steps),
-        dropped=dropped / (trained + dropped),
-        share_of_ideal=rate / ideal_samples_per_second(config, assumptions),
+        dropped=float(dropped / (trained + dropped)),
+        share_of_ideal=float(trained / seconds / ideal_samples_per_second(config, assumptions)),
     )
 
 
-def _totals(record: Mapping[str, Any]) -> np.ndarray:
-    """Return the trajectories trained on and dropped up to this step."""
+def _trained_and_dropped(record: Mapping[str, Any]) -> np.ndarray:
+    """Return the numbers of trajectories trained on and dropped up to a step."""
     counts = record["accounting"]
     return np.array([counts["trained"], counts["started"] - counts["trained"] - counts["in_flight"]])
 

@@ -316,8 +316,8 @@ CAUGHT_BY = [
 
 
 @pytest.fixture(autouse=True)
-def impatience(monkeypatch):
-    """Broken backends are waited for as briefly as the honest one passes with."""
+def short_timeouts(monkeypatch):
+    """The timeouts are as short as the correct backend passes with."""
     import jax_agent_rl.testing.conformance.probe as probe
     import jax_agent_rl.testing.conformance.runner as runner
     import jax_agent_rl.testing.conformance.suite.test_control as control
