@@ -66,7 +66,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
-from jax_agent_rl.testing.simulate.run import SimulatedPolicy, simulate
+from jax_agent_rl.testing.simulate.run import simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import RunComponents
@@ -255,7 +255,7 @@ def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
         ],
     )
     recipe = settings(mode, url, Path("none"), arguments)
-    return simulate(recipe, assumptions, SimulatedPolicy(name=mode, trainer=overlap(mode, arguments))).step_seconds
+    return simulate(recipe, assumptions, mode, overlap(mode, arguments)).step_seconds
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:

@@ -29,6 +29,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 secure_own_cluster()  # before a test of vLLM imports Ray
+pytest.register_assert_rewrite("jax_agent_rl.testing.conformance.suite")
 
 WITH_RAY = {
     "tests/conformance/test_conformance.py",

@@ -137,8 +137,8 @@ class ScriptedBackend(FakeBackend):
 
     Attributes:
         requests: all requests, in order.
-        gate: while cleared, no id is sampled.
-        most_running: largest number of concurrent requests.
+        unpaused: while cleared, no id is sampled.
+        max_running: largest number of concurrent requests.
         hold: whether a request must wait before its next id, given how many it has.
     """
 
@@ -155,9 +155,9 @@ class ScriptedBackend(FakeBackend):
         super().__init__(capabilities or declared)
         self.codec = codec
         self.requests: list[GenerateRequest] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.most_running = 0
+        self.unpaused = asyncio.Event()
+        self.unpaused.set()
+        self.max_running = 0
         self.hold: Callable[[GenerateRequest, int], bool] = lambda request, sampled: False
         self.sampled = 0
         self._script = script
@@ -176,7 +176,7 @@ class ScriptedBackend(FakeBackend):
         self._check_alive()
         self.requests.append(request)
         self._running.add(request.request_id)
-        self.most_running = max(self.most_running, len(self._running))
+        self.max_running = max(self.max_running, len(self._running))
         try:
             return await self._sample(request)
         finally:
@@ -239,7 +239,7 @@ class ScriptedBackend(FakeBackend):
 
     async def _wait_for_turn(self, request_id: str) -> None:
         await asyncio.sleep(0)
-        while not self.gate.is_set() and request_id not in self._aborted and not self._dead and not self._closed:
+        while not self.unpaused.is_set() and request_id not in self._aborted and not self._dead and not self._closed:
             await asyncio.sleep(0)
         self._check_alive()
 
@@ -268,10 +268,10 @@ class ScriptedBackend(FakeBackend):
                 await asyncio.sleep(0)
         elif mode is PauseMode.ABORT:
             self._aborted |= self._running
-        self.gate.clear()
+        self.unpaused.clear()
 
     async def resume(self) -> None:
-        self.gate.set()
+        self.unpaused.set()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_alive()

@@ -1,14 +1,19 @@
-"""A tool server with the fake tools, on a free port, and a client of it."""
+"""A tool server with the fake tools on a free port and a client of it, and a service without HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+from prometheus_client import CollectorRegistry
 
 from jax_agent_rl.config.tool_server import load_settings
 from jax_agent_rl.tool_server.server import ToolServer
+from jax_agent_rl.tool_server.service import Telemetry, ToolService
+from jax_agent_rl.tool_server.wire import ObservationStep
+from jax_agent_rl.tool_server.worker import make_tools
 
 FAKES = str(Path(__file__).parent / "unit" / "tool_server" / "fake_tools.py")
 
@@ -62,3 +67,24 @@ async def until_healthy(client):
 
 def total(metrics, what):
     return sum(value for name, value in metrics.items() if name.startswith(f"toolserver_environments_{what}_total"))
+
+
+@asynccontextmanager
+async def agent(*overrides, **extra):
+    """A function that takes an action of one trajectory and returns the reply."""
+    settings = load_settings(None, ["limits.wall_seconds=3", *overrides])
+    tools = await make_tools(settings)
+    service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker="0"))
+    await service.start()
+
+    async def act(action, **fields):
+        return await service.step(ObservationStep(trajectory_id="t", action=action, extra=fields or extra))
+
+    try:
+        yield act
+    finally:
+        await service.close()
+
+
+def text_of(reply):
+    return reply.observation["obs"] if isinstance(reply.observation, dict) else reply.observation

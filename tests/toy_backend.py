@@ -19,9 +19,16 @@ import numpy as np
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, WeightUpdate
-from jax_agent_rl.testing.conformance.backend_under_test import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
+from jax_agent_rl.testing.conformance.backends import (
+    ADAPTED,
+    ADAPTER,
+    BASE,
+    MIXED,
+    OTHER,
+    BackendUnderTest,
+    ServedBackend,
+)
 from jax_agent_rl.testing.conformance.reference import log_softmax, truncate
-from jax_agent_rl.testing.conformance.subjects import ServedBackend
 from jax_agent_rl.testing.fake_engine import BatchingEngine, Run
 from jax_agent_rl.types import PauseMode
 
@@ -86,7 +93,7 @@ def toy_subject(make: Callable[[], RolloutBackend], **fields: Any) -> BackendUnd
         "media": ToyMedia(),
         "adapter": True,
         "tolerance": 1e-9,
-        "patience": 30.0,
+        "timeout": 30.0,
     }
     return BackendUnderTest(**standard | fields)
 

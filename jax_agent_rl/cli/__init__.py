@@ -196,8 +196,9 @@ def conformance(
     engine: Annotated[
         str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
     ] = "jetstream",
-    brought: Annotated[
-        str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine_factory would name.")
+    engine_factory: Annotated[
+        str | None,
+        typer.Option("--engine-factory", "--brought", help="For jetstream: its rollout.jetstream.engine_factory."),
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
@@ -218,7 +219,7 @@ def conformance(
         url=url,
         token=token_from(token_env, key="--token-env"),
         engine=engine,
-        brought=brought,
+        engine_factory=engine_factory,
         adapters=adapters,
         tolerance=tolerance,
         max_model_len=max_model_len,
@@ -258,7 +259,7 @@ def simulate(
     """Compare the trainers on a cluster you describe (engines, learner, tools), in virtual time; no model is needed."""
     from rich.console import Console
 
-    from jax_agent_rl.testing.simulate.command import run_command
+    from jax_agent_rl.testing.simulate.run import run_command
 
     run_command(config, overrides or [], assume, as_json=json, console=Console())
 
@@ -326,7 +327,7 @@ def chaos(
     """Run a small system of real processes under injected faults; the last line is one JSON object of what held."""
     from rich.console import Console
 
-    from jax_agent_rl.testing.chaos.command import run_command
+    from jax_agent_rl.testing.chaos.run import run_command
     from jax_agent_rl.utils.interrupt import EXIT_CODE
 
     logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are expected

@@ -48,7 +48,7 @@ class Footprint:
 
 
 def _descendants() -> dict[int, str]:
-    """Return the commands of this process's living descendants by process id; empty without /proc."""
+    """Return the commands of this process's running descendants by process id; empty without /proc."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it may have exited meanwhile

@@ -1,6 +1,5 @@
-"""The conformance suite on every backend of the package: one run each, one test per check."""
+"""The conformance suite on every backend of the package."""
 
-import asyncio
 import importlib.util
 import shutil
 from dataclasses import replace
@@ -11,18 +10,26 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.conformance import CHECKS, Report, run_suite
-from jax_agent_rl.testing.conformance.backend_under_test import BASE, OTHER
+from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.reference import TransformersReference, log_softmax
-from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
+from jax_agent_rl.testing.conformance.runner import SUITE, BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
 from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
 
+# The last test of control closes the backend.
+# isort: off
+from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_media_and_adapters import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_weights import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_control import *  # noqa: F403
+# isort: on
+
 
 @pytest.fixture(scope="session")
-def options(tmp_path_factory) -> SubjectOptions:
-    return SubjectOptions(folders=prepare_folders(None, Path(tmp_path_factory.mktemp("models"))))
+def options(tmp_path_factory) -> BackendOptions:
+    return BackendOptions(folders=prepare_folders(None, Path(tmp_path_factory.mktemp("models"))))
 
 
 def toy(request):
@@ -31,13 +38,13 @@ def toy(request):
 
 def jetstream(request):
     pytest.importorskip("torch")
-    return make_subject("jetstream", request.getfixturevalue("options"))
+    return select_backend("jetstream", request.getfixturevalue("options"))
 
 
-def brought(request):
+def external_engine(request):
     pytest.importorskip("torch")
-    options = replace(request.getfixturevalue("options"), brought="tests.later_api:bring", max_concurrent=4)
-    return make_subject("jetstream", options)
+    options = replace(request.getfixturevalue("options"), engine_factory="tests.later_api:bring", max_concurrent=4)
+    return select_backend("jetstream", options)
 
 
 def jetstream_int8(request):
@@ -45,7 +52,7 @@ def jetstream_int8(request):
     pytest.importorskip("torch")
     options, scratch = request.getfixturevalue("options"), request.getfixturevalue("tmp_path_factory").mktemp("int8")
     own = {name: rounded(getattr(options.folders, name), scratch / name) for name in ("base", "other")}
-    return make_subject("jetstream", replace(options, folders=replace(options.folders, **own), quantize="int8"))
+    return select_backend("jetstream", replace(options, folders=replace(options.folders, **own), quantize="int8"))
 
 
 EIGHT_BITS = 0.3
@@ -55,7 +62,7 @@ EIGHT_BITS = 0.3
 def jetstream_int8_cache(request):
     pytest.importorskip("torch")
     options = request.getfixturevalue("options")
-    return make_subject("jetstream", replace(options, kv_dtype="int8", tolerance=EIGHT_BITS))
+    return select_backend("jetstream", replace(options, kv_dtype="int8", tolerance=EIGHT_BITS))
 
 
 def rounded(model: Path, folder: Path) -> Path:
@@ -74,7 +81,7 @@ def vllm(request):
     pytest.importorskip("torch")
     pytest.importorskip("vllm")  # the real one: its wheels are not installed everywhere
     try:
-        return make_subject("vllm", request.getfixturevalue("options"))
+        return select_backend("vllm", request.getfixturevalue("options"))
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -91,46 +98,44 @@ def remote_toy_upload(request):
 
 def remote_jetstream(request):
     pytest.importorskip("torch")
-    return make_subject("remote", request.getfixturevalue("options"))
+    return select_backend("remote", request.getfixturevalue("options"))
 
 
 def remote_vllm(request):
     vllm(request)
-    return make_subject("remote", replace(request.getfixturevalue("options"), engine="vllm"))
+    return select_backend("remote", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
 def ray_jetstream(request):
     pytest.importorskip("torch")
     if importlib.util.find_spec("ray") is None:  # importing it here would be before what it reads then is set
         pytest.skip("Ray is not installed")
-    return make_subject("ray", request.getfixturevalue("options"))
+    return select_backend("ray", request.getfixturevalue("options"))
 
 
 def ray_vllm(request):
     vllm(request)
     ray_jetstream(request)
-    return make_subject("ray", replace(request.getfixturevalue("options"), engine="vllm"))
+    return select_backend("ray", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
-EMBEDDED = [jetstream, jetstream_int8, jetstream_int8_cache, brought]
+EMBEDDED = [jetstream, jetstream_int8, jetstream_int8_cache, external_engine]
 SUBJECTS = [toy, *EMBEDDED, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
 ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)]
 
 
-@pytest.fixture(scope="module", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
-def report(request) -> Report:
-    return asyncio.run(run_suite(request.param(request)))
+@pytest.fixture(scope="session", params=[*SUBJECTS, *ON_VLLM], ids=lambda subject: subject.__name__)
+def backend_session(request):
+    with BackendSession(request.param(request)) as session:
+        yield session
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_it(report: Report, check: str):
-    (result,) = [r for r in report.results if r.check == check]
-    if result.outcome == "skipped":
-        pytest.skip(result.detail)
-    assert result.outcome == "passed", result.detail
+def test_every_file_of_the_suite_runs_here():
+    modules = {value.__module__ for name, value in globals().items() if name.startswith("test_")} - {__name__}
+    assert {name.rpartition(".")[2] for name in modules} == {file.stem for file in SUITE.glob("test_*.py")}
 
 
-def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(options: SubjectOptions):
+def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(options: BackendOptions):
     pytest.importorskip("torch")
     reference = TransformersReference({BASE: options.folders.base, OTHER: options.folders.other})
     for ids in np.random.default_rng(0).integers(3, 97, (6, 24)).tolist():
@@ -140,14 +145,14 @@ def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(opti
 
 
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_engines_serve_adapters(backend: str, options: SubjectOptions):
+def test_engines_serve_adapters(backend: str, options: BackendOptions):
     """The checks of adapters and a few that an engine with adapters could fail."""
     pytest.importorskip("torch")
     if backend == "vllm":
         pytest.importorskip("vllm")
     checks = ["adapters", "adapters-and-prefixes", "greedy-logprobs", "prefix-reuse", "weights-take-effect"]
-    subject = make_subject(backend, replace(options, adapters=True, max_concurrent=2))
-    report = asyncio.run(run_suite(subject, only=checks))
+    subject = select_backend(backend, replace(options, adapters=True, max_concurrent=2))
+    report = run_suite(subject, only=checks)
     assert [r.outcome for r in report.results] == ["passed"] * 5, report.results
 
 
@@ -158,8 +163,8 @@ def test_engines_see_images(backend: str, tmp_path: Path):
     if backend == "vllm":
         pytest.importorskip("vllm")
         pytest.importorskip("torchvision")
-    options = SubjectOptions(folders=prepare_folders(write_model(tmp_path / "model", 0), tmp_path), max_concurrent=2)
-    images = [name for name in CHECKS if name.startswith("images-")]
-    checks = [*images, "greedy-matches-reference", "prefix-reuse", "weights-take-effect"]
-    report = asyncio.run(run_suite(make_subject(backend, options), only=checks))
-    assert len(images) == 3 and [r.outcome for r in report.results] == ["passed"] * 6, report.results
+    options = BackendOptions(folders=prepare_folders(write_model(tmp_path / "model", 0), tmp_path), max_concurrent=2)
+    checks = ["images-condition-output", "images-and-prefixes", "images-miscounted-refused"]
+    checks += ["greedy-matches-reference", "prefix-reuse", "weights-take-effect"]
+    report = run_suite(select_backend(backend, options), only=checks)
+    assert [r.outcome for r in report.results] == ["passed"] * 6, report.results

@@ -1,4 +1,4 @@
-"""Injected faults: every time and target is drawn from the run's seed.
+"""Injected faults, and the server processes that they hit: every time and target is drawn from the run's seed.
 
 ::
 
@@ -9,34 +9,122 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 
-
-class FaultTarget(Protocol):
-    """A server that faults can hit; see :class:`~jax_agent_rl.testing.chaos.children.Child`."""
-
-    busy: bool
-
-    async def start(self) -> None: ...
-    async def kill(self) -> None: ...
-    def send(self, number: signal.Signals) -> None: ...
+_START_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+_MAX_LOG_CHARS = 2000
 
 
-Target = TypeVar("Target", FaultTarget, FaultProxy)
+class Child:
+    """A server process.
+
+    Args:
+        name: name in messages.
+        command: starts the server.
+        port: port on which it listens once it is ready.
+        env: its complete environment.
+        log: file for its output.
+
+    Attributes:
+        busy: whether a fault is in progress on it; other faults then leave it alone.
+        starts: number of starts so far.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path) -> None:
+        self.name, self.port = name, port
+        self.busy = False
+        self.starts = 0
+        self._command, self._env, self._log = command, env, log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the server and return once it listens.
+
+        Raises:
+            LaunchError: it exited, or did not listen within a minute.
+        """
+        with self._log.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal is for the run, which then stops its servers.
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, env=self._env, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self.starts += 1
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                while not await _listens(self.port):
+                    if self._process.returncode is not None:
+                        raise LaunchError(f"{self.name} ended with {self._process.returncode}: {self._last_words()}")
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            raise LaunchError(f"{self.name} does not listen on port {self.port}: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        """Return the end of its log, which is deleted with the run's folder."""
+        return self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:].strip() or "it said nothing"
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if the process is alive."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Send SIGKILL and wait for the process to exit."""
+        if self._process is not None:
+            self.send(signal.SIGKILL)
+            await self._process.wait()
+
+    async def stop(self) -> bool:
+        """Terminate the process, and kill it after ten seconds; return whether it exited by itself."""
+        if self._process is None:
+            return True
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+            return False
+        return True
+
+
+def free_port() -> int:
+    """Return a free port of the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+Target = TypeVar("Target", Child, FaultProxy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Victims:
-    """Targets of faults: the servers, and the proxies before them."""
+class Targets:
+    """The servers, and the proxies before them."""
 
-    engines: Sequence[FaultTarget]
-    tools: FaultTarget
+    engines: Sequence[Child]
+    tools: Child
     engine_proxies: Sequence[FaultProxy]
     tool_proxy: FaultProxy
 
@@ -96,22 +184,22 @@ class Injection(ABC, Generic[Target]):
         """Break a target and repair it."""
 
 
-class KillEngine(Injection[FaultTarget]):
+class KillEngine(Injection[Child]):
     """SIGKILL; the engine restarts at once with its initial weights."""
 
     name, every = "kill_engine", 5.0
 
-    async def hit(self, target: FaultTarget, rng: Random) -> None:
+    async def hit(self, target: Child, rng: Random) -> None:
         await target.kill()
         await target.start()
 
 
-class FreezeEngine(Injection[FaultTarget]):
+class FreezeEngine(Injection[Child]):
     """SIGSTOP: the kernel accepts connections, but nobody answers; the engine continues with the weights it had."""
 
     name, every = "freeze_engine", 9.0
 
-    async def hit(self, target: FaultTarget, rng: Random) -> None:
+    async def hit(self, target: Child, rng: Random) -> None:
         target.send(signal.SIGSTOP)
         try:
             await asyncio.sleep(rng.uniform(1.0, 5.0))
@@ -119,12 +207,12 @@ class FreezeEngine(Injection[FaultTarget]):
             target.send(signal.SIGCONT)
 
 
-class HangEngine(Injection[FaultTarget]):
+class HangEngine(Injection[Child]):
     """The engine stops sampling while its server still sends heartbeats; later it continues or is restarted."""
 
     name, every = "hang_engine", 12.0
 
-    async def hit(self, target: FaultTarget, rng: Random) -> None:
+    async def hit(self, target: Child, rng: Random) -> None:
         target.send(signal.SIGUSR1)
         await asyncio.sleep(rng.uniform(3.0, 6.0))
         if rng.random() < 0.5:
@@ -134,12 +222,12 @@ class HangEngine(Injection[FaultTarget]):
             await target.start()
 
 
-class KillToolServer(Injection[FaultTarget]):
+class KillToolServer(Injection[Child]):
     """SIGKILL; its workers must notice by themselves. The server restarts after a moment."""
 
     name, every = "kill_tool_server", 11.0
 
-    async def hit(self, target: FaultTarget, rng: Random) -> None:
+    async def hit(self, target: Child, rng: Random) -> None:
         await target.kill()
         await asyncio.sleep(rng.uniform(0.2, 1.0))
         await target.start()
@@ -169,14 +257,14 @@ class BreakNetwork(Injection[FaultProxy]):
             target.fault = None
 
 
-def all_injections(victims: Victims) -> list[Injection]:
+def all_injections(targets: Targets) -> list[Injection]:
     """Return one injection of every kind."""
-    proxies = [*victims.engine_proxies, victims.tool_proxy]
+    proxies = [*targets.engine_proxies, targets.tool_proxy]
     return [
-        KillEngine(victims.engines),
-        FreezeEngine(victims.engines),
-        HangEngine(victims.engines),
-        KillToolServer([victims.tools]),
+        KillEngine(targets.engines),
+        FreezeEngine(targets.engines),
+        HangEngine(targets.engines),
+        KillToolServer([targets.tools]),
         *(BreakNetwork(proxies, fault) for fault in Fault),
     ]
 

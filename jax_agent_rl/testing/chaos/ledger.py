@@ -11,14 +11,13 @@ from jax_agent_rl.agents import derive_seed
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.chaos.policy import context_key, hash_policy
+from jax_agent_rl.testing.chaos.engine import context_key, hash_policy
 from jax_agent_rl.types import DropReason, PauseMode, TokenOutput, Trajectory
 
 TRAINED = "trained"
 FREE_TO_LOSE = frozenset({DropReason.CANCELLED, DropReason.TOOL_SERVER_ERROR, DropReason.SINGLE_MEMBER})
 """Losses that are no failure: requests in flight at the end, state of a killed tool server, the rest of its group."""
-_MAX_COMPLAINTS = 20
-"""Complaints that are kept as text; all are counted."""
+_MAX_COMPLAINTS = 20  # kept as text; all are counted
 
 
 def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
@@ -79,7 +78,7 @@ class Ledger:
         self.warm: tuple[float, int] | None = None
         self.complaints: list[str] = []
         self._seed = seed
-        self._learnt: set[str] = set()
+        self._trained_ids: set[str] = set()
 
     def complain(self, text: str) -> None:
         """Keep the description of a failure."""
@@ -90,10 +89,10 @@ class Ledger:
         """Verify trajectories that reached the learner."""
         for trajectory in trajectories:
             name = trajectory.trajectory_id
-            if name in self._learnt:
+            if name in self._trained_ids:
                 self.duplicated += 1
                 self.complain(f"{name} reached the learner twice")
-            self._learnt.add(name)
+            self._trained_ids.add(name)
             self.tokens += trajectory.num_sampled
             if wrong := next(problems(trajectory, seed=self._seed), None):
                 self.inexact += 1

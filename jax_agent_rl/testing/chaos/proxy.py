@@ -103,7 +103,10 @@ class FaultProxy:
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
             writer.close()
             return
-        self._note(head, body)
+        path = head.split(b" ", 2)[1].decode()
+        self.requests[path] += 1
+        if name := _name(path, body):
+            self.attempts[name] += 1
         answering = asyncio.create_task(self._answer(head, body, writer), name="fault-proxy-answer")
         leaving = asyncio.create_task(reader.read(1), name="fault-proxy-client")
         try:
@@ -114,19 +117,13 @@ class FaultProxy:
             await asyncio.gather(answering, leaving, return_exceptions=True)
             writer.close()
 
-    def _note(self, head: bytes, body: bytes) -> None:
-        path = head.split(b" ", 2)[1].decode()
-        self.requests[path] += 1
-        if name := _name(path, body):
-            self.attempts[name] += 1
-
     async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         fault = self.fault if self.fault and self._rng.random() < self.chance else None
         before = self._rng.random() < 0.5  # the server acts
         if fault is not None:
             self.hits[fault] += 1
         if fault is Fault.UNAVAILABLE:
-            return await _say(writer, 503, "Service Unavailable")
+            return await _send_error(writer, 503, "Service Unavailable")
         if fault is Fault.RESET and before:
             return _reset(writer)
         if fault is Fault.STALL and before:
@@ -134,7 +131,7 @@ class FaultProxy:
         try:
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self._upstream)
         except OSError:
-            return await _say(writer, 502, "Bad Gateway")
+            return await _send_error(writer, 502, "Bad Gateway")
         try:
             to_server.write(_plain_head(head) + body)
             await self._pass_on(from_server, writer, fault)
@@ -179,7 +176,7 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def _say(writer: asyncio.StreamWriter, status: int, reason: str) -> None:
+async def _send_error(writer: asyncio.StreamWriter, status: int, reason: str) -> None:
     page = f"<html><body><h1>{status} {reason}</h1></body></html>".encode()
     head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n"
     await _send(writer, head.encode() + b"Connection: close\r\n\r\n" + page)

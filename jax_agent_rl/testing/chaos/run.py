@@ -1,4 +1,4 @@
-"""One run of the testbed for a given time, with or without faults, and what it leaves behind.
+"""``jax-agent-rl chaos``: the testbed without and with faults, what it leaves behind, and which invariants held.
 
 ::
 
@@ -10,19 +10,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import secrets
+import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.testing.chaos.faults import Injection, all_injections
+from rich.console import Console
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.testing.chaos.faults import NAMES, Injection, all_injections
 from jax_agent_rl.testing.chaos.ledger import TRAINED
-from jax_agent_rl.testing.chaos.testbed import Testbed, open_testbed
-from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks
+from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES, Testbed, open_testbed
+from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks, growth
 
 CALM_SECONDS = 5.0
 _STOP_SECONDS = 30.0
@@ -30,6 +36,13 @@ _REPORT_SECONDS = 5.0
 _RARER = 3.0
 """Factor on the time between faults in a soak, which measures what accumulates."""
 _RECOVERY_SECONDS = 90.0
+UNDISTURBED_SHARE = 0.25
+"""Share of the time for the undisturbed run: enough to measure throughput."""
+MAX_ATTEMPTS = 20
+"""Attempts at one rollout request: each fault that hits it costs one, so more indicates a retry loop."""
+MAX_RSS_GROWTH = 0.05
+_MAX_BASELINE_SECONDS = 60.0
+_MIN_SECONDS = 2 * CALM_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +74,9 @@ class ChaosResult:
         complaints: descriptions of failures.
         faults: strikes by fault.
         network: requests hit by network faults, by fault.
-        most_attempts: times that the most repeated rollout request was sent.
+        max_attempts: times that the most repeated rollout request was sent.
         mean_attempts: mean times that a rollout request was sent.
-        most_tool_attempts: times that the most repeated tool call was sent.
+        max_tool_attempts: times that the most repeated tool call was sent.
         trained_after: trajectories trained after the last fault was repaired.
         crashed: why the trainer ended early; empty if it did not.
         servers_lost: number of times the client lost a server.
@@ -78,9 +91,9 @@ class ChaosResult:
     complaints: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
     network: dict[str, int] = field(default_factory=dict)
-    most_attempts: int = 0
+    max_attempts: int = 0
     mean_attempts: float = 0.0
-    most_tool_attempts: int = 0
+    max_tool_attempts: int = 0
     trained_after: int = 0
     crashed: str = ""
     servers_lost: int = 0
@@ -88,12 +101,12 @@ class ChaosResult:
     usage: list[ResourceUsage] = field(default_factory=list)
 
 
-async def run_chaos(plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
+async def run_chaos(plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
     """Start a testbed, run it, close it and look for leaks.
 
     Args:
         plan: the schedule.
-        say: prints a line of progress.
+        print_line: prints progress.
 
     Raises:
         LaunchError: a server does not start.
@@ -101,16 +114,16 @@ async def run_chaos(plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         async with open_testbed(Path(name), seed=plan.seed, mark=mark) as testbed:
-            result = await _run(testbed, plan, say)
+            result = await _run(testbed, plan, print_line)
         result.leaks = await find_leaks(mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before)
     return result
 
 
-async def _run(testbed: Testbed, plan: ChaosPlan, say: Callable[[str], None]) -> ChaosResult:
-    injections = [injection for injection in all_injections(testbed.victims) if injection.name in plan.faults]
+async def _run(testbed: Testbed, plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
+    injections = [injection for injection in all_injections(testbed.targets) if injection.name in plan.faults]
     result = ChaosResult(seconds=plan.seconds)
     training = asyncio.create_task(testbed.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(testbed, injections, result if plan.soak else None, say), name="watch")
+    watching = asyncio.create_task(_watch(testbed, injections, result if plan.soak else None, print_line), name="watch")
     striking = asyncio.create_task(_strike(injections, plan), name="faults")
     begin = time.monotonic()
     try:
@@ -121,7 +134,9 @@ async def _run(testbed: Testbed, plan: ChaosPlan, say: Callable[[str], None]) ->
         result.trained_per_second = testbed.ledger.rate(time.monotonic())
         await _recover(testbed, training, trained)
         result.trained_after = testbed.ledger.count(TRAINED) - trained
-        result.crashed = _why_ended(training)
+        if training.done():
+            error = None if training.cancelled() else training.exception()
+            result.crashed = f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
     finally:
         for task in (watching, striking, training):
             task.cancel()
@@ -151,7 +166,7 @@ async def _strike(injections: Sequence[Injection], plan: ChaosPlan) -> None:
 
 
 async def _watch(
-    testbed: Testbed, injections: Sequence[Injection], result: ChaosResult | None, say: Callable[[str], None]
+    testbed: Testbed, injections: Sequence[Injection], result: ChaosResult | None, print_line: Callable[[str], None]
 ) -> None:
     """Report progress at intervals, and add resource usage to ``result``, if given."""
     begin = time.monotonic()
@@ -161,24 +176,108 @@ async def _watch(
             result.usage.append(ResourceUsage.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
         done = f"step {testbed.ledger.steps}, {testbed.ledger.count(TRAINED)} trained"
-        say(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
+        print_line(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
 def _conclude(testbed: Testbed, injections: Sequence[Injection], result: ChaosResult) -> None:
-    proxies = (*testbed.victims.engine_proxies, testbed.victims.tool_proxy)
-    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.victims.engine_proxies), Counter())
-    tool_attempts = testbed.victims.tool_proxy.attempts
+    proxies = (*testbed.targets.engine_proxies, testbed.targets.tool_proxy)
+    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.targets.engine_proxies), Counter())
+    tool_attempts = testbed.targets.tool_proxy.attempts
     result.servers_lost = testbed.trainer.runtime.client.stats().servers_lost
     result.findings, result.complaints = testbed.ledger.summary(), testbed.ledger.complaints
     result.faults = {injection.name: injection.strikes for injection in injections}
     result.network = {str(fault): n for fault, n in sorted(sum((proxy.hits for proxy in proxies), Counter()).items())}
-    result.most_attempts = max(attempts.values(), default=0)
-    result.most_tool_attempts = max(tool_attempts.values(), default=0)
+    result.max_attempts = max(attempts.values(), default=0)
+    result.max_tool_attempts = max(tool_attempts.values(), default=0)
     result.mean_attempts = attempts.total() / max(1, len(attempts))
 
 
-def _why_ended(training: asyncio.Task[None]) -> str:
-    if not training.done():
-        return ""
-    error = None if training.cancelled() else training.exception()
-    return f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
+def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> bool:
+    """Run both schedules and print progress, failures and, as the last line, one JSON object.
+
+    Args:
+        seconds: duration of both runs together.
+        seed: seeds faults, rows and sampling.
+        only: names of the faults that strike; empty for all.
+        soak: also measure memory, descriptors and tasks; faults are three times rarer.
+        console: where progress is printed.
+
+    Returns:
+        Whether all invariants held.
+
+    Raises:
+        asyncio.CancelledError: SIGTERM arrived; everything was closed.
+        ConfigError: unknown fault, or too little time.
+    """
+    if unknown := sorted(set(only) - set(NAMES)):
+        raise ConfigError(f"--only {unknown}: there is no such fault; there are {', '.join(NAMES)}")
+    if seconds * (1 - UNDISTURBED_SHARE) < _MIN_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g} leaves no time for faults; give at least 20")
+    return asyncio.run(_both(seconds, seed, only or NAMES, soak, console))
+
+
+async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> bool:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # its servers must not outlive it
+
+    print_line = functools.partial(console.print, highlight=False, soft_wrap=True)
+    print_line(f"undisturbed, seed {seed}")
+    plan = ChaosPlan(seconds=min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE), seed=seed)
+    baseline = await run_chaos(plan, print_line)
+    print_line(f"with faults: {', '.join(faults)}")
+    plan = ChaosPlan(seconds=seconds - baseline.seconds, seed=seed, faults=faults, soak=soak)
+    faulty = await run_chaos(plan, print_line)
+    broken = [*(f"undisturbed: {what}" for what in failures(baseline)), *failures(faulty)]
+    report = {
+        "seed": seed,
+        **faulty.findings,
+        "orphans": faulty.leaks.count + baseline.leaks.count,
+        "faults": faulty.faults,
+        "requests_spoilt": faulty.network,
+        "servers_lost": faulty.servers_lost,
+        "max_attempts": faulty.max_attempts,
+        "max_tool_attempts": faulty.max_tool_attempts,
+        "mean_attempts": round(faulty.mean_attempts, 3),
+        "trained_per_second": round(faulty.trained_per_second, 2),
+        "undisturbed_per_second": round(baseline.trained_per_second, 2),
+        "throughput_share": round(faulty.trained_per_second / max(1e-9, baseline.trained_per_second), 3),
+        "stop_seconds": round(faulty.stop_seconds, 2),
+        "trained_after_last_fault": faulty.trained_after,
+        "failures": broken,
+    }
+    if soak:
+        report["soak"] = growth(faulty.usage)
+    for text in (*baseline.complaints, *faulty.complaints, *broken):
+        print_line(text)
+    print(json.dumps(report))
+    return not broken
+
+
+def failures(result: ChaosResult) -> list[str]:
+    """Describe every invariant that did not hold."""
+    findings = result.findings
+    broken = [
+        f"{name} is {findings[name]}, must be 0"
+        for name in ("lost", "duplicated", "inexact", "stale_served", "unbalanced_steps")
+        if findings[name]
+    ]
+    for what, names in asdict(result.leaks).items():
+        if names:
+            broken.append(f"left behind: {what} {names}")
+    if result.crashed:
+        broken.append(f"the run ended early: {result.crashed}")
+    elif not result.trained_after:
+        broken.append("nothing was trained after the last fault")
+    if result.max_attempts > MAX_ATTEMPTS:
+        broken.append(f"a request was sent {result.max_attempts} times, more than {MAX_ATTEMPTS}")
+    if result.max_tool_attempts > 1 + TOOL_RETRIES:
+        broken.append(f"a tool call was sent {result.max_tool_attempts} times, may be repeated {TOOL_RETRIES} times")
+    if grown := growth(result.usage):
+        for what in ("descriptors", "tasks"):
+            first, last = grown[what]
+            if last > 1.1 * first + 5:
+                broken.append(f"{what} grew from {first:g} to {last:g}")
+        if grown["rss_growth"] > MAX_RSS_GROWTH:
+            broken.append(f"memory grew by {grown['rss_growth']:.1%}, from {grown['rss_mib']} MiB")
+    return broken

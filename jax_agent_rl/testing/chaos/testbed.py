@@ -12,16 +12,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import os
 import sys
+import time
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from rich.console import Console
 
@@ -36,18 +39,18 @@ from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
+from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.placement import FleetMetrics
-from jax_agent_rl.testing.chaos.children import Child, free_port
-from jax_agent_rl.testing.chaos.faults import Victims
-from jax_agent_rl.testing.chaos.learner import PolicyPublisher, ProvingLearner
+from jax_agent_rl.testing.chaos.engine import hash_policy
+from jax_agent_rl.testing.chaos.faults import Child, Targets, free_port
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
-from jax_agent_rl.testing.fake_learner import NoCheckpoints
+from jax_agent_rl.testing.fake_learner import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.leaks import MARK
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
-from jax_agent_rl.types import PauseMode, Trajectory
+from jax_agent_rl.types import Group, PauseMode, Trajectory
 
 ENGINES = 3
 SILENCE_SECONDS = 2.0
@@ -55,13 +58,55 @@ STALL_SECONDS = 2.0
 TOOL_RETRIES = 3
 RECOVERY_SECONDS = 120.0
 LEARNER_SECONDS = 0.3
-_FOREVER = 10**9
+_MAX_STEPS = 10**9
 _ROWS = [{"prompt": [{"role": "user", "content": f"row {i}"}], "agent_name": "server_tool_agent"} for i in range(32)]
 
 _TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
 )
+
+
+class ProvingLearner(FakeLearner):
+    """Verifies every trajectory instead of training on it.
+
+    Args:
+        ledger: records the trajectories.
+        seconds: duration of an update.
+    """
+
+    def __init__(self, ledger: Ledger, *, seconds: float) -> None:
+        self._ledger = ledger
+        self._seconds = seconds
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        begin = time.monotonic()
+        self._ledger.learn(trajectory for group in groups for trajectory in group.trajectories)
+        time.sleep(max(0.0, begin + self._seconds - time.monotonic()))
+        return {}
+
+
+class PolicyPublisher:
+    """Writes each version's weights as a file, after removing that of the previous version.
+
+    Args:
+        folder: an empty folder.
+        seed: the run's seed.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._seed = folder, seed
+
+    def make(self, learner: Any, version: int) -> WeightUpdate:
+        self.close()
+        file = self._folder / f"version-{version}.safetensors"
+        hash_policy(self._seed, version).save(file)
+        return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], lasting=True)
+
+    def close(self) -> None:
+        for file in self._folder.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                file.unlink()
 
 
 @dataclass(kw_only=True)
@@ -89,19 +134,19 @@ class Testbed:
     Attributes:
         trainer: not running yet; the engines have its first weights.
         ledger: findings of the run.
-        victims: targets of faults.
+        targets: targets of faults.
         ports: all ports that are bound.
         temporary: folder for the servers' temporary files.
     """
 
     trainer: WatchedTrainer
     ledger: Ledger
-    victims: Victims
+    targets: Targets
     ports: tuple[int, ...]
     temporary: Path
 
 
-def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
+def _build_config(tool_server: str, folder: Path, seed: int) -> config.Config:
     """Build the configuration of the parts."""
     return config.build(
         {
@@ -122,7 +167,7 @@ def settings_of(tool_server: str, folder: Path, seed: int) -> config.Config:
             "rollout": {"backend": "remote", "urls": ["http://none"], "prompts_per_step": 4, "group_size": 4}
             | {"max_in_flight": 32, "max_model_len": 512},
             "algorithm": {"filter_zero_variance": False},
-            "trainer": {"mode": "fully_async", "max_staleness": 2, "steps": _FOREVER, "checkpoint_every": 0},
+            "trainer": {"mode": "fully_async", "max_staleness": 2, "steps": _MAX_STEPS, "checkpoint_every": 0},
         }
     )
 
@@ -153,13 +198,13 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
         for proxy in proxies:
             await proxy.start()
             stack.push_async_callback(proxy.close)
-        settings = settings_of(proxies[-1].url, scratch / "run", seed)
+        settings = _build_config(proxies[-1].url, scratch / "run", seed)
         trainer = await _trainer(settings, [proxy.url for proxy in proxies[:-1]], weights, ledger, stack)
         await trainer.push_weights(0)
         yield Testbed(
             trainer=trainer,
             ledger=ledger,
-            victims=Victims(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),
+            targets=Targets(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),
             ports=(*(child.port for child in (*engines, tools)), *(proxy.port for proxy in proxies)),
             temporary=temporary,
         )
@@ -193,7 +238,7 @@ def _bytes_in_order() -> list[str]:
 
 def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child:
     name, port = f"engine-{number}", free_port()
-    command = [sys.executable, "-m", "jax_agent_rl.testing.chaos.engine_process", str(port), str(seed)]
+    command = [sys.executable, "-m", "jax_agent_rl.testing.chaos.engine", str(port), str(seed)]
     return Child(name, command, port=port, env=env, log=scratch / f"{name}.log")
 
 
@@ -248,7 +293,7 @@ async def _trainer(
         folder=RunFolder(Path(settings.run_dir)),
         checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
         record=RunRecord(),
-        progress=Progress(Console(file=io.StringIO()), total_steps=_FOREVER),
+        progress=Progress(Console(file=io.StringIO()), total_steps=_MAX_STEPS),
         ledger=ledger,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
@@ -13,10 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.conformance.check import CHECKS
+from jax_agent_rl.testing.conformance.backends import BackendOptions, select_backend
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.runner import Report, Result, run_suite
-from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -28,8 +26,8 @@ def run_command(
     url: str | None,
     token: str | None,
     engine: str,
-    brought: str | None = None,
-    adapters: bool = False,
+    engine_factory: str | None,
+    adapters: bool,
     tolerance: float,
     max_model_len: int,
     only: Sequence[str],
@@ -39,12 +37,12 @@ def run_command(
     """Run the suite on a backend and print the report.
 
     Args:
-        backend: a name in :data:`~jax_agent_rl.testing.conformance.subjects.BACKENDS`, or ``module:function``.
+        backend: a name in :data:`~jax_agent_rl.testing.conformance.backends.BACKENDS`, or ``module:function``.
         model: model folder; None for a tiny random one.
         url: address of a running rollout server, for ``remote``.
         token: that server's token.
         engine: backend behind the server or in the Ray actor that the suite starts.
-        brought: for ``jetstream``, the engine that ``rollout.jetstream.engine_factory`` would name.
+        engine_factory: value of ``rollout.jetstream.engine_factory``, for ``jetstream``.
         adapters: whether to serve and test a LoRA adapter.
         tolerance: largest log-prob error, in nats.
         max_model_len: context length to serve with.
@@ -60,26 +58,26 @@ def run_command(
             f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
             f"compare with; got --backend {backend}, --model {model}"
         )
-    if brought is not None and "jetstream" not in (backend, engine):
-        raise ConfigError(f"--brought {brought} is an engine of backend jetstream; got --backend {backend}")
+    if engine_factory is not None and "jetstream" not in (backend, engine):
+        raise ConfigError(f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}")
     if engine in ("remote", "ray"):
         raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
 
-        def say(result: Result) -> None:
+        def show(result: Result) -> None:
             status.update(f"{result.check}: {result.outcome}")
 
-        options = SubjectOptions(
+        options = BackendOptions(
             folders=prepare_folders(model, Path(scratch)),
             max_model_len=max_model_len,
             tolerance=tolerance,
             url=url,
             token=token,
             engine=engine,
-            brought=brought,
+            engine_factory=engine_factory,
             adapters=adapters,
         )
-        report = asyncio.run(run_suite(make_subject(backend, options), only=only, say=say))
+        report = run_suite(select_backend(backend, options), only=only, on_result=show)
     print_report(report, console)
     if as_json:
         print(json.dumps(report.to_json()))
@@ -94,7 +92,7 @@ def print_report(report: Report, console: Console) -> None:
     table.add_column("s", justify="right")
     table.add_column("rule, or why it was skipped")
     for result in report.results:
-        note = result.detail if result.outcome == "skipped" else CHECKS[result.check].claim
+        note = result.detail if result.outcome == "skipped" else result.claim
         style = _STYLES[result.outcome]
         table.add_row(result.check, f"[{style}]{result.outcome}[/]", f"{result.seconds:.1f}", escape(note))
     console.print(table)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
-from jax_agent_rl.testing.conformance.backend_under_test import BASE, MIXED, BackendUnderTest
+from jax_agent_rl.testing.conformance.backends import BASE, MIXED, BackendUnderTest
 from jax_agent_rl.testing.conformance.reference import expected_logprobs, greedy_gaps, predictions
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams, TokenOutput
@@ -34,10 +34,6 @@ class CheckFailed(AssertionError):
     def __init__(self, what: str, *, expected: Any, got: Any, cause: str) -> None:
         self.what, self.expected, self.got, self.cause = what, expected, got, cause
         super().__init__(f"{what}\n  expected: {expected}\n  got:      {got}\n  likely:   {cause}")
-
-
-class DoesNotApply(Exception):
-    """A check that cannot run on this backend or model, with the reason."""
 
 
 @dataclass(eq=False)
@@ -179,13 +175,6 @@ class Probe:
 
     # --- expectations -----------------------------------------------------------------------------------------
 
-    def expect(self, holds: bool, what: str, *, expected: Any, got: Any, cause: str) -> None:
-        if not holds:
-            raise CheckFailed(what, expected=expected, got=got, cause=cause)
-
-    def equal(self, got: Any, expected: Any, what: str, *, cause: str) -> None:
-        self.expect(got == expected, what, expected=expected, got=got, cause=cause)
-
     async def raises(self, kind: type[Exception], action: Awaitable[Any], what: str, *, cause: str) -> Exception:
         """Expect the action to raise this class of error, and return the error."""
         try:
@@ -193,7 +182,8 @@ class Probe:
         except kind as error:
             return error
         except Exception as error:
-            raise CheckFailed(what, expected=kind.__name__, got=_name(error), cause=cause) from error
+            got = f"{type(error).__name__}: {error}"
+            raise CheckFailed(what, expected=kind.__name__, got=got, cause=cause) from error
         raise CheckFailed(what, expected=kind.__name__, got=f"no error; it returned {result!r}", cause=cause)
 
     async def until(
@@ -224,14 +214,14 @@ class Probe:
 
         await self.until(idle, what, cause=cause)
 
-    def expect_greedy(
+    def assert_greedy(
         self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE
     ) -> None:
         """Expect each id to be the reference's most likely one, or within tolerance of it."""
         gaps = greedy_gaps(predictions(self.subject.reference, prompt, output.token_ids, weights), output.token_ids)
-        self._within(gaps, what, cause=cause, expected="the most likely id at every position")
+        self._compare(gaps, what, cause=cause, expected="the most likely id at every position")
 
-    def expect_logprobs(
+    def assert_logprobs(
         self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE, **sampling: Any
     ) -> None:
         """Expect the log-probs of the distribution that ``sampling`` (temperature, top_p, top_k) selects."""
@@ -239,13 +229,14 @@ class Probe:
         right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
         at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))
         expected = f"{right[at]:.6f} for id {output.token_ids[at]} at position {at}; got {output.log_probs[at]:.6f}"
-        self._within(np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected)
+        self._compare(np.abs(np.asarray(output.log_probs) - right), what, cause=cause, expected=expected)
 
-    def _within(self, errors: np.ndarray, what: str, *, cause: str, expected: str) -> None:
+    def _compare(self, errors: np.ndarray, what: str, *, cause: str, expected: str) -> None:
         tolerance = self.subject.tolerance
         worst = int(np.argmax(errors))
-        got = f"off by {errors[worst]:.2e} nats at position {worst} of {len(errors)}; tolerance {tolerance:g}"
-        self.expect(bool(errors[worst] <= tolerance), what, expected=expected, got=got, cause=cause)
+        if not errors[worst] <= tolerance:
+            got = f"off by {errors[worst]:.2e} nats at position {worst} of {len(errors)}; tolerance {tolerance:g}"
+            raise CheckFailed(what, expected=expected, got=got, cause=cause)
 
     async def clean_up(self) -> None:
         """Cancel the requests that the check left running."""
@@ -253,7 +244,3 @@ class Probe:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -39,7 +39,7 @@ class TransformersReference:
         try:
             import torch  # noqa: F401
         except ImportError:
-            raise ConfigError("the conformance suite compares with transformers on torch: pip install torch") from None
+            raise ConfigError("the reference runs on torch: pip install 'jax_agent_rl[conformance]'") from None
         self._folders = dict(folders)
         self._models: dict[str, Any] = {}
 

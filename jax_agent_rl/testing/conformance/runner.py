@@ -1,30 +1,182 @@
-"""Runs the checks in order on one backend.
+"""Runs the suite on a backend with pytest.
 
 ::
 
-    make ─► start ─► check … check ─► checks that close it ─► close
+    make ─► start ─► check … check ─► close
                        │
                        ├─ after each: cancel its requests, resume, restore the base weights
-                       └─ if the backend died or hangs: make a new one and continue
+                       └─ if that fails: close the backend; the next check starts a new one
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import functools
 import itertools
+import os
+import textwrap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rollout.protocol import RolloutBackend
-from jax_agent_rl.testing.conformance.backend_under_test import BASE, SHORTEST_CONTEXT, BackendUnderTest
-from jax_agent_rl.testing.conformance.check import CHECKS, Check
-from jax_agent_rl.testing.conformance.probe import CheckFailed, DoesNotApply, Probe
+from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend
+from jax_agent_rl.testing.conformance.backends import BASE, MIN_CONTEXT, BackendUnderTest
+from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.leaks import Footprint
 
+try:
+    import pytest
+except ImportError:
+    raise ConfigError("the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'") from None
+
+SUITE = Path(__file__).parent / "suite"
+_FILES = ("outputs", "batching", "media_and_adapters", "weights", "control")  # the last test closes the backend
 _CLEAN_UP_SECONDS = 30.0
+_SETTLE_SECONDS = 5.0
+_PYTEST_OPTIONS = (
+    *("-c", os.devnull, "--disable-plugin-autoload", "--noconftest", "--import-mode=importlib", "--capture=no"),
+    *("-o", "truncation_limit_lines=0", "-o", "truncation_limit_chars=0"),
+    *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "logging", "terminal", "warnings")),
+    *(f"-pno:{name}" for name in ("threadexception", "unraisableexception")),  # they collect garbage for seconds
+)
+"""Options that keep pytest silent and independent of the project in whose folder the command runs."""
+
+
+def check(*needs: str) -> Callable[[Callable[[Probe], Awaitable[None]]], Callable[[BackendSession], None]]:
+    """Make a pytest test of an async function whose docstring states a rule.
+
+    Args:
+        needs: :class:`Capabilities` fields that must be truthy, or the test is skipped; ``pause_modes:keep`` asks for
+            a member.
+    """
+
+    def make_test(function: Callable[[Probe], Awaitable[None]]) -> Callable[[BackendSession], None]:
+        @functools.wraps(function)
+        def test(backend_session: BackendSession) -> None:
+            backend_session.run(function, needs)
+
+        del test.__wrapped__  # pytest would read the fixtures' names from its signature
+        return test
+
+    return make_test
+
+
+class BackendSession(contextlib.AbstractContextManager["BackendSession"]):
+    """A started backend that tests share; it is replaced if it dies or hangs, and closed on exit.
+
+    Args:
+        subject: the backend under test.
+
+    Raises:
+        ConfigError: on entry, if the backend's context is too short for the suite.
+        Exception: on entry, whatever the backend's ``start`` raises.
+    """
+
+    def __init__(self, subject: BackendUnderTest) -> None:
+        self._subject = subject
+        self._loop = asyncio.Runner()
+        self._numbers = itertools.count()
+        self._footprint = Footprint.now()
+        self._backend: RolloutBackend | None = None
+
+    def __enter__(self) -> BackendSession:
+        try:
+            self._loop.run(self._start())
+        except BaseException:
+            self._loop.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._loop:
+            self._loop.run(self._close())
+
+    def run(self, check: Callable[[Probe], Awaitable[None]], needs: Sequence[str]) -> None:
+        """Run a check, or skip it if the backend does not declare what it needs.
+
+        Raises:
+            AssertionError: the backend broke the rule, failed, or did not answer in time.
+        """
+        self._loop.run(self._run(check, needs))
+
+    async def _run(self, check: Callable[[Probe], Awaitable[None]], needs: Sequence[str]) -> None:
+        backend = self._backend or await self._start()
+        if missing := _missing(backend.capabilities, needs):
+            pytest.skip(missing)
+        probe = Probe(self._subject, backend, numbers=self._numbers, footprint=self._footprint)
+        try:
+            async with asyncio.timeout(self._subject.timeout):
+                await check(probe)
+        except AssertionError:
+            raise
+        except TimeoutError:
+            raise CheckFailed(
+                "the check ends",
+                expected=f"an answer within {self._subject.timeout:g} s",
+                got="none",
+                cause="a request or call hangs: a lost wake-up, a pause that never ends, or a slot that is never freed",
+            ) from None
+        except Exception as error:
+            cause = "the backend refuses or fails something its Capabilities promise"
+            got = f"{type(error).__name__}: {error}"
+            raise CheckFailed(str(check.__doc__), expected="no error", got=got, cause=cause) from error
+        finally:
+            if not await _restore(probe):
+                await self._close()
+
+    async def _start(self) -> RolloutBackend:
+        backend = self._subject.make()
+        await backend.start()
+        length = backend.capabilities.max_model_len
+        if length < MIN_CONTEXT:
+            await backend.close()
+            raise ConfigError(f"the suite needs max_model_len >= {MIN_CONTEXT}, {self._subject.name} has {length}")
+        self._backend = backend
+        return backend
+
+    async def _close(self) -> None:
+        backend, self._backend = self._backend, None
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_CLEAN_UP_SECONDS):
+                if backend:
+                    await backend.close()
+
+
+def _missing(capabilities: Capabilities, needs: Sequence[str]) -> str | None:
+    """Describe the first required capability that is not declared; None if all are."""
+    for need in needs:
+        name, _, member = need.partition(":")
+        value = getattr(capabilities, name)
+        if not (member in value if member else value):
+            return f"Capabilities.{name} does not hold {member!r}" if member else f"Capabilities.{name} is {value}"
+    return None
+
+
+async def _restore(probe: Probe) -> bool:
+    """Return the backend to idle, resumed and on the base weights; False if that fails."""
+    backend = probe.backend
+    try:
+        async with asyncio.timeout(_CLEAN_UP_SECONDS):
+            await probe.clean_up()
+            if not (await backend.health()).ok:
+                return False
+            if backend.capabilities.pause_modes:
+                await backend.resume()
+            if probe.serving != BASE:
+                await probe.serve(BASE)
+            deadline = time.monotonic() + _SETTLE_SECONDS
+            while (health := await backend.health()).ok and time.monotonic() < deadline:
+                if (health.running, health.waiting) == (0, 0):
+                    return True
+                await asyncio.sleep(0.02)
+    except Exception:  # whatever failed, a fresh backend replaces this one
+        pass
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +184,15 @@ class Result:
     """The result of one check.
 
     Attributes:
-        check: the check's name.
+        check: the check's name: its test's in kebab case.
+        claim: the rule.
         outcome: ``passed``, ``failed`` or ``skipped``.
         detail: why it failed or was skipped.
         seconds: its duration.
     """
 
     check: str
+    claim: str
     outcome: str
     detail: str = ""
     seconds: float = 0.0
@@ -49,7 +203,7 @@ class Report:
     """All results of one backend."""
 
     backend: str
-    results: tuple[Result, ...] = field(default_factory=tuple)
+    results: tuple[Result, ...]
 
     def count(self, outcome: str) -> int:
         return sum(r.outcome == outcome for r in self.results)
@@ -64,129 +218,99 @@ class Report:
         return {"backend": self.backend, **counts, "results": [asdict(r) for r in self.results]}
 
 
-async def run_suite(
-    subject: BackendUnderTest, *, only: Sequence[str] = (), say: Callable[[Result], None] | None = None
+def run_suite(
+    subject: BackendUnderTest, *, only: Sequence[str] = (), on_result: Callable[[Result], None] | None = None
 ) -> Report:
     """Run the suite and close the backend.
 
     Args:
         subject: the backend under test.
         only: names of checks to run; empty for all.
-        say: called with each result as it arrives.
+        on_result: called with each result as it arrives.
 
     Raises:
         ConfigError: ``only`` names an unknown check, or the backend's context is too short for the suite.
         Exception: whatever the backend's ``start`` raises.
     """
-    if unknown := sorted(set(only) - CHECKS.keys()):
-        raise ConfigError(f"there are no checks {unknown}; there are {', '.join(CHECKS)}")
-    checks = [c for c in CHECKS.values() if not only or c.name in only]
-    return await _Run(subject, say).all(sorted(checks, key=lambda c: c.last))  # stable: in order of registration
+    plugin = _Plugin(subject, only, on_result)
+    files = (str(SUITE / f"test_{name}.py") for name in _FILES)
+    status = pytest.main([*_PYTEST_OPTIONS, f"--rootdir={SUITE}", *files], [plugin])
+    if plugin.error:
+        raise plugin.error
+    if status == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {status!r}")
+    return Report(backend=subject.name, results=tuple(plugin.results))
 
 
-class _Run:
-    def __init__(self, subject: BackendUnderTest, say: Callable[[Result], None] | None) -> None:
-        self._subject = subject
-        self._say = say or (lambda result: None)
-        self._numbers = itertools.count()
-        self._footprint = Footprint.now()
+class _Plugin:
+    """Provides the tests with the backend, and collects their results."""
 
-    async def all(self, checks: Sequence[Check]) -> Report:
-        backend = await self._start()
-        results: list[Result] = []
-        try:
-            for check in checks:
-                result, healthy = await self._one(check, backend)
-                results.append(result)
-                self._say(result)
-                if not healthy:
-                    await _quietly(backend.close())
-                    if check is not checks[-1]:
-                        backend = await self._start()
-        finally:
-            await _quietly(backend.close())
-        return Report(backend=self._subject.name, results=tuple(results))
+    def __init__(
+        self, subject: BackendUnderTest, only: Sequence[str], on_result: Callable[[Result], None] | None
+    ) -> None:
+        self._subject, self._only, self._on_result = subject, only, on_result
+        self.results: list[Result] = []
+        self.error: Exception | None = None
 
-    async def _start(self) -> RolloutBackend:
-        backend = self._subject.make()
-        await backend.start()
-        room = backend.capabilities.max_model_len
-        if room < SHORTEST_CONTEXT:
-            await backend.close()
-            raise ConfigError(f"the suite needs max_model_len >= {SHORTEST_CONTEXT}, {self._subject.name} has {room}")
-        return backend
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.error = RuntimeError(report.longreprtext)
 
-    async def _one(self, check: Check, backend: RolloutBackend) -> tuple[Result, bool]:
-        """Return the result, and whether the backend is still usable."""
-        if missing := check.missing(backend.capabilities):
-            return Result(check=check.name, outcome="skipped", detail=missing), True
-        probe = Probe(self._subject, backend, numbers=self._numbers, footprint=self._footprint)
-        begin = time.monotonic()
-        outcome, detail = "passed", ""
-        try:
-            async with asyncio.timeout(self._subject.patience):
-                await check.run(probe)
-        except DoesNotApply as reason:
-            outcome, detail = "skipped", str(reason)
-        except CheckFailed as error:
-            outcome, detail = "failed", str(error)
-        except TimeoutError:
-            outcome, detail = "failed", _hang(self._subject.patience)
-        except Exception as error:  # the backend's own error is a failure like any other
-            outcome, detail = "failed", _surprise(check, error)
-        result = Result(check=check.name, outcome=outcome, detail=detail, seconds=time.monotonic() - begin)
-        return result, not check.last and await self._restore(probe)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        tests = {_check_name(item): item for item in items}
+        if unknown := sorted(set(self._only) - tests.keys()):
+            self.error = ConfigError(f"there are no checks {unknown}; there are {', '.join(tests)}")
+        items[:] = [item for name, item in tests.items() if not self._only or name in self._only]
 
-    async def _restore(self, probe: Probe) -> bool:
-        """Return the backend to idle, resumed and on the base weights; False if that fails."""
-        backend = probe.backend
-        try:
-            async with asyncio.timeout(_CLEAN_UP_SECONDS):
-                await probe.clean_up()
-                if backend.capabilities.pause_modes:
-                    await backend.resume()
-                if probe.serving != BASE:
-                    await probe.serve(BASE)
-                health = await backend.health()
-                return health.ok and (health.running, health.waiting) == (0, 0) or await _drains(backend)
-        except Exception:  # whatever failed, a fresh backend replaces this one
-            return False
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        with contextlib.ExitStack() as stack:
+            if self.error is None:
+                try:
+                    self._backend_session = stack.enter_context(BackendSession(self._subject))
+                except Exception as error:  # run_suite raises it
+                    self.error = error
+            if self.error:
+                session.items.clear()
+            return (yield)
+
+    @pytest.fixture
+    def backend_session(self) -> BackendSession:
+        return self._backend_session
+
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
+        return ["", f"expected: {'' if op in ('==', 'is') else op + ' '}{right!r}", f"got:      {left!r}"]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "call":
+            result = Result(
+                check=_check_name(item),
+                claim=item.obj.__doc__,  # type: ignore[attr-defined]
+                outcome=report.outcome,
+                detail=_explain(call.excinfo) if call.excinfo else "",
+                seconds=call.duration,
+            )
+            self.results.append(result)
+            if self._on_result:
+                self._on_result(result)
+        return report
 
 
-async def _drains(backend: RolloutBackend, seconds: float = 5.0) -> bool:
-    """Whether cancelled requests leave the backend in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        health = await backend.health()
-        if health.ok and (health.running, health.waiting) == (0, 0):
-            return True
-        await asyncio.sleep(0.02)
-    return False
+def _check_name(item: pytest.Item) -> str:
+    return item.name.removeprefix("test_").replace("_", "-")
 
 
-async def _quietly(closing) -> None:
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_CLEAN_UP_SECONDS):
-            await closing
-
-
-def _hang(seconds: float) -> str:
-    return str(
-        CheckFailed(
-            "the check ends",
-            expected=f"an answer within {seconds:g} s",
-            got="none",
-            cause="a request or call hangs: a lost wake-up, a pause nobody ends, or a slot that is never freed",
-        )
-    )
-
-
-def _surprise(check: Check, error: Exception) -> str:
-    return str(
-        CheckFailed(
-            check.claim,
-            expected="no error",
-            got=f"{type(error).__name__}: {error}",
-            cause="the backend refuses or fails something its Capabilities promise",
-        )
-    )
+def _explain(failure: pytest.ExceptionInfo) -> str:
+    """Describe a failure by what was asserted, what was expected, the result, and the likely cause."""
+    cause, _, comparison = str(failure.value).partition("\nassert \n")
+    if not comparison:  # not an assertion of the suite
+        return str(failure.value)
+    (statement,) = ast.parse(textwrap.dedent(str(failure.traceback[-1].statement))).body
+    asserted = ast.unparse(statement.test) if isinstance(statement, ast.Assert) else "an assertion"
+    return f"{asserted}\n{comparison}\n  likely:   {cause}"

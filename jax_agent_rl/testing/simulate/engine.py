@@ -118,7 +118,10 @@ class SimulatedEngine(FakeBackend):
         try:
             return await run.done
         finally:
-            self._leave(run)
+            if self._running.get(request.request_id) is run or run in self._waiting:  # the caller was cancelled
+                self._advance()
+                self._remove(run)
+                self._admit()
 
     async def abort(self, request_id: str) -> bool:
         self._advance()
@@ -287,13 +290,3 @@ class SimulatedEngine(FakeBackend):
                 if not drained.done():
                     drained.set_result(None)
             self._drains.clear()
-
-    def _leave(self, run: _Run) -> None:
-        """Remove a request whose caller has returned or was cancelled."""
-        if run.request.request_id in self._running and self._running[run.request.request_id] is run:
-            self._advance()
-            run.done.cancel()
-            self._remove(run)
-            self._admit()
-        elif run in self._waiting:
-            self._waiting.remove(run)

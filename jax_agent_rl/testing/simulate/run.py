@@ -1,24 +1,27 @@
-"""Runs a recipe under each trainer in virtual time and compares them."""
+"""``jax-agent-rl simulate``: run a recipe under each trainer in virtual time and compare them."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
-from jax_agent_rl.config import Config, build
+from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.metrics import Learnt, RunFolder
-from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
@@ -32,31 +35,34 @@ from jax_agent_rl.testing.simulate.workload import (
     SimulatedCodec,
     SimulatedLearner,
     SimulatedPublisher,
+    load_assumptions,
 )
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Trajectory
 
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedPolicy:
-    """A way to overlap rollout and learning, as keys of ``trainer``."""
-
-    name: str
-    trainer: Mapping[str, Any]
-
-
-POLICIES = (
-    SimulatedPolicy(name="sync", trainer={"mode": "sync"}),
-    SimulatedPolicy(name="one_step_off", trainer={"mode": "one_step_off"}),
-    SimulatedPolicy(name="fully_async 1", trainer={"mode": "fully_async", "max_staleness": 1}),
-    SimulatedPolicy(name="fully_async 2", trainer={"mode": "fully_async", "max_staleness": 2}),
-    SimulatedPolicy(name="fully_async 4", trainer={"mode": "fully_async", "max_staleness": 4}),
-    SimulatedPolicy(
-        name="fully_async 1 drop",
-        trainer={"mode": "fully_async", "max_staleness": 1, "stragglers": "drop"},
-    ),
-)
+POLICIES: dict[str, dict[str, Any]] = {
+    "sync": {"mode": "sync"},
+    "one_step_off": {"mode": "one_step_off"},
+    "fully_async 1": {"mode": "fully_async", "max_staleness": 1},
+    "fully_async 2": {"mode": "fully_async", "max_staleness": 2},
+    "fully_async 4": {"mode": "fully_async", "max_staleness": 4},
+    "fully_async 1 drop": {"mode": "fully_async", "max_staleness": 1, "stragglers": "drop"},
+}
+"""Ways to overlap rollout and learning, as keys of ``trainer``, by name."""
+_ASSUME = "assume."
+_COLUMNS = {
+    "trainer": "trainer.mode, trainer.max_staleness, trainer.stragglers",
+    "traj/s": "trajectories trained on in a second",
+    "×": "that, over the first line's",
+    "ideal": "that, over the rate of engines or learner, whoever is slower, if they never waited",
+    "engines": "share of the time in which an engine decodes",
+    "slots": "share of what the engines could sample with all slots full",
+    "learner": "share of the time in which the learner computes",
+    "step": "time from one optimizer step to the next",
+    "stale": "how many versions old the tokens are, on average/at most",
+    "lost": "trajectories given up, of all that ended",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,35 +94,21 @@ class SimulationResult:
     share_of_ideal: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """Totals at the time when a step was recorded."""
-
-    time: float
-    busy_seconds: float
-    generated_tokens: int
-    learner_seconds: float
-    record: Mapping[str, Any]
-
-
 class _Readings(RunFolder):
-    """A run folder that writes nothing and takes a reading for every record of metrics."""
+    """A run folder that writes nothing and keeps totals and the record of every step.
+
+    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the learner computed.
+    """
 
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:
         self._engines, self._learner = engines, learner
-        self.taken: list[_Reading] = []
+        self.taken: list[tuple[np.ndarray, Mapping[str, Any]]] = []
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         engines = [engine.read() for engine in self._engines]
-        self.taken.append(
-            _Reading(
-                time=asyncio.get_running_loop().time(),
-                busy_seconds=sum(engine.busy_seconds for engine in engines),
-                generated_tokens=sum(engine.generated_tokens for engine in engines),
-                learner_seconds=self._learner.busy_seconds,
-                record=record,
-            )
-        )
+        busy, sampled = sum(e.busy_seconds for e in engines), sum(e.generated_tokens for e in engines)
+        now = asyncio.get_running_loop().time()
+        self.taken.append((np.array([now, busy, sampled, self._learner.busy_seconds]), record))
 
     def add_trajectories(
         self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt | None = None
@@ -124,20 +116,21 @@ class _Readings(RunFolder):
         """Ignore them: their content is simulated."""
 
 
-def simulate(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy) -> SimulationResult:
+def simulate(recipe: Config, assumptions: Assumptions, policy: str, trainer: Mapping[str, Any]) -> SimulationResult:
     """Simulate a recipe under a policy.
 
     Args:
         recipe: configuration of a run, of which only the sizes in ``rollout`` matter.
         assumptions: workload and speeds.
-        policy: how rollout and learning overlap.
+        policy: the policy's name.
+        trainer: keys of ``trainer``: how rollout and learning overlap.
     """
     with closing(VirtualLoop()) as loop:
-        return loop.run_until_complete(_simulate(_settings(recipe, assumptions, policy), assumptions, policy.name))
+        return loop.run_until_complete(_simulate(_build_config(recipe, assumptions, trainer), assumptions, policy))
 
 
-def _settings(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy) -> Config:
-    """Build a configuration with the recipe's batch and the policy that needs no model, data or rewards."""
+def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str, Any]) -> Config:
+    """Build a configuration with the recipe's batch sizes that needs no model, data or rewards."""
     rollout, agent = recipe.rollout, assumptions.agent
     return build(
         {
@@ -157,7 +150,7 @@ def _settings(recipe: Config, assumptions: Assumptions, policy: SimulatedPolicy)
             },
             "algorithm": {"adv_estimator": "reinforce_plus_plus"},  # takes groups of any size, whatever the recipe's
             "learner": {"pack_length": agent.longest},
-            "trainer": {**policy.trainer, "steps": assumptions.steps, "checkpoint_every": 0},
+            "trainer": {**trainer, "steps": assumptions.steps, "checkpoint_every": 0},
         }
     )
 
@@ -181,7 +174,7 @@ async def _simulate(config: Config, assumptions: Assumptions, name: str) -> Simu
         clock=asyncio.get_running_loop().time,
     )
     await training.run()
-    return _outcome(name, config, assumptions, readings.taken[margin - 1 : -margin])
+    return _summarize(name, config, assumptions, readings.taken[margin - 1 : -margin])
 
 
 def _runtime(
@@ -228,29 +221,30 @@ async def _score(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def _outcome(name: str, config: Config, assumptions: Assumptions, readings: Sequence[_Reading]) -> SimulationResult:
-    """Summarize the readings from the first to the last."""
-    first, last = readings[0], readings[-1]
-    seconds, engines = last.time - first.time, assumptions.engines
-    trained, dropped = _totals(last.record) - _totals(first.record)
-    rate = trained / seconds
-    steps = [reading.record for reading in readings[1:]]
+def _summarize(
+    name: str, config: Config, assumptions: Assumptions, readings: Sequence[tuple[np.ndarray, Mapping[str, Any]]]
+) -> SimulationResult:
+    """Compare the last reading with the first."""
+    engines = assumptions.engines
+    seconds, busy, sampled, learning = readings[-1][0] - readings[0][0]
+    trained, dropped = _trained_and_dropped(readings[-1][1]) - _trained_and_dropped(readings[0][1])
+    steps = [record for _, record in readings[1:]]
     return SimulationResult(
         policy=name,
-        samples_per_second=rate,
-        step_seconds=seconds / len(steps),
-        engines_busy=(last.busy_seconds - first.busy_seconds) / seconds / engines.count,
-        slots_used=(last.generated_tokens - first.generated_tokens) / seconds / engines.tokens_per_second,
-        learner_busy=(last.learner_seconds - first.learner_seconds) / seconds,
+        samples_per_second=float(trained / seconds),
+        step_seconds=float(seconds / len(steps)),
+        engines_busy=float(busy / seconds / engines.count),
+        slots_used=float(sampled / seconds / engines.tokens_per_second),
+        learner_busy=float(learning / seconds),
         staleness_mean=float(np.mean([step.get("staleness_mean", 0.0) for step in steps])),
         staleness_max=max(step.get("staleness_max", 0) for step in steps),
-        dropped=dropped / (trained + dropped),
-        share_of_ideal=rate / ideal_samples_per_second(config, assumptions),
+        dropped=float(dropped / (trained + dropped)),
+        share_of_ideal=float(trained / seconds / ideal_samples_per_second(config, assumptions)),
     )
 
 
-def _totals(record: Mapping[str, Any]) -> np.ndarray:
-    """Return the trajectories trained on and dropped up to this step."""
+def _trained_and_dropped(record: Mapping[str, Any]) -> np.ndarray:
+    """Return the numbers of trajectories trained on and dropped up to a step."""
     counts = record["accounting"]
     return np.array([counts["trained"], counts["started"] - counts["trained"] - counts["in_flight"]])
 
@@ -267,3 +261,60 @@ def ideal_samples_per_second(config: Config, assumptions: Assumptions) -> float:
     inserted = agent.prompt_tokens + (agent.turns - 1) * agent.observation_tokens
     engines = assumptions.engines.tokens_per_second / sampled
     return min(engines, assumptions.learner.tokens_per_second / (sampled + inserted))
+
+
+def run_command(
+    recipe: Path, overrides: Sequence[str], assume: Path | None, *, as_json: bool, console: Console
+) -> list[SimulationResult]:
+    """Simulate :data:`POLICIES` and print the comparison.
+
+    Args:
+        recipe: configuration file of a run.
+        overrides: overrides of the configuration and, prefixed with ``assume.``, of the assumptions.
+        assume: file of assumptions, if any.
+        as_json: print one JSON object as the last line.
+        console: where the comparison is printed.
+
+    Raises:
+        ConfigError: a file or an override is invalid.
+    """
+    assumed = [item.removeprefix(_ASSUME) for item in overrides if item.startswith(_ASSUME)]
+    config = load(recipe, [item for item in overrides if not item.startswith(_ASSUME)])
+    assumptions = load_assumptions(assume, assumed)
+    rollout = config.rollout
+    console.print(
+        f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
+        f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each trainer",
+        highlight=False,
+    )
+    outcomes = []
+    for policy, trainer in POLICIES.items():
+        console.print(f"  {policy}", highlight=False)
+        outcomes.append(simulate(config, assumptions, policy, trainer))
+    console.print(_tabulate(outcomes))
+    for name, meaning in _COLUMNS.items():
+        console.print(f"  [bold]{name}[/bold]: {meaning}", highlight=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"assumptions": assumptions.model_dump(), "outcomes": [asdict(o) for o in outcomes]}))
+    return outcomes
+
+
+def _tabulate(outcomes: Sequence[SimulationResult]) -> Table:
+    """Tabulate each policy's throughput, utilization, staleness and losses."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="left" if heading == "trainer" else "right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(
+            outcome.policy,
+            f"{outcome.samples_per_second:.2f}",
+            f"{outcome.samples_per_second / outcomes[0].samples_per_second:.2f}",
+            f"{outcome.share_of_ideal:.0%}",
+            f"{outcome.engines_busy:.0%}",
+            f"{outcome.slots_used:.0%}",
+            f"{outcome.learner_busy:.0%}",
+            duration(outcome.step_seconds),
+            f"{outcome.staleness_mean:.1f}/{outcome.staleness_max}",
+            f"{outcome.dropped:.1%}",
+        )
+    return table

@@ -132,7 +132,7 @@ async def test_strangers_learn_nothing_and_open_nothing():
 
 async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
     async with serving(["hello"]) as stage:
-        stage.backend.gate.clear()  # nothing is sampled until it is set
+        stage.backend.unpaused.clear()  # nothing is sampled until it is set
         for stream in (False, True):
             async with stage.client("/sessions/s/v1") as client:
                 request = asyncio.ensure_future(client.chat.completions.create(model="x", messages=ASK, stream=stream))
@@ -142,7 +142,7 @@ async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
                 await asyncio.gather(request, return_exceptions=True)
             while stage.backend._running:
                 await asyncio.sleep(0)
-        stage.backend.gate.set()
+        stage.backend.unpaused.set()
         session = stage.store.known("s", "any")
         while session.tasks:
             await asyncio.sleep(0)
@@ -151,7 +151,7 @@ async def test_a_client_that_hangs_up_frees_the_engine_whole_or_streamed():
 
 async def test_a_session_that_ends_ends_its_requests():
     async with serving(["hello"]) as stage, stage.client("/sessions/s/v1") as client:
-        stage.backend.gate.clear()
+        stage.backend.unpaused.clear()
         request = asyncio.ensure_future(client.chat.completions.create(model="x", messages=ASK))
         while not stage.backend._running:
             await asyncio.sleep(0)
@@ -164,7 +164,7 @@ async def test_a_session_that_ends_ends_its_requests():
 async def test_requests_over_the_limit_are_told_to_come_again_and_slow_ones_end():
     limits = {"max_concurrent_requests": 1, "request_timeout": 0.2}
     async with serving(["hello"], limits=limits) as stage, stage.client() as client:
-        stage.backend.gate.clear()
+        stage.backend.unpaused.clear()
         first = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=ASK))
         while not stage.backend._running:
             await asyncio.sleep(0)

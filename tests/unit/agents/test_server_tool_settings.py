@@ -246,10 +246,10 @@ async def test_mask_void_traj_is_about_neither_a_valid_action_nor_an_answer(scri
 async def test_max_concurrent_trajectories_holds_the_others_back(server):
     it = stage(server, ["a b c"], max_concurrent_trajectories=2)
     await asyncio.gather(*(it.run(trajectory_id=str(i)) for i in range(7)))
-    assert it.backend.most_running == 2
+    assert it.backend.max_running == 2
     free = stage(server, ["a b c"])
     await asyncio.gather(*(free.run(trajectory_id=str(i)) for i in range(7)))
-    assert free.backend.most_running == 7
+    assert free.backend.max_running == 7
 
 
 MINIMAL = {"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}

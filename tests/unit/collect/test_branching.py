@@ -294,13 +294,13 @@ async def test_branches_go_to_the_server_of_their_parent_and_no_session_is_left_
 async def test_cancelling_stops_branches_and_counts_them():
     def hold_branches(request):
         if request.session_id[-1] in "2345":
-            backend.gate.clear()
+            backend.unpaused.clear()
         return stage.say(request)
 
     stage = Stage(TreeGrpo(TreeGrpoConfig()), script=hold_branches)
     (backend,) = stage.backends
     task = asyncio.create_task(stage.collect())
-    while backend.gate.is_set():
+    while backend.unpaused.is_set():
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

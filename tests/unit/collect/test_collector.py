@@ -76,7 +76,7 @@ async def test_every_row_becomes_a_scored_group():
 async def test_no_more_than_max_in_flight_run_at_once():
     stage = Stage(max_in_flight=4)
     await stage.collect([row(str(i)) for i in range(5)])
-    assert stage.backend.most_running == 4
+    assert stage.backend.max_running == 4
 
 
 async def test_a_group_is_handed_over_while_others_still_run():
@@ -155,9 +155,9 @@ async def test_a_dead_engine_is_counted_not_raised():
 
 async def test_cancellation_counts_everything_in_flight():
     stage = Stage(max_in_flight=4)
-    stage.backend.gate.clear()
+    stage.backend.unpaused.clear()
     task = asyncio.create_task(stage.collect([row(str(i)) for i in range(4)]))
-    while stage.backend.most_running < 4:
+    while stage.backend.max_running < 4:
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -51,7 +51,7 @@ async def test_an_answer_that_grades_itself_does_not_grade_itself():
 async def test_only_so_many_questions_are_in_flight():
     judge, backend, _ = make(["[[1]]"], max_in_flight=2)
     await asyncio.gather(*(judge.grade(question="q", answer="a") for _ in range(7)))
-    assert len(backend.requests) == 7 and backend.most_running == 2
+    assert len(backend.requests) == 7 and backend.max_running == 2
 
 
 async def test_the_built_in_reward_asks_about_the_last_question():

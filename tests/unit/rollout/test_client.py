@@ -42,11 +42,11 @@ class Fleet:
         while sum(b.sampled for b in self.backends) < count:
             await asyncio.sleep(0)
         for b in self.backends:
-            b.gate.clear()
+            b.unpaused.clear()
 
     def go_on(self):
         for b in self.backends:
-            b.gate.set()
+            b.unpaused.set()
 
 
 def test_the_fake_obeys_the_protocol():
@@ -97,7 +97,7 @@ async def test_the_callers_own_abort_is_final():
 
 async def test_an_abort_before_the_first_id_returns_an_empty_output():
     fleet = Fleet()
-    fleet.backends[0].gate.clear()
+    fleet.backends[0].unpaused.clear()
     task = fleet.ask()
     await asyncio.sleep(0)
     await fleet.client.abort("r")
@@ -171,14 +171,14 @@ async def test_a_removed_servers_requests_move_on_with_their_ids():
 async def test_a_server_added_while_running_takes_its_share():
     fleet = Fleet(2)
     client = LLMServerClient([fleet.servers[0]])
-    fleet.backends[0].gate.clear()
+    fleet.backends[0].unpaused.clear()
     sampling = SamplingParams(max_tokens=100)
     held = asyncio.create_task(client.generate("held", prompt_ids=PROMPT, sampling_params=sampling))
     await asyncio.sleep(0)
     client.add_server(fleet.servers[1])
     await client.generate("next", prompt_ids=PROMPT, sampling_params=sampling)
     assert [r.request_id for r in fleet.backends[1].requests] == ["next"]
-    fleet.backends[0].gate.set()
+    fleet.backends[0].unpaused.set()
     await held
 
 
@@ -188,7 +188,7 @@ async def test_a_session_that_ended_may_go_anywhere(announced):
     await fleet.ask("r1", session_id="s", session_ends=announced)
     if not announced:
         fleet.client.end_session("s")
-    fleet.backends[0].gate.clear()
+    fleet.backends[0].unpaused.clear()
     held = fleet.ask("held")
     await asyncio.sleep(0)
     await fleet.ask("r2", session_id="s")
@@ -328,7 +328,7 @@ async def test_a_server_of_other_weights_is_refused_until_it_is_up_to_date():
 async def test_no_server_is_added_in_the_middle_of_an_update():
     fleet = Fleet(2)
     client = LLMServerClient([fleet.servers[0]])
-    fleet.backends[0].gate.clear()
+    fleet.backends[0].unpaused.clear()
     held = asyncio.ensure_future(
         client.generate("r", prompt_ids=PROMPT, sampling_params=SamplingParams(max_tokens=100))
     )
@@ -384,7 +384,7 @@ async def test_what_a_lost_server_had_streamed_is_gone_on_with_and_told_once():
 
 async def test_an_abandoned_server_lets_go_of_its_requests_whatever_its_engine_does():
     fleet = Fleet(2)
-    fleet.backends[0].gate.clear()
+    fleet.backends[0].unpaused.clear()
     task = fleet.ask()
     await asyncio.sleep(0)
     assert fleet.servers[0].running

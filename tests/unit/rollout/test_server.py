@@ -28,11 +28,11 @@ class HangsInPauses(ScriptedBackend):
 async def test_an_update_that_is_called_off_while_it_pauses_leaves_no_pause():
     server = AsyncServer(HangsInPauses(FakeCodec(), ["a b c"]), name="s")
     updating = asyncio.ensure_future(server.update_weights(update(1)))
-    while server.backend.gate.is_set():
+    while server.backend.unpaused.is_set():
         await asyncio.sleep(0)
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
-    assert server.backend.gate.is_set() and not server.updating
+    assert server.backend.unpaused.is_set() and not server.updating
     assert len((await server.generate(REQUEST)).token_ids) == 3
 
 
@@ -40,4 +40,4 @@ async def test_an_update_that_is_refused_leaves_no_pause():
     server = AsyncServer(ScriptedBackend(FakeCodec(), ["a b c"]), name="s")
     with pytest.raises(WeightUpdateError, match="version 0"):
         await server.update_weights(update(0))
-    assert server.backend.gate.is_set()
+    assert server.backend.unpaused.is_set()

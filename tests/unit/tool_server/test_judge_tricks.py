@@ -5,7 +5,7 @@ import pytest
 from jax_agent_rl.rewards.code import code_tests
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from tests.capabilities import needs_bwrap
-from tests.tool_plugins import agent
+from tests.tool_serving import agent
 
 pytestmark = needs_bwrap
 TESTS = ["assert f(2) == 4", "assert f(3) == 9"]

@@ -4,7 +4,7 @@ import pytest
 
 from jax_agent_rl.tool_server.wire import Failure
 from tests.capabilities import needs_bwrap
-from tests.tool_plugins import agent, text_of
+from tests.tool_serving import agent, text_of
 
 IMPOSSIBLE = ["n" * 300 + ".html", "d/" * 2100 + "a.html", "a\0b.html", "a.html/b.html", "circle.html", "locked/a.html"]
 

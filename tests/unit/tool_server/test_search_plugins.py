@@ -10,7 +10,7 @@ import pytest
 from jax_agent_rl.config.tool_server import SearchSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins.search import BM25Index
-from tests.tool_plugins import agent, text_of
+from tests.tool_serving import agent, text_of
 
 PASSAGES = [
     {"id": "p0", "contents": "Paris\nParis is the capital of France, on the river Seine."},

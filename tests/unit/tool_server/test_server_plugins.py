@@ -18,7 +18,7 @@ from jax_agent_rl.tool_server.plugins.judge import same_output
 from jax_agent_rl.tool_server.wire import Failure
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port
-from tests.tool_plugins import agent, text_of
+from tests.tool_serving import agent, text_of
 
 # --- python ---------------------------------------------------------------------------------------------------------
 

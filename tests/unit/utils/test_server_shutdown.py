@@ -107,7 +107,7 @@ def test_the_first_signal_is_enough_for_a_server_that_closes():
 async def test_a_paused_rollout_server_with_waiting_requests_ends():
     """Its engine hangs, too, so that no request of it will ever end by itself."""
     port = free_port()
-    process = start("-m", "jax_agent_rl.testing.chaos.engine_process", str(port), "1")
+    process = start("-m", "jax_agent_rl.testing.chaos.engine", str(port), "1")
     assert process.stdout is not None
     try:
         remote = RemoteBackend(f"http://127.0.0.1:{port}", start_seconds=60)
@@ -141,7 +141,7 @@ def test_every_command_that_serves_ends_this_way():
     runs = {
         "jax_agent_rl/cli/__init__.py": "run_server(run(load_settings",
         "jax_agent_rl/cli/serve.py": "run_server(serving(",
-        "jax_agent_rl/testing/chaos/engine_process.py": "run_server(serve(",
+        "jax_agent_rl/testing/chaos/engine.py": "run_server(serve(",
     }
     for file, call in runs.items():
         assert call in (ROOT / file).read_text(), file

@@ -13,10 +13,9 @@ import pytest
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos.children import Child, free_port
-from jax_agent_rl.testing.chaos.command import failures
+from jax_agent_rl.testing.chaos.faults import Child, free_port
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
-from jax_agent_rl.testing.chaos.run import ChaosResult
+from jax_agent_rl.testing.chaos.run import ChaosResult, failures
 from jax_agent_rl.testing.leaks import MARK, Leaks, ResourceUsage, find_leaks, growth, marked
 from jax_agent_rl.types import DropReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
@@ -36,13 +35,13 @@ GOOD = ChaosResult(
 )
 
 
-def books():
+def ledger_and_accounting():
     ledger = Ledger(seed=0)
     return ledger, WatchedAccounting(ledger)
 
 
 def test_every_trajectory_has_the_fate_that_was_booked():
-    ledger, accounting = books()
+    ledger, accounting = ledger_and_accounting()
     for name in "abcd":
         accounting.start(f"g-{name}")
     accounting.train(["g-a"])
@@ -56,7 +55,7 @@ def test_every_trajectory_has_the_fate_that_was_booked():
 
 
 def test_a_trajectory_that_is_started_again_after_its_end_is_a_duplicate():
-    ledger, accounting = books()
+    ledger, accounting = ledger_and_accounting()
     accounting.start("g-a")
     accounting.train(["g-a"])
     accounting.start("g-a")
@@ -64,8 +63,8 @@ def test_a_trajectory_that_is_started_again_after_its_end_is_a_duplicate():
 
 
 @pytest.mark.parametrize("tamper", [lambda a: setattr(a, "trained", 7), lambda a: a._in_flight.add("g-z")])
-def test_books_that_do_not_balance_are_found_at_the_step(tamper):
-    ledger, accounting = books()
+def test_accounts_that_do_not_balance_are_found_at_the_step(tamper):
+    ledger, accounting = ledger_and_accounting()
     accounting.start("g-a")
     ledger.finish_step(accounting)
     tamper(accounting)
@@ -106,8 +105,8 @@ def test_a_run_in_which_everything_held_has_no_failures():
         ({"leaks": Leaks(tasks=["t"])}, "left behind: tasks"),
         ({"crashed": "OSError: no"}, "ended early: OSError: no"),
         ({"trained_after": 0}, "nothing was trained after the last fault"),
-        ({"most_attempts": 21}, "sent 21 times"),
-        ({"most_tool_attempts": 5}, "sent 5 times, may be repeated 3 times"),
+        ({"max_attempts": 21}, "sent 21 times"),
+        ({"max_tool_attempts": 5}, "sent 5 times, may be repeated 3 times"),
     ],
 )
 def test_whatever_did_not_hold_is_named(change, said):

@@ -16,7 +16,7 @@ from jax_agent_rl.testing.chaos.faults import (
     HangEngine,
     KillEngine,
     KillToolServer,
-    Victims,
+    Targets,
 )
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
@@ -146,10 +146,10 @@ def test_a_server_that_does_not_start_again_ends_the_run_and_is_not_passed_over(
 
 
 def test_the_names_are_those_of_all_faults():
-    victims = Victims(
+    targets = Targets(
         engines=[FakeProcess()],
         tools=FakeProcess(),
         engine_proxies=[FaultProxy(1, rng=Random(0))],
         tool_proxy=FaultProxy(1, rng=Random(0)),
     )
-    assert tuple(injection.name for injection in faults.all_injections(victims)) == NAMES
+    assert tuple(injection.name for injection in faults.all_injections(targets)) == NAMES

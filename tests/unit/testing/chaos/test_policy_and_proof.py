@@ -13,9 +13,9 @@ from jax_agent_rl.errors import BackendClosedError, BackendError, WeightUpdateEr
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.chaos.engine_process import PacedBackend
+from jax_agent_rl.testing.chaos import engine as chaos_engine
+from jax_agent_rl.testing.chaos.engine import EOS, HashPolicy, PacedBackend, context_key, hash_policy
 from jax_agent_rl.testing.chaos.ledger import problems
-from jax_agent_rl.testing.chaos.policy import EOS, HashPolicy, context_key, hash_policy
 from jax_agent_rl.types import (
     FinishReason,
     PauseMode,
@@ -188,3 +188,10 @@ async def test_an_engine_that_declares_no_streaming_does_not_stream(engine):
     with pytest.raises(NotImplementedError, match="does not stream"):
         await anext(engine.stream(request()))
     assert (await engine.generate(request())).token_ids
+
+
+async def test_the_engine_reads_each_id_of_a_context_once(engine, monkeypatch):
+    read = []
+    monkeypatch.setattr(chaos_engine, "context_key", lambda ids, key=0: read.extend(ids) or context_key(ids, key))
+    output = await engine.generate(request())
+    assert tuple(read) == PROMPT + output.token_ids and not engine._keys

@@ -1,14 +1,16 @@
 """The conformance suite finds what it is for: each deliberately broken backend is caught by the check that is meant."""
 
 import asyncio
+import importlib
+import sys
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
-from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.conformance import CHECKS, run_suite
+from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.testing.conformance.probe import CheckFailed
+from jax_agent_rl.testing.conformance.runner import run_suite
 from jax_agent_rl.types import PauseMode, StopReason, digest_ids
 from tests.toy_backend import EOS, IMAGE, MODELS, ToyBackend, ToyModel, toy_subject
 
@@ -269,9 +271,9 @@ CAUGHT_BY = [
     (ServesAnyAdapterPlain, "adapters"),
     (SharesKVOverAdapters, "adapters-and-prefixes"),
     (ForgetsAdaptedKV, "adapters-and-prefixes"),
-    (SeesNothing, "images-are-seen"),
-    (ForgetsTheOrder, "images-are-seen"),
-    (TakesOthersImages, "images-are-seen"),
+    (SeesNothing, "images-condition-output"),
+    (ForgetsTheOrder, "images-condition-output"),
+    (TakesOthersImages, "images-condition-output"),
     (TakesOthersImages, "images-and-prefixes"),
     (ComparesIdsAlone, "images-and-prefixes"),
     (CountsNothing, "images-miscounted-refused"),
@@ -302,7 +304,7 @@ CAUGHT_BY = [
     (TakesStaleWeights, "stale-version-refused"),
     (TakesAnyWeights, "bad-weights-refused"),
     (AddsBos, "ids-in-ids-out"),
-    (CountsInBytes, "extremes-harm-nobody"),
+    (CountsInBytes, "extreme-values-are-isolated"),
     (ReversesPriorities, "priorities"),
     (TruncatesPrompt, "prompt-too-long"),
     (CutsStopString, "stop-strings"),
@@ -314,11 +316,11 @@ CAUGHT_BY = [
 
 
 @pytest.fixture(autouse=True)
-def impatience(monkeypatch):
-    """Broken backends are waited for as briefly as the honest one passes with."""
-    import jax_agent_rl.testing.conformance.checks.control as control
+def short_timeouts(monkeypatch):
+    """The timeouts are as short as the correct backend passes with."""
     import jax_agent_rl.testing.conformance.probe as probe
     import jax_agent_rl.testing.conformance.runner as runner
+    import jax_agent_rl.testing.conformance.suite.test_control as control
 
     monkeypatch.setattr(control, "_SETTLE_SECONDS", 0.5)
     monkeypatch.setattr(runner, "_CLEAN_UP_SECONDS", 1.0)
@@ -329,9 +331,9 @@ def impatience(monkeypatch):
 @pytest.mark.parametrize(("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_broken_backend_is_caught_with_the_reason(broken, check):
     kind = next(kind for kind in (Seeing, Adapting, ToyBackend) if issubclass(broken, kind))
-    honest = asyncio.run(run_suite(toy_subject(kind), only=[check]))
+    honest = run_suite(toy_subject(kind), only=[check])
     assert [r.outcome for r in honest.results] == ["passed"], honest.results
-    (result,) = asyncio.run(run_suite(toy_subject(broken, patience=4.0), only=[check])).results
+    (result,) = run_suite(toy_subject(broken, timeout=4.0), only=[check]).results
     assert result.outcome == "failed"
     assert all(word in result.detail for word in ("expected:", "got:", "likely:")), result.detail
 
@@ -340,7 +342,7 @@ def test_what_is_not_declared_is_skipped_by_name():
     def modest():
         return ToyBackend(prefix_reuse=False, pause_modes=frozenset(), weight_payloads=frozenset())
 
-    report = asyncio.run(run_suite(toy_subject(modest)))
+    report = run_suite(toy_subject(modest))
     skipped = {r.check: r.detail for r in report.results if r.outcome == "skipped"}
     assert report.ok
     assert skipped["prefix-reuse"] == "Capabilities.prefix_reuse is False"
@@ -355,18 +357,34 @@ def test_a_backend_that_dies_is_replaced_and_the_suite_goes_on():
                 self._task.cancel()
             super()._check(request)
 
-    report = asyncio.run(run_suite(toy_subject(Fragile, patience=3.0), only=["bad-ids-refused", "prompt-too-long"]))
+    report = run_suite(toy_subject(Fragile, timeout=3.0), only=["bad-ids-refused", "prompt-too-long"])
     assert [r.outcome for r in report.results] == ["failed", "passed"]
+
+
+def test_without_pytest_the_suite_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    monkeypatch.delitem(sys.modules, run_suite.__module__)
+    with pytest.raises(ConfigError, match=r"jax_agent_rl\[conformance\]"):
+        importlib.import_module(run_suite.__module__)
+
+
+def test_a_backend_that_does_not_start_raises_its_error():
+    class Broken(ToyBackend):
+        async def start(self):
+            raise BackendError("no device")
+
+    with pytest.raises(BackendError, match="no device"):
+        run_suite(toy_subject(Broken))
 
 
 def test_an_unknown_check_is_refused():
     with pytest.raises(ConfigError, match="nonsense"):
-        asyncio.run(run_suite(toy_subject(ToyBackend), only=["nonsense"]))
+        run_suite(toy_subject(ToyBackend), only=["nonsense"])
 
 
 def test_every_check_states_its_rule():
-    asyncio.run(run_suite(toy_subject(ToyBackend), only=["abort-unknown"]))
-    assert all(check.claim.endswith(".") for check in CHECKS.values())
+    results = run_suite(toy_subject(ToyBackend)).results
+    assert len(results) == 46 and all(result.claim.endswith(".") for result in results)
 
 
 def test_a_failure_says_what_was_expected_what_came_and_why():
@@ -379,12 +397,12 @@ def test_the_toy_weights_differ():
 
 
 def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
+    from jax_agent_rl.testing.conformance.backends import BackendOptions, select_backend
     from jax_agent_rl.testing.conformance.models import ModelFolders
-    from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
 
     names = [field.name for field in fields(ModelFolders)]
-    options = SubjectOptions(folders=ModelFolders(**dict.fromkeys(names, tmp_path)))
+    options = BackendOptions(folders=ModelFolders(**dict.fromkeys(names, tmp_path)))
     with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
-        make_subject("jetsream", options)
+        select_backend("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):
-        make_subject("no_such_package:subject", options)
+        select_backend("no_such_package:subject", options)

@@ -71,7 +71,7 @@ def test_what_a_thread_raises_comes_when_its_time_is_over():
     assert run(main()) == pytest.approx(4.0)
 
 
-def test_nobody_hangs_on_a_thread_that_was_given_up():
+def test_a_cancelled_wait_for_a_thread_does_not_hang():
     async def main():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):

@@ -117,7 +117,7 @@ def test_new_weights_under_a_running_request(mode, seconds, versions):
     assert ended == pytest.approx(seconds + 0.5 * (mode is PauseMode.ABORT), abs=1e-4) and version == 1
 
 
-def test_pauses_that_wait_are_told_together_and_one_that_is_given_up_holds_nothing():
+def test_pauses_that_wait_end_together_and_one_that_is_given_up_holds_nothing():
     async def main(engine):
         first = asyncio.create_task(finish(engine, request("a", 5)))
         await asyncio.sleep(2.5)

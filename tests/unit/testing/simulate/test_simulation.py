@@ -13,8 +13,7 @@ from rich.console import Console
 
 from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.simulate.command import run_command
-from jax_agent_rl.testing.simulate.run import POLICIES, simulate
+from jax_agent_rl.testing.simulate.run import POLICIES, run_command, simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 
 RECIPE = {
@@ -29,8 +28,7 @@ ROLLOUT, LEARNER, PUBLISH = 4.005, 4.0, 1.0
 
 
 def outcome(policy, assumptions):
-    (found,) = [p for p in POLICIES if p.name == policy]
-    return simulate(config.build(RECIPE), load_assumptions(None, assumptions), found)
+    return simulate(config.build(RECIPE), load_assumptions(None, assumptions), policy, POLICIES[policy])
 
 
 def test_a_synchronous_step_takes_the_sum_of_its_parts():
@@ -60,12 +58,12 @@ def test_the_ideal_is_the_slower_sides_own_rate():
     assert result.share_of_ideal == pytest.approx(16 / result.step_seconds / 4.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("policy", [p.name for p in POLICIES])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_long_tails_keep_every_promise(policy):
     result = outcome(policy, ["steps=6", "engines.count=2", "learner.tokens_per_second=3000", "agent.turns=2"])
     bound = {"sync": 0, "one_step_off": 1}.get(policy) or int(next((c for c in policy if c.isdigit()), 0))
     assert result.staleness_max <= bound
-    assert 0 < result.share_of_ideal <= 1.05  # a few steps, not for ever: their lengths differ from the mean
+    assert 0 < result.share_of_ideal <= 1.05  # a few steps, not infinitely many: their lengths differ from the mean
     assert result.dropped == 0 or policy.endswith("drop")
 
 
@@ -83,14 +81,14 @@ def test_the_command_prints_every_policy_and_ends_with_json(tmp_path, capsys):
     overrides = ["rollout.group_size=2", "assume.steps=2", "assume.engines.count=1"]
     run_command(recipe, overrides, assume, as_json=True, console=screen)
     shown = screen.file.getvalue()
-    assert all(policy.name in shown for policy in POLICIES) and "2 x 2 trajectories" in shown
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["assumptions"]["agent"]["turns"] == 1 and len(told["outcomes"]) == len(POLICIES)
+    assert all(policy in shown for policy in POLICIES) and "2 x 2 trajectories" in shown
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["assumptions"]["agent"]["turns"] == 1 and len(report["outcomes"]) == len(POLICIES)
 
 
 def test_recipes_of_algorithms_that_take_groups_of_one_can_be_simulated():
     alone = {"rollout": {"prompts_per_step": 4, "group_size": 1}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}
-    result = simulate(config.build(RECIPE | alone), load_assumptions(None, ["steps=1"]), POLICIES[0])
+    result = simulate(config.build(RECIPE | alone), load_assumptions(None, ["steps=1"]), "sync", POLICIES["sync"])
     assert result.samples_per_second == pytest.approx(4 / result.step_seconds)
 
 

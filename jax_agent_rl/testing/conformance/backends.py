@@ -1,6 +1,6 @@
 """The backends of this package, each as a :class:`BackendUnderTest`.
 
-A factory takes :class:`SubjectOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` names the built-in
+A factory takes :class:`BackendOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` names the built-in
 factories as ``module:function``, imported on demand; users test their own with ``my_package.module:function``.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.errors import ConfigError
@@ -22,24 +22,80 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
-from jax_agent_rl.testing.conformance.backend_under_test import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
 from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files, with_probe
-from jax_agent_rl.testing.conformance.reference import TransformersReference
+from jax_agent_rl.testing.conformance.reference import Reference, TransformersReference
 
 if TYPE_CHECKING:
     from jax_agent_rl.models.quantized import EightBits
 
+BASE, OTHER, MIXED = "base", "other", "mixed"
+"""Weight sets of one architecture: the initial one, one that differs in every parameter, and a mixture of both."""
+
+ADAPTER, ADAPTED = "conformance", "adapted"
+"""Name of a LoRA adapter in requests, and of the weight set with that adapter merged into ``BASE``."""
+
+MIN_CONTEXT = 128
+"""Smallest ``Capabilities.max_model_len`` in which the checks fit."""
+
+
+class MediaCounts(Protocol):
+    """How many ids images and videos take; see :class:`jax_agent_rl.chat.media.MediaTokens`."""
+
+    @property
+    def placeholders(self) -> Mapping[str, int]:
+        """Placeholder ids by kind of media."""
+        ...
+
+    def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
+        """Repeat each item's placeholder as often as the model reads it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendUnderTest:
+    """A backend under test.
+
+    Attributes:
+        name: name in the report.
+        make: builds a backend, not yet started, that serves ``BASE``; called again if one dies.
+        reference: correct logits for all weight sets.
+        payload: maps (kind, weight set) to the payload of a ``WeightUpdate`` of that kind. The payload of ``MIXED``
+            holds only the parameters that differ from ``BASE``; it is requested with ``Capabilities.partial_update``.
+        vocab_size: ids are in [0, vocab_size).
+        eos_ids: ids that end a generation.
+        decode_text: decodes ids as the backend does; None without a tokenizer.
+        ending_prompts: prompts after which the model is likely to end soon, tried before random ones.
+        media: how many ids an image or a video takes; None for text models.
+        adapter: whether the backend serves ``ADAPTER`` and the reference knows ``ADAPTED``.
+        tolerance: largest log-prob error against float64, in nats: 1e-3 suits float32, 0.1 bfloat16.
+        timeout: seconds after which a check counts as hanging.
+    """
+
+    name: str
+    make: Callable[[], RolloutBackend]
+    reference: Reference
+    payload: Callable[[str, str], Any]
+    vocab_size: int
+    eos_ids: frozenset[int]
+    decode_text: Callable[[Sequence[int]], str] | None = None
+    ending_prompts: tuple[tuple[int, ...], ...] = ()
+    media: MediaCounts | None = None
+    adapter: bool = False
+    tolerance: float = 1e-3
+    timeout: float = 120.0
+
+
 BACKENDS = {
-    "jetstream": "jax_agent_rl.testing.conformance.subjects:jetstream",
-    "ray": "jax_agent_rl.testing.conformance.subjects:ray_actor",
-    "remote": "jax_agent_rl.testing.conformance.subjects:remote",
-    "vllm": "jax_agent_rl.testing.conformance.subjects:vllm",
+    "jetstream": "jax_agent_rl.testing.conformance.backends:jetstream",
+    "ray": "jax_agent_rl.testing.conformance.backends:ray_actor",
+    "remote": "jax_agent_rl.testing.conformance.backends:remote",
+    "vllm": "jax_agent_rl.testing.conformance.backends:vllm",
 }
 _ENDING_QUESTIONS = ("What is 2+2?", "Say hello.", "Answer with one word: what is the capital of France?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions:
+class BackendOptions:
     """Options of the factories.
 
     Attributes:
@@ -47,12 +103,11 @@ class SubjectOptions:
         max_model_len: context length to serve with.
         max_concurrent: decode slots; few, so that requests wait.
         tolerance: see :class:`BackendUnderTest`.
-        patience: see :class:`BackendUnderTest`.
+        timeout: see :class:`BackendUnderTest`.
         url: address of a running rollout server, for ``remote``; None starts one on loopback.
         token: the server's token, if it needs one.
         engine: name of the backend behind the server that is started, or in the Ray actor.
-        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None for the
-            built-in one.
+        engine_factory: ``rollout.jetstream.engine_factory`` of ``jetstream``; None for the built-in engine.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
@@ -62,17 +117,17 @@ class SubjectOptions:
     max_model_len: int = 256
     max_concurrent: int = 8
     tolerance: float = 1e-3
-    patience: float = 120.0
+    timeout: float = 120.0
     url: str | None = None
     token: str | None = None
     engine: str = "jetstream"
-    brought: str | None = None
+    engine_factory: str | None = None
     quantize: EightBits | None = None
     kv_dtype: EightBits | None = None
     adapters: bool = False
 
 
-def make_subject(backend: str, options: SubjectOptions) -> BackendUnderTest:
+def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
     """Build the subject of a backend given by name or as ``module:function``.
 
     Raises:
@@ -84,7 +139,7 @@ def make_subject(backend: str, options: SubjectOptions) -> BackendUnderTest:
         names = ", ".join(BACKENDS)
         raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
     try:
-        factory: Callable[[SubjectOptions], BackendUnderTest] = getattr(importlib.import_module(module), function)
+        factory: Callable[[BackendOptions], BackendUnderTest] = getattr(importlib.import_module(module), function)
         return factory(options)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"backend {backend!r} ({where}) is not available: {error}") from error
@@ -93,7 +148,7 @@ def make_subject(backend: str, options: SubjectOptions) -> BackendUnderTest:
 def describe(
     name: str,
     make: Callable[[], RolloutBackend],
-    options: SubjectOptions,
+    options: BackendOptions,
     *,
     payload: Callable[[str, str], Any] | None = None,
 ) -> BackendUnderTest:
@@ -111,7 +166,7 @@ def describe(
     raw = json.loads((options.folders.base / "config.json").read_text())
     vocab_size = raw.get("text_config", raw)["vocab_size"]
 
-    def payload_of(kind: str, which: str) -> Any:
+    def make_payload(kind: str, which: str) -> Any:
         if kind == "safetensors":
             files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
             place = options.folders.scratch
@@ -127,7 +182,7 @@ def describe(
         name=name,
         make=make,
         reference=reference,
-        payload=payload_of,
+        payload=make_payload,
         vocab_size=vocab_size,
         eos_ids=_eos_ids(options.folders.base),
         decode_text=decoder(tokenizer) if tokenizer else None,
@@ -135,7 +190,7 @@ def describe(
         media=MediaTokens.read(options.folders.base),
         adapter=options.adapters,
         tolerance=options.tolerance,
-        patience=options.patience,
+        timeout=options.timeout,
     )
 
 
@@ -200,7 +255,7 @@ def decoder(tokenizer: Any) -> Callable[[Any], str]:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def jetstream(options: SubjectOptions) -> BackendUnderTest:
+def jetstream(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of the embedded JAX engine, or of an external one."""
     from jax_agent_rl.jetstream.backend import JetStreamBackend
     from jax_agent_rl.jetstream.engine import EngineShapes
@@ -221,7 +276,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
         patch_buckets=(64,),
     )
     vision_processor = VisionProcessor.of(config, folders[BASE])
-    brought = load_engine_function(options.brought) if options.brought else None
+    external_engine = load_engine_function(options.engine_factory) if options.engine_factory else None
     adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
     tokenizer = _tokenizer(folders[BASE])
 
@@ -231,7 +286,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
             config,
             params,
             shapes,
-            external_engine=brought,
+            external_engine=external_engine,
             vision_processor=vision_processor,
             decode_text=decode,
             quantize=options.quantize,
@@ -247,7 +302,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
     return describe("jetstream", make, options, payload=payload)
 
 
-def vllm(options: SubjectOptions) -> BackendUnderTest:
+def vllm(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of vLLM on whatever device it was built for."""
     from gpu_backend.backend import VllmBackend
     from gpu_backend.settings import VllmSettings
@@ -265,20 +320,20 @@ def vllm(options: SubjectOptions) -> BackendUnderTest:
     return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
 
 
-def remote(options: SubjectOptions) -> BackendUnderTest:
+def remote(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of a rollout server: a running one that serves the base model, or one started here."""
     if (url := options.url) is not None:
         return describe(f"remote {url}", lambda: RemoteBackend(url, token=options.token), options)
-    inner = make_subject(options.engine, options)
+    inner = select_backend(options.engine, options)
     folder = str(options.folders.scratch)
     return describe(f"remote {options.engine}", lambda: ServedBackend(inner.make, weight_dir=folder), options)
 
 
-def ray_actor(options: SubjectOptions) -> BackendUnderTest:
+def ray_actor(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of an engine in a Ray actor, which takes its weights from the object store."""
     from jax_agent_rl.rollout.ray.weights import store
 
-    inner = make_subject(options.engine, options)
+    inner = select_backend(options.engine, options)
     form = "arrays" if options.engine == "jetstream" else "safetensors"
 
     def payload(kind: str, which: str) -> Any:
@@ -290,9 +345,9 @@ def ray_actor(options: SubjectOptions) -> BackendUnderTest:
     return describe(f"ray {options.engine}", lambda: ActorBackend(make), options, payload=payload)
 
 
-def _engine(options: SubjectOptions) -> RolloutBackend:
+def _engine(options: BackendOptions) -> RolloutBackend:
     """Build the engine inside the actor."""
-    return make_subject(options.engine, options).make()
+    return select_backend(options.engine, options).make()
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -1,0 +1,162 @@
+"""Concurrent requests: they affect each other's speed and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from jax_agent_rl.errors import BackendError
+from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.runner import check
+from jax_agent_rl.types import PauseMode, digest_ids
+
+_MAX_SLOTS = 128
+"""Most slots that are filled to make requests queue; more would take too long."""
+
+
+@check("seeds")
+async def test_seeds_reproduce(probe: Probe) -> None:
+    """With a seed, a request's ids are the same whatever else is in the batch; other seeds give others."""
+    prompt = probe.prompt(10, seed=30)
+    options = {"max_tokens": 24, "temperature": 1.0}
+    alone = await probe.generate(prompt, seed=42, **options)
+    others = [probe.begin(probe.prompt(7 + i, seed=31), **options) for i in range(7)]
+    batched = await probe.generate(prompt, seed=42, **options)
+    await asyncio.gather(*others)
+    other_seed = await probe.generate(prompt, seed=43, **options)
+    cause = "the seed is ignored, or randomness depends on the slot, the step or the batch"
+    assert batched.token_ids == alone.token_ids, cause
+    assert other_seed.token_ids != alone.token_ids, "all seeds are mapped to one"
+
+
+@check()
+async def test_unseeded_differ(probe: Probe) -> None:
+    """Without a seed, requests draw their own: eight samples of a group are not all the same."""
+    outputs = await probe.gather([probe.prompt(10, seed=32)] * 8, max_tokens=24, temperature=1.0)
+    cause = "unseeded requests share one random state, or temperature is ignored; a GRPO group would be all equal"
+    assert len({output.token_ids for output in outputs}) > 1, cause
+
+
+@check()
+async def test_concurrency_64(probe: Probe) -> None:
+    """64 concurrent requests of different lengths each get their own answer."""
+    prompts = [probe.prompt(1 + (11 * i) % 60, seed=200 + i) for i in range(64)]
+    lengths = [4 + i % 9 for i in range(64)]
+    tasks = [probe.begin(p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+    for i, (prompt, output) in enumerate(zip(prompts, await asyncio.gather(*tasks), strict=True)):
+        expected = (lengths[i], digest_ids([*prompt, *output.token_ids]))
+        cause = f"request {i} of 64: requests are mixed up, an answer goes to the wrong caller"
+        assert (len(output.token_ids), output.context_digest) == expected, cause
+        if i % 4 == 0:
+            cause = "a slot's KV or position leaks into another's"
+            probe.assert_greedy(prompt, output, f"greedy ids of request {i} of 64", cause=cause)
+
+
+@check("prefix_reuse")
+async def test_prefix_reuse(probe: Probe) -> None:
+    """On its next turn, a session reuses and counts cached KV, and gets the same ids as without."""
+    prompt = probe.prompt(64, seed=33)
+    before = await probe.backend.metrics()
+    first = await probe.generate(prompt, session="conformance-prefix", max_tokens=12)
+    longer = [*prompt, *first.token_ids, *probe.prompt(5, seed=34)]
+    second = await probe.generate(longer, session="conformance-prefix")
+    cause = "the prefix cache is off, is looked up by session only, or hits are not counted"
+    assert 32 <= second.cached_tokens < len(longer), f"of a second turn that repeats {len(longer) - 5} ids: {cause}"
+    counted = (await probe.backend.metrics()).cached_tokens - before.cached_tokens
+    assert counted == first.cached_tokens + second.cached_tokens, "outputs and metrics count differently"
+    probe.assert_greedy(longer, second, "greedy ids on a reused prefix", cause="the KV reused is not of these ids")
+    await probe.backend.reset_prefix_cache()
+    assert (await probe.generate(longer)).cached_tokens == 0, "reset_prefix_cache does nothing"
+
+
+@check("priorities")
+async def test_priorities(probe: Probe) -> None:
+    """Among waiting requests, the one with the lowest priority value runs first."""
+    slots = probe.capabilities.max_concurrent
+    if slots > _MAX_SLOTS:
+        pytest.skip(f"Capabilities.max_concurrent={slots}: too many slots to fill so that requests wait")
+    prompt, done = probe.prompt(5, seed=35), []
+
+    async def run(name: str, priority: int) -> None:
+        await probe.begin(prompt, priority=priority, max_tokens=8)
+        done.append(name)
+
+    paused = PauseMode.KEEP in probe.capabilities.pause_modes
+    if paused:
+        await probe.backend.pause(PauseMode.KEEP)
+        fillers = []
+    else:
+        fillers = [probe.begin(prompt, max_tokens=probe.room - 8) for _ in range(slots)]
+    wanted = [("last", 9), *((f"mid{i}", 5) for i in range(2 * slots)), ("first", 1)]
+    tasks = [asyncio.create_task(run(name, priority)) for name, priority in wanted]
+    try:
+        await _all_arrived(probe, len(wanted) + len(fillers))
+        if paused:
+            await probe.backend.resume()
+        await asyncio.gather(*tasks, *fillers)
+    finally:
+        for task in tasks:
+            task.cancel()
+    assert done.index("first") < slots, f"priorities are ignored, or their order is reversed: {done}"
+    assert done.index("last") >= len(done) - slots, f"priorities are ignored, or their order is reversed: {done}"
+
+
+@check()
+async def test_health_under_load(probe: Probe) -> None:
+    """Under load, health answers at once and counts every request, and then returns to zero."""
+    slots = probe.capabilities.max_concurrent
+    count = min(2 * slots, 64)
+    prompts = [probe.prompt(6, seed=300 + i) for i in range(count)]
+    tasks = [probe.begin(prompt, max_tokens=probe.room - 8) for prompt in prompts]
+    await _all_arrived(probe, count)
+    begin = time.monotonic()
+    health = await probe.backend.health()
+    assert time.monotonic() - begin < 5, "health waits for the work in progress"
+    busy = sum(not task.done() for task in tasks)
+    version = probe.backend.policy_version
+    assert (health.ok, health.policy_version) == (True, version), "health reports another version than is served"
+    assert busy <= health.running + health.waiting <= count, "waiting requests are not counted"
+    assert health.running <= slots, "more run than Capabilities.max_concurrent says"
+    await asyncio.gather(*tasks)
+    await probe.until_idle("running and waiting go back to 0", cause="finished requests are still counted")
+
+
+@check()
+async def test_metrics_count(probe: Probe) -> None:
+    """Metrics count each id and each request once."""
+    before = await probe.backend.metrics()
+    outputs = await probe.gather([probe.prompt(9, seed=400 + i) for i in range(10)], max_tokens=7)
+    after = await probe.backend.metrics()
+    generated = after.generated_tokens - before.generated_tokens
+    assert generated == sum(len(output.token_ids) for output in outputs), "ids past the end of a request are counted"
+    assert after.requests_finished - before.requests_finished == 10, "a request is counted twice, or not at all"
+    cause = "a shape that warm-up does not cover: each new one stalls every request"
+    assert after.recompilations == 0, cause
+
+
+@check()
+async def test_duplicate_id_refused(probe: Probe) -> None:
+    """While a request runs, a second one with its id is refused, and the first continues."""
+    prompt, count = probe.prompt(8, seed=36), probe.room - 16
+    live = await probe.started(prompt, max_tokens=count)
+    if live.task.done():
+        pytest.skip(f"the backend samples {count} ids faster than a second request can be sent")
+    second = probe.generate(prompt, request_id=live.request_id)
+    cause = "the second one replaces the first, whose caller then hangs or gets the wrong ids"
+    await probe.raises(BackendError, second, "a second request with the id of a running one", cause=cause)
+    assert len((await live.task).token_ids) == count, "the refusal ended the first request"
+
+
+async def _all_arrived(probe: Probe, count: int) -> None:
+    """Wait until the backend has counted so many requests as running, waiting or finished."""
+    before = (await probe.backend.metrics()).requests_finished
+
+    async def arrived() -> bool:
+        health = await probe.backend.health()
+        finished = (await probe.backend.metrics()).requests_finished - before
+        return health.running + health.waiting + finished >= count
+
+    cause = "queued requests are not counted in health().waiting"
+    await probe.until(arrived, f"{count} requests are running or waiting", cause=cause)

@@ -1,0 +1,220 @@
+"""A single request: its ids, their log-probs, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.sampling_params import MOST_IDS
+from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.runner import check
+from jax_agent_rl.types import StopReason, digest_ids
+
+_MAX_ANSWER = 48
+
+
+@check()
+async def test_greedy_matches_reference(probe: Probe) -> None:
+    """Temperature 0 gives the ids of a full forward pass over the same weights."""
+    prompts = [probe.prompt(length, seed=1) for length in (1, 3, 17, 40, 90)]
+    for prompt, output in zip(prompts, await probe.gather(prompts, max_tokens=16), strict=True):
+        what = f"greedy continuation of a prompt of {len(prompt)} ids"
+        cause = "wrong weights, positions off by one, or KV of another request is read"
+        probe.assert_greedy(prompt, output, what, cause=cause)
+        assert len(output.token_ids) == 16, "max_tokens or ignore_eos is not honoured"
+
+
+@check("logprobs")
+async def test_greedy_logprobs(probe: Probe) -> None:
+    """Greedy log-probs are those of temperature 1."""
+    prompt = probe.prompt(20, seed=2)
+    output = await probe.generate(prompt, max_tokens=16)
+    cause = "greedy log-probs are reported as 0, or scaled by 1/epsilon"
+    probe.assert_logprobs(prompt, output, "log-probs at temperature 0", cause=cause)
+
+
+@check("logprobs")
+async def test_logprobs_temperature(probe: Probe) -> None:
+    """Log-probs are those of the distribution after temperature."""
+    prompt = probe.prompt(20, seed=3)
+    cause = "raw log-probs (before temperature) are reported, or they are shifted by one position"
+    for value in (1.0, 0.6, 1.4) if probe.capabilities.any_sampling else (1.0,):
+        output = await probe.generate(prompt, max_tokens=24, temperature=value, seed=11)
+        probe.assert_logprobs(prompt, output, f"log-probs at temperature {value:g}", cause=cause, temperature=value)
+
+
+@check("logprobs", "any_sampling")
+async def test_logprobs_top_p(probe: Probe) -> None:
+    """With top-p, ids are in the nucleus and log-probs are normalized over it."""
+    prompt = probe.prompt(20, seed=4)
+    cause = "log-probs of the untruncated distribution are reported, or top-p is applied before temperature"
+    for top_p, temperature in ((0.7, 1.0), (0.9, 1.3)):
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+        output = await probe.generate(prompt, max_tokens=24, seed=12, **sampling)
+        probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
+
+
+@check("logprobs", "any_sampling")
+async def test_logprobs_top_k(probe: Probe) -> None:
+    """With top-k, ids are among the k most likely and log-probs are normalized over them."""
+    prompt, sampling = probe.prompt(20, seed=5), {"temperature": 1.2, "top_k": 4}
+    output = await probe.generate(prompt, max_tokens=24, seed=13, **sampling)
+    cause = "log-probs of the untruncated distribution are reported, or top-k is ignored"
+    probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
+
+
+@check()
+async def test_ids_in_ids_out(probe: Probe) -> None:
+    """Exactly the given ids are conditioned on; every sampled id has a log-prob and a version."""
+    with_eos = [*probe.prompt(6, seed=6), *sorted(probe.subject.eos_ids)[:1], *probe.prompt(5, seed=7)]
+    repeated = [with_eos[0]] * 9  # decoding and encoding again would merge or split these
+    for prompt in (with_eos, repeated, probe.prompt(33, seed=8)):
+        output = await probe.generate(prompt, max_tokens=12, temperature=1.0, seed=5)
+        digest = digest_ids([*prompt, *output.token_ids])
+        assert output.context_digest == digest, "the prompt went through text, or ids were added or cut"
+        invalid = [i for i in output.token_ids if type(i) is not int or not 0 <= i < probe.subject.vocab_size]
+        assert invalid == [], "padding ids or array scalars leak into the output"
+        assert set(output.policy_versions) == {probe.backend.policy_version}, "versions are not of the served weights"
+
+
+@check()
+async def test_bad_ids_refused(probe: Probe) -> None:
+    """Ids outside the vocabulary raise a BackendError for this request alone."""
+    cause = "ids are not checked before they index the embedding: an engine reads garbage or dies of it"
+    for bad in (probe.subject.vocab_size, -1):
+        await probe.raises(BackendError, probe.generate([5, bad]), f"a prompt with id {bad}", cause=cause)
+    prompt = probe.prompt(5, seed=9)
+    what = "a request after a refused one"
+    probe.assert_greedy(prompt, await probe.generate(prompt), what, cause="the refused one broke the engine")
+
+
+@check()
+async def test_extreme_values_are_isolated(probe: Probe) -> None:
+    """Extreme values in a request are served or raise its own BackendError; other requests are unaffected."""
+    count, prompt = probe.room - 24, probe.prompt(8, seed=13)
+    concurrent = (await probe.started(prompt, max_tokens=count)).task
+    cause = "values are not checked before they reach the engine's arrays: one request ends all others"
+    for extreme in ({"top_k": MOST_IDS - 1, "temperature": 1.0}, {"stop_token_ids": (MOST_IDS - 1,)}):
+        with contextlib.suppress(BackendError):
+            await probe.within(60, probe.begin(prompt, **extreme), f"an answer to a request of {extreme}", cause=cause)
+    assert len((await concurrent).token_ids) == count, cause
+    probe.assert_greedy(prompt, await probe.generate(prompt), "a request after them", cause=cause)
+
+
+@check()
+async def test_prompt_too_long(probe: Probe) -> None:
+    """Too long a prompt raises PromptTooLongError with its length and the limit."""
+    limit = probe.capabilities.max_model_len
+    for length in (limit, limit + 7):
+        request = probe.generate(probe.prompt(length, seed=10))
+        what = f"a prompt of {length} ids with max_model_len={limit}"
+        cause = "the prompt is truncated silently, or the engine's own error is not translated"
+        message = str(await probe.raises(PromptTooLongError, request, what, cause=cause))
+        assert str(length) in message, "a message without numbers cannot be acted on"
+        assert str(limit) in message, "a message without numbers cannot be acted on"
+
+
+@check()
+async def test_context_limit(probe: Probe) -> None:
+    """When the context is full, a generation ends with LENGTH."""
+    output = await probe.generate(probe.prompt(probe.capabilities.max_model_len - 3, seed=11), max_tokens=50)
+    cause = "the last position is left unused, or the prompt was cut to make room"
+    assert (len(output.token_ids), output.stop_reason) == (3, StopReason.LENGTH), cause
+
+
+@check("streaming")
+async def test_streaming_chunks(probe: Probe) -> None:
+    """Chunks add up to the final output and arrive before the end."""
+    prompt = probe.prompt(12, seed=12)
+    async with probe.streaming(probe.request(prompt, max_tokens=60, temperature=1.0, seed=3)) as stream:
+        chunks = [chunk async for chunk in stream]
+    final, finals = chunks[-1].final, [chunk.final is not None for chunk in chunks]
+    assert finals == [False] * (len(chunks) - 1) + [True], "the stream goes on after its end, or lacks a result"
+    for name in ("token_ids", "log_probs", "policy_versions"):
+        joined = sum((getattr(chunk, name) for chunk in chunks), ())
+        assert joined == getattr(final, name), f"{name}: a chunk is lost, repeated or reordered"
+    assert len(chunks) > 1, "the output is buffered"
+
+
+@check()
+async def test_eos_kept(probe: Probe) -> None:
+    """EOS ends a generation and is its last id, with its log-prob; at max_tokens it still counts as EOS."""
+    prompt, whole = await _find_ending(probe)
+    for limit in (_MAX_ANSWER, len(whole)):
+        output = await probe.generate(prompt, max_tokens=limit, ignore_eos=False)
+        what = f"an answer of {len(whole)} ids, max_tokens={limit}"
+        assert output.token_ids == whole, f"{what}: EOS is dropped, or does not end the generation"
+        cause = f"{what}: the reason is derived from the length, or EOS is reported as a stop id"
+        assert (output.stop_reason, output.stop_match) == (StopReason.EOS, None), cause
+        if probe.capabilities.logprobs:
+            cause = "the log-prob of EOS is missing or shifted"
+            probe.assert_logprobs(prompt, output, f"{what}: log-probs", cause=cause)
+
+
+@check()
+async def test_stop_token_ids(probe: Probe) -> None:
+    """Extra stop ids end a generation, are kept, and are named in stop_match."""
+    prompt = probe.prompt(10, seed=20)
+    whole = (await probe.generate(prompt, max_tokens=12)).token_ids
+    stop = whole[4]
+    output = await probe.generate(prompt, max_tokens=12, stop_token_ids=(stop,))
+    assert output.token_ids == whole[: whole.index(stop) + 1], "stop ids are ignored, or the stop id is dropped"
+    cause = "a stop id is reported as EOS or without its name"
+    assert (output.stop_reason, output.stop_match) == (StopReason.STOP, str(stop)), cause
+
+
+@check("stop_strings")
+async def test_stop_strings(probe: Probe) -> None:
+    """Stop strings end a generation at the id that completes them; all ids up to that one are kept."""
+    decode = probe.subject.decode_text
+    if decode is None:
+        pytest.skip("the suite was given no tokenizer to decode with")
+    prompt = probe.prompt(10, seed=21)
+    whole = (await probe.generate(prompt, max_tokens=24)).token_ids
+    texts = [decode(whole[:n]) for n in range(len(whole) + 1)]
+    stop = _text_across_ids(texts)
+    cut = next(n for n, text in enumerate(texts) if stop in text)
+    output = await probe.generate(prompt, max_tokens=24, stop=("\x00never\x00", stop))
+    cause = f"ids that make up {stop!r} in {texts[-1]!r} are cut off, or it is looked for in single ids only"
+    assert output.token_ids == whole[:cut], cause
+    assert (output.stop_reason, output.stop_match) == (StopReason.STOP, stop), "the matching string is not reported"
+
+
+@check()
+async def test_max_tokens_exact(probe: Probe) -> None:
+    """Exactly max_tokens ids, with LENGTH, if nothing else ends the generation."""
+    limits = (1, 2, 3, 7, 16, 33)
+    prompt = probe.prompt(9, seed=22)
+    tasks = [probe.begin(prompt, max_tokens=limit, temperature=1.0) for limit in limits]
+    cause = "the first or last id is not counted, or a whole dispatch of several steps is returned"
+    for limit, output in zip(limits, await asyncio.gather(*tasks), strict=True):
+        assert (len(output.token_ids), output.stop_reason) == (limit, StopReason.LENGTH), cause
+
+
+async def _find_ending(probe: Probe) -> tuple[list[int], tuple[int, ...]]:
+    """Find a prompt after which a greedy generation reaches EOS, and its ids up to there; else skip the test."""
+    candidates = [list(prompt) for prompt in probe.subject.ending_prompts]
+    candidates += [probe.prompt(5, seed=100 + i) for i in range(64)]
+    for begin in range(0, len(candidates), 16):
+        prompts = candidates[begin : begin + 16]
+        outputs = await probe.gather(prompts, max_tokens=_MAX_ANSWER)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            at = next((i for i, token in enumerate(output.token_ids) if token in probe.subject.eos_ids), 0)
+            if at > 1:
+                probe.assert_greedy(prompt, output, "greedy ids with ignore_eos", cause="wrong ids, see greedy checks")
+                return prompt, output.token_ids[: at + 1]
+    pytest.skip(f"no prompt tried leads this model to EOS within {_MAX_ANSWER} greedy ids")
+
+
+def _text_across_ids(texts: list[str]) -> str:
+    """Find a string that spans the texts of two ids; ``texts`` are those of each prefix."""
+    for n in range(3, len(texts) - 1):
+        begin = max(0, len(texts[n]) - 1)
+        piece = texts[n + 1][begin : len(texts[n]) + 1]
+        if len(piece) == 2 and piece.isprintable() and "\ufffd" not in texts[n + 1]:
+            return piece
+    pytest.skip("the greedy output holds no clean text to stop at")

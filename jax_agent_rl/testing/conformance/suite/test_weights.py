@@ -1,0 +1,140 @@
+"""Weight updates: all or nothing, under a new version, with an empty cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.testing.conformance.backends import BASE, MIXED, OTHER
+from jax_agent_rl.testing.conformance.probe import Probe
+from jax_agent_rl.testing.conformance.reference import expected_logprobs, predictions
+from jax_agent_rl.testing.conformance.runner import check
+from jax_agent_rl.types import PauseMode, TokenOutput
+
+_ATTEMPTS = 5
+_STALE = "some tensors keep old values (a tied head, a packed copy), or are read in another layout"
+
+
+@check("weight_payloads")
+async def test_weights_take_effect(probe: Probe) -> None:
+    """After an update, every id is of the new weights and version, even where a prefix was cached."""
+    prompt = probe.prompt(64, seed=60)
+    for kind in sorted(probe.capabilities.weight_payloads):
+        await probe.serve(BASE, kind=kind)
+        await probe.generate(prompt)
+        version = await probe.serve(OTHER, kind=kind)
+        output = await probe.generate(prompt, max_tokens=16)
+        versions = (probe.backend.policy_version, set(output.policy_versions))
+        assert versions == (version, {version}), f"kind {kind!r}: the version is not taken over with the weights"
+        assert output.cached_tokens == 0, "KV of the old weights is reused"
+        probe.assert_greedy(prompt, output, "ids of the new weights", weights=OTHER, cause=_STALE)
+        if probe.capabilities.logprobs:
+            probe.assert_logprobs(prompt, output, "log-probs of the new weights", weights=OTHER, cause=_STALE)
+
+
+@check("weight_payloads")
+async def test_weights_round_trip(probe: Probe) -> None:
+    """Other weights and back again restore the first output."""
+    prompt = probe.prompt(20, seed=61)
+    for kind in sorted(probe.capabilities.weight_payloads):
+        outputs = []
+        for weights in (BASE, OTHER, BASE):
+            await probe.serve(weights, kind=kind)
+            outputs.append(await probe.generate(prompt, max_tokens=24))
+        first, between, last = outputs
+        assert last.token_ids == first.token_ids, f"kind {kind!r}: {_STALE}"
+        error = np.abs(np.subtract(last.log_probs, first.log_probs)).max()
+        assert error <= probe.subject.tolerance, f"kind {kind!r}: {_STALE}"
+        assert between.log_probs != first.log_probs, f"kind {kind!r}: the update was accepted and not applied"
+
+
+@check("partial_update", "weight_payloads")
+async def test_partial_update(probe: Probe) -> None:
+    """Parameters that a partial update does not name stay as they are."""
+    prompt = probe.prompt(20, seed=64)
+    for kind in sorted(probe.capabilities.weight_payloads):
+        await probe.serve(BASE, kind=kind)
+        version = await probe.serve(MIXED, kind=kind)
+        output = await probe.generate(prompt, max_tokens=16)
+        assert set(output.policy_versions) == {version}, f"kind {kind!r}: {_STALE}"
+        cause = "the parameters that were not named are lost, or matrices that the engine fuses are filled in part"
+        probe.assert_greedy(prompt, output, "ids after a partial update", weights=MIXED, cause=cause)
+        if probe.capabilities.logprobs:
+            probe.assert_logprobs(prompt, output, "log-probs after a partial update", weights=MIXED, cause=cause)
+
+
+@check("in_flight_update", "pause_modes:keep", "weight_payloads")
+async def test_update_in_flight(probe: Probe) -> None:
+    """During a generation, weights can change: earlier ids keep the old version, later ones have the new."""
+    prompt, count = probe.prompt(8, seed=62), probe.room - 24
+    output, old, new, before = await _update_in_flight(probe, prompt, count)
+    versions = output.policy_versions
+    runs = [(version, len(list(ids))) for version, ids in itertools.groupby(versions)]  # (version, number of ids)
+    cause = f"all ids get the version served at the end (or the start), or the request was restarted: {runs}"
+    assert ([version for version, _ in runs], len(versions)) == ([old, new], count), cause
+    cut = versions.index(new)
+    assert cut >= before, "ids are labelled when they are returned, not when they are sampled"
+    if not probe.capabilities.logprobs:
+        return
+    # The new ids' KV is of both weights, so their log-probs are known only not to be those of the old ones.
+    logits = predictions(probe.subject.reference, prompt, output.token_ids, BASE)
+    errors = np.abs(np.asarray(output.log_probs) - expected_logprobs(logits, output.token_ids, output.log_probs))
+    assert errors[:cut].max() <= probe.subject.tolerance, "ids of the new weights are labelled old"
+    assert errors[cut:].max() > probe.subject.tolerance, "the version changed without the weights"
+
+
+async def _update_in_flight(probe: Probe, prompt: list[int], count: int) -> tuple[TokenOutput, int, int, int]:
+    """Return the output, both versions, and the number of ids before the pause."""
+    for _ in range(_ATTEMPTS):
+        await probe.serve(BASE)
+        old = probe.backend.policy_version
+        live = await probe.started(prompt, max_tokens=count)
+        before = live.sampled
+        await probe.backend.pause(PauseMode.KEEP)
+        if live.task.done():  # over before the pause came
+            await probe.backend.resume()
+            continue
+        new = await probe.serve(OTHER)
+        await probe.backend.resume()
+        output = await live.task
+        # The last step before the pause may have finished it; then there is nothing to see.
+        if set(output.policy_versions) != {old} or len(output.token_ids) < count:
+            return output, old, new, before
+    pytest.skip(f"the backend samples {count} ids faster than a pause can reach it")
+
+
+@check("weight_payloads")
+async def test_stale_version_refused(probe: Probe) -> None:
+    """Unless its version is newer, an update is refused and the old weights stay."""
+    version = await probe.serve(BASE)
+    for number in (version, version - 1):
+        what = f"an update to version {number} while {version} is served"
+        cause = "versions are not compared: a late update would undo a newer one"
+        await _refused(probe, probe.update(OTHER, version=number), what, cause=cause)
+
+
+@check("weight_payloads")
+async def test_bad_weights_refused(probe: Probe) -> None:
+    """Weights of a wrong kind or that do not fit the model are refused, and the old ones stay."""
+    version = 1 + await probe.serve(BASE)
+    cause = "the update is accepted blindly, or leaves the engine half changed"
+    unknown = WeightUpdate(version=version, kind="conformance", payload=None)
+    await _refused(probe, unknown, "an update of kind 'conformance'", cause=cause)
+    for kind in sorted(probe.capabilities.weight_payloads):
+        payload = ["/nonexistent/model.safetensors"] if kind == "safetensors" else {"conformance": np.zeros(3)}
+        wrong = WeightUpdate(version=version, kind=kind, payload=payload)
+        await _refused(probe, wrong, f"a {kind!r} update without the model's parameters", cause=cause)
+
+
+async def _refused(probe: Probe, update: WeightUpdate, what: str, *, cause: str) -> None:
+    version = probe.backend.policy_version
+    await probe.raises(WeightUpdateError, probe.backend.update_weights(update), what, cause=cause)
+    prompt = probe.prompt(12, seed=63)
+    output = await probe.generate(prompt)
+    versions = (probe.backend.policy_version, set(output.policy_versions))
+    assert versions == (version, {version}), f"after {what}: the version changed although the weights were refused"
+    probe.assert_greedy(prompt, output, f"ids after {what}", cause="the refused weights were (partly) taken")
