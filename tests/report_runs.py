@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report.run_data import RunData, read_run
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
 from tests.trajectories import EPOCH, SECOND, a_trace, call, trajectory
@@ -82,7 +82,7 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
 
 def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     """A run folder with ``steps`` steps of four trajectories, an evaluation and two traces; no tokenizer."""
-    folder = RunFolder(path)
+    folder = RunDir(path)
     folder.write_json(folder.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}})
     folder.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
     for step in range(1, steps + 1):

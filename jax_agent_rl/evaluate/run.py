@@ -20,8 +20,8 @@ from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
-from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
@@ -101,7 +101,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     begin = time.monotonic()
     with Progress(console, total_steps=0) as progress:
         async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
-            folder = RunFolder(out)
+            folder = RunDir(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
             folder.write_json(folder.config, recorded.model_dump(mode="json"))
             groups = await _sample(rollouts, subject, request, chosen, folder, progress)
@@ -137,7 +137,7 @@ async def _sample(
     subject: ServedPolicy,
     request: EvaluationRequest,
     chosen: SamplingParams,
-    folder: RunFolder,
+    folder: RunDir,
     progress: Progress,
 ) -> Sequence[Group]:
     """Sample for every row, with the seeds of the held-out evaluation after this step, whose samples come first."""

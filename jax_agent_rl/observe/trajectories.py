@@ -84,7 +84,7 @@ def render(
     Sampled spans stand in «guillemets» as well as in colour, so that they can be distinguished without colours, too.
 
     Args:
-        record: see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
+        record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
         decode: turns ids into text, special tokens included.
         title: heading; empty: the trajectory's id.
         whole_prompt: show the whole prompt instead of its end.

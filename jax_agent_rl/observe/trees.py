@@ -35,7 +35,7 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     """Return one group as a tree for the terminal.
 
     Args:
-        records: its trajectories, see :func:`jax_agent_rl.observe.metrics.trajectory_record`.
+        records: its trajectories, see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
         decode: turns ids into text.
     """
     trajectories = [trajectory_of(record) for record in records]

@@ -24,7 +24,7 @@ from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.tensor_samples import Inspectable
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group
 
@@ -44,7 +44,7 @@ class AgreementWatch:
         say: takes a line for people.
     """
 
-    def __init__(self, runtime: RunComponents, folder: RunFolder, *, version: int, say: Callable[[str], None]) -> None:
+    def __init__(self, runtime: RunComponents, folder: RunDir, *, version: int, say: Callable[[str], None]) -> None:
         self._runtime, self._folder, self._say = runtime, folder, say
         self._since = version
         self._agreed = True

@@ -25,8 +25,8 @@ from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.scored_batch import trained_lengths
-from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
@@ -71,7 +71,7 @@ class Trainer:
     """
 
     runtime: RunComponents
-    folder: RunFolder
+    folder: RunDir
     checkpointer: CheckpointStore
     record: RunRecord
     progress: Progress

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
 from jax_agent_rl.observe.warnings import rules, without_agent
 from jax_agent_rl.observe.watch import Watch
@@ -48,7 +48,7 @@ def check_observers(config: Config) -> None:
 
 @contextmanager
 def observers(
-    config: Config, folder: RunFolder, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
+    config: Config, folder: RunDir, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
 ) -> Iterator[Observers]:
     """Open the observers of a run, and close them at its end.
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from jax_agent_rl.cli import app
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.tiny_run import tiny_recipe
 from tests.warm import python
 

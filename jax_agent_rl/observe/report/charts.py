@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.observe.metrics import is_number
+from jax_agent_rl.observe.run_dir import is_number
 from jax_agent_rl.utils.files import writing
 
 MOST_POINTS = 600

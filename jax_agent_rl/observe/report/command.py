@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import is_number
 from jax_agent_rl.observe.report.charts import charts
 from jax_agent_rl.observe.report.run_data import RunData, decoder, read_run, value_at
 from jax_agent_rl.observe.report.timeline import timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.run_dir import is_number
 from jax_agent_rl.observe.trees import forest
 from jax_agent_rl.utils.files import write_atomically, writing
 from jax_agent_rl.utils.text import replace_lone_surrogates

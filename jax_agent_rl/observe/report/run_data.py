@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import DataError, ModelError
-from jax_agent_rl.observe.metrics import Records, RunFolder, metrics_of, traces_of, trajectories_of
+from jax_agent_rl.observe.run_dir import Records, RunDir, read_metrics, read_traces, read_trajectories
 from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.trajectories import Decode
 
@@ -53,9 +53,9 @@ def read_run(run: Path, *, most: int) -> RunData:
     files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
     if not any(file.is_file() for file in files):
         raise DataError(f"{run} is no run folder: there is no {', no '.join(file.name for file in files)} in it")
-    folder, notes = RunFolder(run), []
-    metrics, traces = metrics_of(folder.metrics), traces_of(folder.traces)
-    recorded = trajectories_of(folder.trajectories)
+    folder, notes = RunDir(run), []
+    metrics, traces = read_metrics(folder.metrics), read_traces(folder.traces)
+    recorded = read_trajectories(folder.trajectories)
     trajectories, total = _read_trajectories(recorded, most, notes)
     data = RunData(
         name=run.resolve().name,

@@ -19,7 +19,7 @@ from typing import Any
 
 from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import RunFolder, append_records
+from jax_agent_rl.observe.run_dir import RunDir, append_records
 from jax_agent_rl.observe.sinks.background import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
 
@@ -39,7 +39,7 @@ OUTPUTS = ("text", "observation", "reward", "reward_parts", "finish_reason")
 
 
 @asynccontextmanager
-async def open_tracer(config: TraceConfig, folder: RunFolder) -> AsyncIterator[Tracer | None]:
+async def open_tracer(config: TraceConfig, folder: RunDir) -> AsyncIterator[Tracer | None]:
     """Yield the tracer of ``trace.sinks``, None if there are none; let the sinks finish in the end.
 
     Raises:
@@ -222,7 +222,7 @@ class WeaveSink:
         self._client.finish(use_progress_bar=False)
 
 
-def open_sinks(config: TraceConfig, folder: RunFolder) -> dict[str, Sink[Trace]]:
+def open_sinks(config: TraceConfig, folder: RunDir) -> dict[str, Sink[Trace]]:
     """Open the configured sinks, by name.
 
     Raises:
@@ -231,7 +231,7 @@ def open_sinks(config: TraceConfig, folder: RunFolder) -> dict[str, Sink[Trace]]
     return {name: _open(name, config, folder) for name in config.sinks}
 
 
-def _open(name: str, config: TraceConfig, folder: RunFolder) -> Sink[Trace]:
+def _open(name: str, config: TraceConfig, folder: RunDir) -> Sink[Trace]:
     most, run = config.max_text_length, folder.path.name
     try:
         match name:

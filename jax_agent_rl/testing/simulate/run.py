@@ -17,8 +17,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.observe.metrics import Learnt, RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import Learnt, RunDir
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
@@ -99,7 +99,7 @@ class _Reading:
     record: Mapping[str, Any]
 
 
-class _Readings(RunFolder):
+class _Readings(RunDir):
     """A run folder that writes nothing and takes a reading for every record of metrics."""
 
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.learner.experience import Scores, build_experience
-from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import trajectory
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe import selection
-from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
 from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
 from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
 from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.run_dir import RunDir, trajectory_record
 from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
 from jax_agent_rl.observe.trees import forest
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
@@ -367,7 +367,7 @@ def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):
     run = make_run(tmp_path / "run")
     bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
-    RunFolder(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
+    RunDir(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
     _, trajectories, _ = Scripts(write_report(run).read_text(encoding="utf-8")).found
     assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 

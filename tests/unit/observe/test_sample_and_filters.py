@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe import report
-from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
+from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, sample
 from jax_agent_rl.observe.trajectories import COLOURS, render, visible
 from jax_agent_rl.trainer.timing import Phases
@@ -51,7 +51,7 @@ def test_all_or_none_can_be_kept():
 
 
 def test_a_run_writes_no_more_of_a_step_than_it_keeps(tmp_path):
-    folder = RunFolder(tmp_path, keep_trajectories=2)
+    folder = RunDir(tmp_path, keep_trajectories=2)
     folder.add_trajectories(1, "train", members(1))
     assert [r["reward"] for r in read_records(folder.trajectories)] == [1.0, -1.0]
 

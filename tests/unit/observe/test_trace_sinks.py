@@ -12,7 +12,7 @@ import pytest
 
 from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks import traces as sinks
 from jax_agent_rl.observe.sinks.traces import MAX_FAILURES, TraceSinks, open_tracer, shortened
 from tests.trajectories import EPOCH, SECOND, a_trace
@@ -33,7 +33,7 @@ class Keeps:
 
 
 def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     sinks.TraceFileSink(folder.traces, most=100).write(a_trace())
     (record,) = read_records(folder.traces)
     assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
@@ -48,7 +48,7 @@ def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
 
 
 def test_resuming_cuts_traces_back_too(tmp_path: Path):
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     sink = sinks.TraceFileSink(folder.traces, most=100)
     for step, validate in ((2, False), (3, False), (0, True), (2, True)):
         sink.write(a_trace(step=step, validate=validate))
@@ -110,12 +110,12 @@ def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
 
 
 async def test_without_sinks_there_is_no_tracer(tmp_path: Path):
-    async with open_tracer(TraceConfig(), RunFolder(tmp_path)) as tracer:
+    async with open_tracer(TraceConfig(), RunDir(tmp_path)) as tracer:
         assert tracer is None
 
 
 async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), folder) as tracer:
         for rollout in range(2):
             with tracer.trajectory(
@@ -137,13 +137,13 @@ def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(sinks.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"):
-        sinks.open_sinks(TraceConfig(sinks=("weave",)), RunFolder(tmp_path))
+        sinks.open_sinks(TraceConfig(sinks=("weave",)), RunDir(tmp_path))
 
 
 def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), folder).values()
     opened.write(a_trace())
     opened.close()
@@ -176,7 +176,7 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
             logged.append("finished")
 
     monkeypatch.setattr(trackio, "init", lambda project, **settings: Run())
-    (opened,) = sinks.open_sinks(TraceConfig(sinks=("trackio",)), RunFolder(tmp_path / "run")).values()
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("trackio",)), RunDir(tmp_path / "run")).values()
     opened.write(a_trace())
     opened.close()
     (step, made), end = logged
@@ -253,7 +253,7 @@ def open_weave(tmp_path: Path, monkeypatch, weave_server):
     # What MCP's own OpenTelemetry spans of later tests would be sent to, long after this server is gone.
     monkeypatch.setattr("weave.trace.weave_init._setup_conversation_tracing", lambda *project: None)
     config = TraceConfig(sinks=("weave",), project="team/project")
-    return lambda: sinks.open_sinks(config, RunFolder(tmp_path / "run"))["weave"]
+    return lambda: sinks.open_sinks(config, RunDir(tmp_path / "run"))["weave"]
 
 
 def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.observe.trees import groups_of, render_group, trajectory_of
 from jax_agent_rl.types import Fork
 from tests.trajectories import trajectory

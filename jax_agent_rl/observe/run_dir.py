@@ -31,7 +31,7 @@ _SPAN_KEYS = {"name", "about", "start_ns", "end_ns", "attributes", "error"}
 Record = dict[str, Any]
 
 
-class RunFolder:
+class RunDir:
     """Names and writes the files of one run.
 
     ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png, checkpoints/``, and
@@ -204,17 +204,17 @@ class Records:
         return [f"lines left out of {self.file.name}: {n} ({reason})" for reason, n in reasons.items() if n]
 
 
-def metrics_of(file: Path) -> Records:
+def read_metrics(file: Path) -> Records:
     """Return the records of ``metrics.jsonl``; each has its ``kind`` and ``step``."""
     return Records(file=file, is_valid=lambda record: isinstance(record.get("kind"), str) and has_step(record))
 
 
-def trajectories_of(file: Path) -> Records:
+def read_trajectories(file: Path) -> Records:
     """Return the records of ``trajectories.jsonl``, see :func:`trajectory_record`."""
     return Records(file=file, is_valid=_is_trajectory)
 
 
-def traces_of(file: Path) -> Records:
+def read_traces(file: Path) -> Records:
     """Return the records of ``traces.jsonl``, see :func:`jax_agent_rl.observe.sinks.traces.trace_record`."""
     return Records(file=file, is_valid=_is_trace)
 

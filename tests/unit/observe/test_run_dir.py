@@ -6,17 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
+from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
 from jax_agent_rl.observe.trajectories import best_and_worst, render
 from tests.report_runs import make_run
 from tests.trajectories import trajectory
 
 
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     folder.add_metrics({"kind": "step", "step": 1})
     with folder.metrics.open("a") as stream:
         stream.write('{"kind": "step", "st')
@@ -24,7 +24,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path):
 
 
 def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     for step in (1, 2, 3):
         folder.add_metrics({"kind": "step", "step": step})
         folder.add_trajectories(step, "train", [trajectory([3], [4, 2])])
@@ -34,7 +34,7 @@ def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
 
 
 def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
-    folder = RunFolder(make_run(tmp_path / "run"))
+    folder = RunDir(make_run(tmp_path / "run"))
     folder.write_json(folder.summary, {"steps": 3})
     assert '"state":"finished"' in write_report(folder.path).read_text()
     folder.cut_back(3, evaluated=0)
@@ -42,7 +42,7 @@ def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
 
 
 def test_an_evaluation_that_will_be_made_again_is_cut_back_too(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     for step in (0, 2):
         folder.add_metrics({"kind": "step", "step": step})
         folder.add_metrics({"kind": "evaluation", "step": step})
