@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.observe.report.run_data import RunData, read_run
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import TraceFileSink
@@ -99,7 +100,7 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
         folder.add_trajectories(step, "train", made, learnt=learnt)
         folder.add_metrics(step_line(step))
     for number in range(2):
-        TraceFileSink(folder.traces, most=100).write(a_trace(f"train-1-0-{number}", step=1))
+        TraceFileSink(TraceConfig(), folder).write(a_trace(f"train-1-0-{number}", step=1))
     return path
 
 

@@ -20,7 +20,7 @@ from jax_agent_rl.cli.options import (
     config_or_key,
     run_to_end,
 )
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,9 +100,9 @@ def evaluate(
     folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
     with open_policy(choice) as subject:
         summary = run_to_end(play(subject, request, out=folder, console=console))
-    say(console, headline(summary))
+    print_line(console, headline(summary))
     console.print(table(summary["scores"]))
-    say(console, f"samples: {folder} (jax-agent-rl view {folder})")
+    print_line(console, f"samples: {folder} (jax-agent-rl view {folder})")
     if json:
         print(json_module.dumps(summary))
 

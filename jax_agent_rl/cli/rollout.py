@@ -19,7 +19,7 @@ from jax_agent_rl.cli.options import (
     config_or_key,
     run_to_end,
 )
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line
 
 
 def register(app: typer.Typer) -> None:
@@ -71,7 +71,7 @@ def rollout(
     with open_policy(choice) as subject:
         summary = run_to_end(collect(subject, request, out=out, console=console))
     lost = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items())) or "none"
-    say(
+    print_line(
         console,
         f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
         f"of {summary['prompts']} prompts",

@@ -19,7 +19,7 @@ from jax_agent_rl.cli.options import (
     command,
     config_or_key,
 )
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.policy import PolicyChoice
@@ -98,7 +98,7 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
 
     use_compilation_cache()
     with open_policy(choice) as subject:
-        run_server(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))
+        run_server(serving(subject.config, policy=subject.name, say=functools.partial(print_line, Console())))
 
 
 def diagnose(
@@ -119,26 +119,25 @@ def diagnose(
     from rich.console import Console
 
     from jax_agent_rl.agreement.report import as_json, breach_line, table
-    from jax_agent_rl.observe.progress import say
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = Console()
     found = diagnose_run(run, version=version)
-    say(console, f"comparing {found.contexts} contexts of {found.source}")
+    print_line(console, f"comparing {found.contexts} contexts of {found.source}")
     if found.diagnosis is None:
         comparison, allowed = found.comparison, found.allowed
-        say(
+        print_line(
             console,
             f"engine and learner agree about the weights of version {found.version}: over {comparison.tokens} tokens "
             f"{comparison.mean:.1e} nats on average (allowed {allowed.mean:.1e}), {comparison.largest:.1e} at most "
             f"(allowed {allowed.token:.1e})",
         )
     else:
-        say(console, breach_line(found.comparison, found.allowed, found.version))
+        print_line(console, breach_line(found.comparison, found.allowed, found.version))
         for line in table(found.diagnosis):
-            say(console, line)
+            print_line(console, line)
         if found.then is not None and found.then["cause"] != str(found.diagnosis.cause):
-            say(console, f"while it ran, with the engine to look into: {found.then['line']}")
+            print_line(console, f"while it ran, with the engine to look into: {found.then['line']}")
     if json:
         diagnosis = None if found.diagnosis is None else as_json(found.diagnosis)
         print(encoder.dumps({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis}))

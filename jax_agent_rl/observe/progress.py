@@ -72,7 +72,7 @@ class Progress:
         with self._lock:
             self._phase, self._count, self._phase_began = name, count, self._clock()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a permanent line."""
         self._spoke = self._clock()
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
@@ -81,7 +81,7 @@ class Progress:
         """Continue the display after this step."""
         with self._lock:
             self._done_steps = step
-        self.say(f"resumed after step {step}")
+        self.print_line(f"resumed after step {step}")
 
     def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
         """Add a finished step (a ``metrics.jsonl`` record of kind ``step``) to the table."""
@@ -91,7 +91,7 @@ class Progress:
         with self._lock:
             self._done_steps, self._ends_at = record["step"], self._clock() + seconds_left
         accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
-        self.say(
+        self.print_line(
             f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
             f"{record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f} "
             f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
@@ -133,6 +133,6 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
-def say(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
     """Print text with names chosen by users as it is: no markup or colours, and lines broken only by the terminal."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

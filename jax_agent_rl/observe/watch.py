@@ -102,13 +102,13 @@ class Watch:
 
     Args:
         rules: not shared with another watch, because their values may remember earlier steps.
-        say: takes a warning that begins.
+        print_line: takes a warning that begins.
     """
 
-    def __init__(self, rules: Sequence[Rule], say: Callable[[str], None]) -> None:
+    def __init__(self, rules: Sequence[Rule], print_line: Callable[[str], None]) -> None:
         self._watched = [_Watched(rule=rule) for rule in rules]
         self._noted: list[Warned] = []
-        self._say = say
+        self._print_line = print_line
 
     def see(self, record: Record, *, aloud: bool = True) -> None:
         """Take a metrics record; those of other kinds than ``step`` are ignored.
@@ -122,7 +122,7 @@ class Watch:
         for watched in self._watched:
             value = watched.rule.value(record)
             if value is not None and watched.see(record["step"], value) and aloud and watched.warned:
-                self._say(_line(watched.warned))
+                self._print_line(_line(watched.warned))
 
     def note(self, warned: Warned) -> None:
         """Add a warning printed before the first step."""

@@ -14,7 +14,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
 from jax_agent_rl.learner.losses import aggregation
-from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics, read_trajectories
@@ -106,8 +106,10 @@ async def _train(
                     if resume:
                         progress.resumed(record.step)
                         for step in (step for step in cut_off if step > record.step):
-                            progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
-                    progress.say(aggregation.describe_aggregation(config))
+                            progress.print_line(
+                                f"the checkpoint of step {step} was cut off while it was written: it is lost"
+                            )
+                    progress.print_line(aggregation.describe_aggregation(config))
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()
@@ -228,11 +230,11 @@ def _conclude(
     report = write_report(folder.path)
     trained = [r for r in read_trajectories(folder.trajectories) if r["split"] == "train"]
     for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
-        say(console, outline(extreme, title=name))
+        print_line(console, outline(extreme, title=name))
     console.print(_headline(summary), highlight=False)
     if warnings := format_warnings(observed["warnings"]):
-        say(console, warnings)
-    say(
+        print_line(console, warnings)
+    print_line(
         console,
         f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}",
     )

@@ -82,7 +82,9 @@ class Trainer:
         self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
         self._partly_updated = False
         self._aggregation_described = False
-        self.agreement = AgreementWatch(self.runtime, self.folder, version=self.record.step, say=self.progress.say)
+        self.agreement = AgreementWatch(
+            self.runtime, self.folder, version=self.record.step, say=self.progress.print_line
+        )
         self.learner_idle_seconds = 0.0
         self.phases = Phases(self.clock)
 
@@ -158,7 +160,7 @@ class Trainer:
         self.checkpointer.check()
         self.phases.ended("engine", collected.seconds)
         step, seconds = self.record.step + 1, 0.0
-        update = InterruptibleUpdate(self.progress.say, self.stop_rollouts)
+        update = InterruptibleUpdate(self.progress.print_line, self.stop_rollouts)
         selection = self.filter(collected.groups)
         try:
             await update.run(self.learn(selection, update.cancellation))
@@ -261,7 +263,7 @@ class Trainer:
         if described or not aggregation.depends_on_lengths(config.algorithm, config.learner.num_minibatches):
             return
         lengths = trained_lengths(selection.groups, config.learner.num_minibatches, masked=selection.masked)
-        self.progress.say(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
+        self.progress.print_line(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
 
     async def publish(self, version: int, *, mode: PauseMode | None = None) -> float:
         """Send new weights to every engine; version and prefix cache change with them.
@@ -297,7 +299,7 @@ class Trainer:
         self.folder.add_metrics(line | {"phase_seconds": self.phases.take()})
         self.folder.add_trajectories(step, "heldout", trajectories)
         self.record.latest_accuracy, self.record.evaluated = line["accuracy"], step
-        self.progress.say(
+        self.progress.print_line(
             f"  held-out accuracy after step {step}: {line['accuracy']:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
         )
         self._notify_observers(line)

@@ -63,16 +63,18 @@ def observers(
         ConfigError: ``trainer.prometheus_port`` is in use.
     """
     facts = RunFacts(
-        folder=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
+        run_dir=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
     )
     with ExitStack() as stack:
-        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, say=progress.say))
+        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, print_line=progress.print_line))
         each: list[Callable[[Mapping[str, Any]], None]] = [sinks]
         if config.trainer.prometheus_port is not None:
             from jax_agent_rl.observe.prometheus import serve_trainer
 
-            each.append(stack.enter_context(serve_trainer(config.trainer.prometheus_port, say=progress.say)))
-        watch = Watch(rules(config, rows), progress.say)
+            each.append(
+                stack.enter_context(serve_trainer(config.trainer.prometheus_port, print_line=progress.print_line))
+            )
+        watch = Watch(rules(config, rows), progress.print_line)
         if noted := without_agent(config, rows):
             watch.note(noted)
         for record in read_records(folder.metrics):

@@ -15,7 +15,7 @@ from rich.console import Console
 from jax_agent_rl.deploy.plan.compile_subprocess import PlanResult, Task, plan_in_subprocess
 from jax_agent_rl.deploy.plan.topology import GIB
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line
 
 
 def check_file(file: Path) -> None:
@@ -108,7 +108,7 @@ def print_plan(
     console.file.write(planned.report)  # as wide, and as colourful, as this console
     console.file.flush()
     if picture is not None:
-        say(console, f"drawing {picture}")
+        print_line(console, f"drawing {picture}")
     if as_json:  # the last line
         print(json.dumps({**planned.made, "searched": searched}), flush=True)
     if picture is not None:
@@ -116,7 +116,7 @@ def print_plan(
 
 
 def _sayer(console: Console) -> Callable[[str], None]:
-    return lambda text: say(console, f"  {text}")
+    return lambda text: print_line(console, f"  {text}")
 
 
 def _searched(task: Task, budget: int, console: Console) -> tuple[PlanResult, list[dict[str, Any]]]:
@@ -128,7 +128,7 @@ def _searched(task: Task, budget: int, console: Console) -> tuple[PlanResult, li
     from jax_agent_rl.deploy.plan.topology import Slice
 
     def compiled(one: Candidate) -> PlanResult:
-        say(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
+        print_line(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
         return plan_in_subprocess(replace(task, overrides=[*task.overrides, *one.changes]), _sayer(console))
 
     tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)

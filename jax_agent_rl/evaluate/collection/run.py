@@ -24,7 +24,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.collection.files import Target, records, write
 from jax_agent_rl.evaluate.collection.journal import Journal, require_same
-from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.groups import training_sampling
@@ -135,7 +135,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
     group_size = request.group_size or config.rollout.group_size
     settings = _settings(subject, request, file, group_size, sampling)
     if finished := _finished(target, settings):
-        say(console, f"{out} is complete already: nothing to do")
+        print_line(console, f"{out} is complete already: nothing to do")
         return finished
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = str(file), request.limit
@@ -148,7 +148,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
                 ).run()
         except BaseException:
             if done := len(journal.sizes):
-                progress.say(f"{done} prompts are in {target.journal}; the same command goes on from there")
+                progress.print_line(f"{done} prompts are in {target.journal}; the same command goes on from there")
             raise
         summary = {
             "policy": subject.name,
@@ -167,7 +167,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
 def _show(progress: Progress, journal: Journal, rows: int) -> None:
     before, begin = len(journal.sizes), time.monotonic()
     if before:
-        progress.say(f"going on: {before} of {rows} prompts are done")
+        progress.print_line(f"going on: {before} of {rows} prompts are done")
 
     def count() -> str:
         done = len(journal.sizes)

@@ -34,7 +34,7 @@ class Keeps:
 
 def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
     folder = RunDir(tmp_path)
-    sinks.TraceFileSink(folder.traces, most=100).write(a_trace())
+    sinks.TraceFileSink(TraceConfig(), folder).write(a_trace())
     (record,) = read_records(folder.traces)
     assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
     assert [s["name"] for s in record["spans"]] == ["run", "wait", "generate", "tool", "reward"]
@@ -49,7 +49,7 @@ def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
 
 def test_resuming_cuts_traces_back_too(tmp_path: Path):
     folder = RunDir(tmp_path)
-    sink = sinks.TraceFileSink(folder.traces, most=100)
+    sink = sinks.TraceFileSink(TraceConfig(), folder)
     for step, validate in ((2, False), (3, False), (0, True), (2, True)):
         sink.write(a_trace(step=step, validate=validate))
     folder.cut_back(2, evaluated=0)
@@ -86,7 +86,7 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     assert len(good.taken) == MAX_FAILURES + 3
     assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
     assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text and "out of reach" in caplog.text
-    assert f"bad failed {MAX_FAILURES} times in a row and gets no more" in caplog.text
+    assert f"bad failed {MAX_FAILURES} times in a row and is disabled" in caplog.text
 
 
 def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
