@@ -93,20 +93,20 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
             ids = [*range(1000, 1000 + len(HOSTILE)), 2]
             bad = [[replace(call(error=HOSTILE[0]), name=HOSTILE[1])]]
             made.append(trajectory([1, 1000], [*ids, 1001, 2], mask=[1] * 7 + [0, 1], calls=bad, index=4, group=group))
-        learnt = {
+        token_values = {
             t.trajectory_id: {"advantages": [t.reward] * t.num_sampled, "old_logprobs": [-1.5] * t.num_sampled}
             for t in made[:3]
         }
-        folder.add_trajectories(step, "train", made, learnt=learnt)
+        folder.add_trajectories(step, "train", made, token_values=token_values)
         folder.add_metrics(step_line(step))
     for number in range(2):
         TraceFileSink(TraceConfig(), folder).write(a_trace(f"train-1-0-{number}", step=1))
     return path
 
 
-def data_of(path: Path, *, most: int = 0) -> RunData:
+def data_of(path: Path, *, limit: int = 0) -> RunData:
     """The run as the report reads it."""
-    return read_run(path, most=most)
+    return read_run(path, limit=limit)
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

@@ -268,7 +268,7 @@ def simulate(
     Panel.CHECK,
     "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
     "plan --config my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
-    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --picture memory.png",
+    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
 )
 def plan(
     config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
@@ -288,7 +288,7 @@ def plan(
         int, typer.Option(min=1, help="With --search: how many shall fit; three times as many are compiled at most.")
     ] = 3,
     price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Gives the cost of a step.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the chips' memory to this file (.png, .svg, …).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the chips' memory to this file (.png, .svg, …).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Compile a run's programs for a TPU slice, here: does it fit, how fast could it be, what to change."""
@@ -310,7 +310,7 @@ def plan(
             width=console.width,
             colours=console.is_terminal and not console.no_color,
         )
-        made = run_command(task, console, budget=budget if search else None, picture=picture, as_json=json)
+        made = run_command(task, console, budget=budget if search else None, picture=plot, as_json=json)
     if not made.fits:
         raise typer.Exit(1)
 

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         app,
         Panel.LOOK,
         "report runs/quickstart",
-        "report runs/quickstart --out /tmp/report.html --most 200",
+        "report runs/quickstart --out /tmp/report.html --limit 200",
     )(report)
 
 
@@ -75,9 +75,11 @@ def view(
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder; the run may still be going on.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the run folder.")] = None,
-    most: Annotated[int, typer.Option(help="Most trajectories on the page, fewer if they are long; 0: all.")] = 2000,
+    limit: Annotated[
+        int, typer.Option(help="Number of trajectories on the page, fewer if they are long; 0: all.")
+    ] = 2000,
 ) -> None:
     """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It needs no network."""
     from jax_agent_rl.observe.report.command import write_report
 
-    print(write_report(run, out, most=most))
+    print(write_report(run, out, limit=limit))

@@ -212,7 +212,7 @@ class Trainer:
             },
         )
         self.folder.add_metrics(line | {"phase_seconds": self.phases.take()})
-        self.folder.add_trajectories(step, "train", all_trajectories(groups), learnt=learnt.tokens)
+        self.folder.add_trajectories(step, "train", all_trajectories(groups), token_values=learnt.tokens)
         self.learner_idle_seconds = 0.0
         record.step, record.accuracy_after = step, None
         record.cursor = runtime.cursor.state()

@@ -198,8 +198,8 @@ def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
     run = make_run(tmp_path / "run")
     learning = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1], group="learning")
     learning = replace(learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns))
-    learnt = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
-    RunDir(run).add_trajectories(1, "train", [learning], learnt=learnt)
+    token_values = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
+    RunDir(run).add_trajectories(1, "train", [learning], token_values=token_values)
     address = write_report(run).as_uri() + "#trajectory="
     sampled, inserted = "sampled by the policy ({}trained on)", "inserted: tool results, template"
     for name, legend in {
@@ -287,7 +287,7 @@ def test_a_run_that_has_only_begun_opens(browser, tmp_path: Path):
 
 def test_thousands_of_trajectories_make_a_list_of_few_elements(browser, tmp_path: Path):
     run = make_run(tmp_path / "run", steps=600)
-    page = Page(browser, write_report(run, most=0).as_uri() + "#trajectories")
+    page = Page(browser, write_report(run, limit=0).as_uri() + "#trajectories")
     assert page.texts(".status span") == ["2400 of 2400 trajectories"]
     assert page.tab.locator(".row").count() < 60
     page.tab.locator(".rows").evaluate("list => list.scrollTop = list.scrollHeight")

@@ -26,11 +26,11 @@ def check_file(file: Path) -> None:
     """
     kinds = Figure().canvas.get_supported_filetypes()
     if (kind := file.suffix.removeprefix(".").lower()) not in kinds:
-        raise ConfigError(f"--picture {file}: no picture is of the kind {kind!r}; end it with .png, .pdf or .svg")
+        raise ConfigError(f"--plot {file}: no picture is of the kind {kind!r}; end it with .png, .pdf or .svg")
     if not file.parent.is_dir():
-        raise ConfigError(f"--picture {file}: there is no folder {file.parent}; make it, or name one that is there")
+        raise ConfigError(f"--plot {file}: there is no folder {file.parent}; make it, or name one that is there")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--picture {file} cannot be written; name a file in a folder of yours")
+        raise ConfigError(f"--plot {file} cannot be written; name a file in a folder of yours")
 
 
 def draw(made: Mapping[str, Any], file: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from jax_agent_rl.observe.run_dir import is_number
 from jax_agent_rl.utils.files import writing
 
-MOST_POINTS = 600
-"""Most points of a line; longer ones keep the least and greatest value of every stretch, so no spike is lost."""
-MOST_BARS = 300
-"""Most bars of a stack; in longer ones, each bar is the sum of several steps."""
+MAX_POINTS = 600
+"""Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike is lost."""
+MAX_BARS = 300
+"""Bars of a stack; in longer ones, each bar is the sum of several steps."""
 _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
 
 
@@ -167,30 +167,30 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     the value of the nearest drawn one, at most ``reach`` away. Metrics that no chart names follow as ``more``, one
     chart each.
     """
-    made = [_lines_of(chart, metrics) for chart in CHARTS]
+    made = [_line_chart(chart, metrics) for chart in CHARTS]
     made += [
         _stack("Dropped trajectories", "Started but not trained on, by reason.", _dropped(metrics)),
         _stack("How trajectories ended", "By reason.", _counts(metrics, "finish_reasons")),
         _stack("Tool errors", "By kind.", _counts(metrics, "tool_errors_by_kind")),
     ]
-    made += [_lines_of(chart, metrics) | {"more": True} for chart in _further(metrics)]
+    made += [_line_chart(chart, metrics) | {"more": True} for chart in _further(metrics)]
     return [chart for chart in made if chart["lines"]]
 
 
-def thinned(points: Sequence[tuple[float, ...]], most: int = MOST_POINTS) -> list[tuple[float, ...]]:
-    """Thin out points ``(x, y, …)``, ordered by x, to about ``most``.
+def thinned(points: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> list[tuple[float, ...]]:
+    """Thin out points ``(x, y, …)``, ordered by x, to about ``limit``.
 
     The first and last point stay, and those with the least and the greatest y of every stretch.
     """
-    if len(points) <= most:
+    if len(points) <= limit:
         return list(points)
-    length = math.ceil(2 * len(points) / most)
+    length = math.ceil(2 * len(points) / limit)
     stretches = (points[begin : begin + length] for begin in range(0, len(points), length))
     extremes = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
     return sorted({points[0], points[-1]}.union(*extremes))
 
 
-def _lines_of(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _line_chart(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lines = [drawn for line in chart.lines if (drawn := _line(line, metrics))]
     head = {"title": chart.title, "hint": chart.hint, "unit": chart.unit, "scale": chart.scale}
     return head | {"kind": "lines", "lines": lines}
@@ -217,7 +217,7 @@ def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> 
     for named in counts.values():
         sums.update(named)
     steps = sorted(counts)
-    every = math.ceil(len(steps) / MOST_BARS) or 1
+    every = math.ceil(len(steps) / MAX_BARS) or 1
     bars = [steps[begin : begin + every] for begin in range(0, len(steps), every)]
     middles = [bar[len(bar) // 2] for bar in bars]
     lines = [
@@ -239,8 +239,8 @@ def _reach(steps: Sequence[float], drawn: Sequence[float]) -> dict[str, float]:
         place = bisect_left(drawn, step)
         return min(abs(step - near) for near in drawn[max(0, place - 1) : place + 1])
 
-    most = max(map(distance, steps), default=0)
-    return {"reach": most} if most else {}
+    reach = max(map(distance, steps), default=0)
+    return {"reach": reach} if reach else {}
 
 
 def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping[str, float]]:
@@ -250,8 +250,8 @@ def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping
 def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, float]]:
     """Return each step's own drops: the accounting is cumulative."""
     dropped, before = {}, Counter()
-    for step, books in _counts(metrics, "accounting").items():
-        now = Counter({key.removeprefix("dropped/"): n for key, n in books.items() if key.startswith("dropped/")})
+    for step, counts in _counts(metrics, "accounting").items():
+        now = Counter({key.removeprefix("dropped/"): n for key, n in counts.items() if key.startswith("dropped/")})
         dropped[step], before = now - before, now
     return dropped
 

@@ -21,40 +21,38 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.report.charts import charts
 from jax_agent_rl.observe.report.run_data import RunData, decoder, read_run, value_at
 from jax_agent_rl.observe.report.timeline import timeline
-from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
+from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
 from jax_agent_rl.observe.run_dir import is_number
-from jax_agent_rl.observe.trees import forest
 from jax_agent_rl.utils.files import write_atomically, writing
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
-MOST = 2000
-"""Trajectories on a page by default."""
+MAX_TRAJECTORIES = 2000
 _NOT_WRITTEN = "{file} could not be written ({reason}); choose another file with --out"
-SCRIPTS = ("dom.js", "charts.js", "timeline.js", "tokens.js", "tree.js", "browser.js", "main.js")
+SCRIPTS = ("dom.js", "charts.js", "tokens.js", "browser.js", "main.js")
 """In order; each relies only on those before it."""
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Path:
+def write_report(run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECTORIES) -> Path:
     """Write the report of a run folder, whether the run has finished, is going on or has failed.
 
     Args:
         run: the run folder.
         out: the file; None: ``report.html`` in the run folder.
-        most: trajectories on the page, fewer where they are long (see :func:`~jax_agent_rl.observe.selection.choose`);
-            0: all.
+        limit: number of trajectories on the page, fewer where they are long (see
+            :func:`~jax_agent_rl.observe.selection.choose`); 0: all.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: ``most`` is negative.
+        ConfigError: ``limit`` is negative.
         DataError: not a run folder.
         StorageError: the file cannot be written.
     """
-    if most < 0:
-        raise ConfigError(f"--most {most}: must be 0 (all trajectories) or more")
-    text = render_report(read_run(run, most=most))
+    if limit < 0:
+        raise ConfigError(f"--limit {limit}: must be 0 (all trajectories) or more")
+    text = render_report(read_run(run, limit=limit))
     file = out or run / "report.html"
     with writing(file, message=_NOT_WRITTEN):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +88,7 @@ def _overview(data: RunData) -> dict[str, Any]:
     evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
     rewards = [r["reward_mean"] for r in steps if is_number(r.get("reward_mean"))]
     accuracies = [r["accuracy"] for r in evaluations if is_number(r.get("accuracy"))]
-    books = (steps[-1].get("accounting") or {}) if steps else {}
+    accounting = (steps[-1].get("accounting") or {}) if steps else {}
     wanted = value_at(data.config, "trainer", "steps")
     facts = {
         "model": Path(str(value_at(data.config, "model", "path") or "?")).name,
@@ -107,7 +105,7 @@ def _overview(data: RunData) -> dict[str, Any]:
         "steps": wanted if isinstance(wanted, int) else None,
         "reward": [rewards[0], rewards[-1]] if rewards else None,
         "accuracy": [accuracies[0], accuracies[-1]] if accuracies else None,
-        "books": {key: books[key] for key in ("started", "trained", "dropped", "in_flight") if key in books},
+        "accounting": {k: accounting[k] for k in ("started", "trained", "dropped", "in_flight") if k in accounting},
         "total": data.total,
     }
 

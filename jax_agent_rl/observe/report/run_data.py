@@ -10,9 +10,8 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import DataError, ModelError
-from jax_agent_rl.observe.run_dir import Records, RunDir, read_metrics, read_traces, read_trajectories
-from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
-from jax_agent_rl.observe.trajectories import Decode
+from jax_agent_rl.observe.run_dir import Decode, Records, RunDir, read_metrics, read_traces, read_trajectories
+from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +39,12 @@ class RunData:
     notes: list[str] = field(default_factory=list)
 
 
-def read_run(run: Path, *, most: int) -> RunData:
+def read_run(run: Path, *, limit: int) -> RunData:
     """Read a run folder.
 
     Args:
         run: the folder.
-        most: trajectories to keep, see :func:`~jax_agent_rl.observe.selection.choose`; 0 keeps all.
+        limit: number of trajectories to keep, see :func:`~jax_agent_rl.observe.selection.choose`; 0 keeps all.
 
     Raises:
         DataError: the folder holds neither metrics nor trajectories nor a configuration.
@@ -56,7 +55,7 @@ def read_run(run: Path, *, most: int) -> RunData:
     folder, notes = RunDir(run), []
     metrics, traces = read_metrics(folder.metrics), read_traces(folder.traces)
     recorded = read_trajectories(folder.trajectories)
-    trajectories, total = _read_trajectories(recorded, most, notes)
+    trajectories, total = _read_trajectories(recorded, limit, notes)
     data = RunData(
         name=run.resolve().name,
         config=_read_object(folder.config, notes),
@@ -91,13 +90,13 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     return lambda ids: codec.decode(ids, skip_special_tokens=False)
 
 
-def _read_trajectories(records: Records, most: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
+def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
     """Read twice if only some are wanted, so that memory holds only those."""
-    facts = [Fact.of(record) for record in records]
-    choice = choose(facts, most)
+    facts = [Fact.from_record(record) for record in records]
+    choice = choose(facts, limit)
     if len(choice.places) < len(facts):
         steps = len({facts[place].step for place in choice.places})
-        more = f"a page takes {MOST_TOKENS:,} tokens, --most 0 shows all" if choice.is_full else "--most shows more"
+        more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if choice.is_full else "--limit shows more"
         notes.append(
             f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
             f"{len({fact.step for fact in facts})} steps: the best and the worst of each, others by chance; {more}"

@@ -18,7 +18,7 @@ from jax_agent_rl.config import Config, build
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.observe.run_dir import Learnt, RunDir
+from jax_agent_rl.observe.run_dir import RunDir, TokenValues
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
@@ -119,7 +119,7 @@ class _Readings(RunDir):
         )
 
     def add_trajectories(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt | None = None
+        self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues | None = None
     ) -> None:
         """Ignore them: their content is simulated."""
 

@@ -10,7 +10,7 @@ from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
-from jax_agent_rl.observe.trajectories import best_and_worst, render
+from jax_agent_rl.observe.view import best_and_worst, render
 from tests.report_runs import make_run
 from tests.trajectories import trajectory
 

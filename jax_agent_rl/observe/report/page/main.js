@@ -8,7 +8,7 @@ function headOf(run, panes, show) {
     ["step", run.steps ? `${run.step} of ${run.steps}` : run.step],
     run.reward ? ["training reward", arrow(run.reward, number)] : null,
     run.accuracy ? ["held-out accuracy", arrow(run.accuracy, percent)] : null,
-    ...Object.entries(run.books).map(([name, value]) => [name.replace("_", " "), value.toLocaleString("en")]),
+    ...Object.entries(run.accounting).map(([name, value]) => [name.replace("_", " "), value.toLocaleString("en")]),
   ];
   byId("head").replaceChildren(
     el("div", { class: "title" }, el("h1", {}, run.name), el("span", { class: "badge" }, run.state), el("span", { class: "facts" }, Object.values(run.facts).join(" · ")),

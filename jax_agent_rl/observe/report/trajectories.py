@@ -1,4 +1,4 @@
-"""Trajectories for the page: every token with its text and numbers, in few bytes.
+"""Trajectories for the page: every token with its text and numbers, in few bytes, and groups as trees of turns.
 
 A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
 versions are run-length encoded. A token takes about 25 bytes; ``observe.selection`` limits their number.
@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import stop_reasons, tool_errors
-from jax_agent_rl.observe.trajectories import Decode
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
 
-_BROKEN = "\ufffd"
-"""What decoders write for bytes that form no whole character."""
+_BROKEN = "\ufffd"  # decoders' replacement of an incomplete character
+_SNIPPET = 160  # characters of a turn in a tree
 
 
 class Vocabulary:
@@ -130,6 +131,40 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         g=[_gap(record["rollout_logprobs"][at], old[at]) for at in mine] if old else None,
         segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
     )
+
+
+def forest(records: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, list[dict[str, Any]]]:
+    """Return trees, by ``"<split>/<step>/<group id>"``, of groups with at least two trajectories, for the report.
+
+    A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories, ends: those that end
+    there, text}``; trajectories are numbers of records.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, record in enumerate(records):
+        groups.setdefault(f"{record['split']}/{record['step']}/{record['group_id']}", []).append(number)
+    return {
+        name: _nodes([records[n] for n in numbers], numbers, decode)
+        for name, numbers in groups.items()
+        if len(numbers) > 1
+    }
+
+
+def _nodes(records: Sequence[Mapping[str, Any]], numbers: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+    graph = TrajectoryGraph.of([restore_trajectory(record) for record in records])
+    ends: dict[int, list[int]] = {}
+    for number, path in zip(numbers, graph.paths, strict=True):
+        ends.setdefault(path[-1], []).append(number)
+    return [
+        {
+            "up": -1 if node.parent is None else node.parent,
+            "turn": node.turn + 1,
+            "n": len(node.ids),
+            "at": [numbers[member] for member in node.members],
+            "text": decode(node.ids[:_SNIPPET])[:_SNIPPET],
+        }
+        | ({"ends": ends[place]} if place in ends else {})
+        for place, node in enumerate(graph.nodes)
+    ]
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
