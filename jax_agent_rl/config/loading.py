@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jax_agent_rl.config.keys import keys_of
+from jax_agent_rl.config.reference import list_keys
 from jax_agent_rl.errors import ConfigError
 
 Tree = TypeVar("Tree", bound=BaseModel)
@@ -45,7 +45,7 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:
     """Return every path that takes a value, with its description; a section that may be null is one of them."""
-    return {key.path: key.description for key in keys_of(model).values() if not key.is_section or key.default}
+    return {key.path: key.description for key in list_keys(model).values() if not key.is_section or key.default}
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
