@@ -1,4 +1,4 @@
-"""The numbers of an evaluation by data source: pass@k, means, and their confidence intervals."""
+"""Scores of an evaluation by data source: pass@k, means, and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def scores(
     pass_reward: float,
     seed: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return the numbers of each data source, and of ``all`` if there are several.
+    """Return the scores of each data source, and of ``all`` if there are several.
 
     Args:
-        groups: one per prompt.
+        groups: one group per prompt.
         sources: data source of each group.
         samples: trajectories started per prompt. Lost ones count as failures with reward 0: leaving them out would
             flatter a policy that breaks what it uses.
         ks: values of k for pass@k.
-        pass_reward: least reward of a trajectory that passes.
+        pass_reward: minimum reward of a trajectory that passes.
         seed: seed of the resampling.
     """
     names = sorted(set(sources))

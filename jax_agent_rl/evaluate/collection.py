@@ -22,8 +22,8 @@ from rich.console import Console
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection.files import Target, records, write
-from jax_agent_rl.evaluate.collection.journal import Journal, require_same
+from jax_agent_rl.evaluate.export import Target, records, write
+from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
@@ -130,7 +130,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
         EngineDiedError, NothingToTrainError: no server is left, or everything is lost; the journal remains.
         asyncio.CancelledError: interrupted; the journal remains.
     """
-    target, config = Target.of(out), subject.config
+    target, config = Target.from_path(out), subject.config
     sampling, file = request.sampling(config), request.file(config)
     group_size = request.group_size or config.rollout.group_size
     settings = _settings(subject, request, file, group_size, sampling)
@@ -148,7 +148,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
                 ).run()
         except BaseException:
             if done := len(journal.sizes):
-                progress.print_line(f"{done} prompts are in {target.journal}; the same command goes on from there")
+                progress.print_line(f"{done} prompts are in {target.journal}; the same command continues from there")
             raise
         summary = {
             "policy": subject.name,
@@ -167,7 +167,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
 def _show(progress: Progress, journal: Journal, rows: int) -> None:
     before, begin = len(journal.sizes), time.monotonic()
     if before:
-        progress.print_line(f"going on: {before} of {rows} prompts are done")
+        progress.print_line(f"continuing: {before} of {rows} prompts are done")
 
     def count() -> str:
         done = len(journal.sizes)

@@ -1,4 +1,4 @@
-"""A finished journal as the table that the user asked for, written atomically.
+"""Export of a finished journal as one table, written atomically.
 
 ::
 
@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection.journal import Journal
+from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.files import write_atomically, writing
 
 if TYPE_CHECKING:
     import pyarrow
 
-SHARD_BYTES = 256 << 20
-"""Journal bytes per file of a dataset folder, and in memory at a time."""
+SHARD_BYTES = 256 << 20  # journal bytes per file of a dataset folder, and in memory at a time
 CALL_FIELDS = ("name", "arguments", "observation", "error", "reward", "seconds")
 _CARD = """---
 configs:
@@ -43,7 +42,7 @@ configs:
 ---
 
 Trajectories of `{policy}` on `{data}`, collected by `jax-agent-rl rollout`: {kept} of {started} that were started.
-`summary.json` says how.
+`summary.json` has the settings.
 """
 
 
@@ -53,14 +52,14 @@ class Target:
 
     Attributes:
         path: as given by the user.
-        kind: by its suffix; without one, a folder.
+        kind: from its suffix; without one, a folder.
     """
 
     path: Path
-    kind: Literal["parquet", "jsonl", "folder"]
+    kind: Literal["parquet", "jsonl", "dir"]
 
     @classmethod
-    def of(cls, path: Path) -> Target:
+    def from_path(cls, path: Path) -> Target:
         """Return the target of a path; raises ConfigError for an unknown suffix."""
         match path.suffix:
             case ".parquet":
@@ -68,7 +67,7 @@ class Target:
             case ".jsonl":
                 return cls(path, "jsonl")
             case "":
-                return cls(path, "folder")
+                return cls(path, "dir")
         raise ConfigError(f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an ending)")
 
     @property
@@ -83,24 +82,24 @@ class Target:
 
     @property
     def is_taken(self) -> bool:
-        """Whether something else is there."""
-        if self.kind == "folder":
+        """Whether something exists at the path."""
+        if self.kind == "dir":
             return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
         return self.path.exists()
 
     def _beside(self, name: str) -> Path:
-        return self.path / name if self.kind == "folder" else Path(f"{self.path}.{name.lstrip('.')}")
+        return self.path / name if self.kind == "dir" else Path(f"{self.path}.{name.lstrip('.')}")
 
 
 def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
-    """Write everything in the order of the prompts, then the summary; remove the journal last.
+    """Write all prompts in their order, then the summary; remove the journal last.
 
     Raises:
         StorageError: the disk is full; nothing was replaced, and the journal remains.
     """
     numbers = sorted(journal.sizes)
-    if target.kind == "folder":
-        _write_folder(target.path, journal, numbers, summary)
+    if target.kind == "dir":
+        _write_dir(target.path, journal, numbers, summary)
     else:
         temporary = target.path.with_name(target.path.name + ".tmp")
         with writing(target.path):
@@ -110,16 +109,16 @@ def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
     target.journal.unlink()
 
 
-def _write_folder(folder: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]) -> None:
+def _write_dir(path: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]) -> None:
     shards = list(_portions(numbers, journal.sizes)) or [[]]
-    temporary, final = folder / ".data", folder / "data"
-    with writing(folder):
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that died here
+    temporary, final = path / ".data", path / "data"
+    with writing(path):
+        shutil.rmtree(temporary, ignore_errors=True)  # from a process that was killed here
         temporary.mkdir()
         for index, shard in enumerate(shards):
             _write_parquet(temporary / f"train-{index:05}-of-{len(shards):05}.parquet", journal, shard)
         temporary.rename(final)
-    write_atomically(folder / "README.md", _CARD.format_map(summary))
+    write_atomically(path / "README.md", _CARD.format_map(summary))
 
 
 def _write_parquet(file: Path, journal: Journal, numbers: Sequence[int]) -> None:
@@ -196,13 +195,13 @@ def schema() -> pyarrow.Schema:
 def records(group: Group, number: int) -> list[dict[str, Any]]:
     """Return the rows of a group; ``number`` is that of the prompt in its file."""
     return [
-        {"row": number, "sequence": position, **_of_trajectory(trajectory), **_of_sequence(sequence)}
+        {"row": number, "sequence": position, **_trajectory_columns(trajectory), **_sequence_columns(sequence)}
         for trajectory in group.trajectories
         for position, sequence in enumerate(trajectory.sequences)
     ]
 
 
-def _of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
     row, fork = trajectory.row, trajectory.fork
     return {
         "data_source": str(row.get("data_source")),
@@ -222,7 +221,7 @@ def _of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _of_sequence(sequence: Trajectory) -> dict[str, Any]:
+def _sequence_columns(sequence: Trajectory) -> dict[str, Any]:
     return {
         "prompt_ids": list(sequence.prompt_ids),
         "response_ids": list(sequence.response_ids),
