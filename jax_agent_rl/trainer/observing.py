@@ -18,7 +18,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
-from jax_agent_rl.observe.warnings import rules, without_agent
+from jax_agent_rl.observe.warnings import missing_agent_warning, rules
 from jax_agent_rl.observe.watch import Watch
 
 
@@ -75,13 +75,13 @@ def observers(
                 stack.enter_context(serve_trainer(config.trainer.prometheus_port, print_line=progress.print_line))
             )
         watch = Watch(rules(config, rows), progress.print_line)
-        if noted := without_agent(config, rows):
-            watch.note(noted)
+        if warning := missing_agent_warning(config, rows):
+            watch.add(warning)
         for record in read_records(folder.metrics):
-            watch.see(record, aloud=False)
+            watch.update(record, silent=True)
 
         def look(record: Mapping[str, Any]) -> None:
-            watch.see(record)
+            watch.update(record)
             progress.warn(watch.active)
 
         yield Observers(watch=watch, sinks=sinks, each=[look, *each])
