@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jax_agent_rl.config.reference import KeyInfo
 
 app = typer.Typer(
-    help="Explain keys, show a resolved configuration, write the schema for editors.", no_args_is_help=True
+    help="Explain keys, show a resolved configuration, print the schema for editors.", no_args_is_help=True
 )
 
 ToolServerOption = Annotated[bool, typer.Option("--tool-server", help="The settings of `jax-agent-rl tool-server`.")]
@@ -70,7 +70,7 @@ def show(
     config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
     overrides: Overrides = None,
 ) -> None:
-    """Print a configuration with its base, its overrides and every default filled in; it can be used as it is."""
+    """Print a configuration with its base, overrides and all defaults filled in, as a usable YAML file."""
     import yaml
 
     from jax_agent_rl.config import load
@@ -81,7 +81,7 @@ def show(
 
 @command(app, Panel.CHECK, "config schema > configs/schema.json")
 def schema(tool_server: ToolServerOption = False) -> None:
-    """Print the JSON Schema by which editors complete and check YAML files."""
+    """Print the JSON Schema with which editors complete and check YAML files."""
     import json
 
     from jax_agent_rl.config.reference import editor_schema

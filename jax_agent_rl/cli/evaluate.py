@@ -52,29 +52,30 @@ def evaluate(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) in place of data.eval.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) instead of data.eval.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
     k: Annotated[
-        str | None, typer.Option("-k", help="The k of pass@k, with commas; default 1, 4, 16, … and -n.")
+        str | None, typer.Option("-k", help="Values of k for pass@k, separated by commas; default 1, 4, 16, … and -n.")
     ] = None,
-    pass_reward: Annotated[float, typer.Option(help="A trajectory passes if its reward is at least this.")] = 1.0,
+    pass_reward: Annotated[float, typer.Option(help="Minimum reward of a trajectory that passes.")] = 1.0,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Default rollout.eval_temperature; rollout.temperature where that is 0 and -n above 1."),
+        typer.Option(help="Default rollout.eval_temperature, or rollout.temperature if that is 0 and -n above 1."),
     ] = None,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most likely ids kept; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0: off.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if taken.")
+        Path | None,
+        typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if it exists."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure a policy on held-out rows: pass@k and mean reward, per data source, with its agents, tools and rewards.
+    """Evaluate a policy on held-out rows: pass@k and mean reward by data source, with its agents, tools and rewards.
 
     The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a checkpoint (--run).
-    Trajectories that were lost count as failures. Intervals hold the true value with 95 % confidence: bootstrap over
-    prompts; where all prompts agree Wilson's for pass@k, and none for the reward. The same seed gives the same samples;
+    Lost trajectories count as failures. Intervals have 95 % confidence: a bootstrap over prompts; if all prompts agree,
+    Wilson's interval for pass@k and none for the reward. The same seed gives the same samples;
     `jax-agent-rl view FOLDER` shows them.
     """
     import json as json_module
@@ -100,7 +101,7 @@ def evaluate(
         limit=limit,
     )
     settings = choose(choice)
-    select_rows(settings, request)  # or a message, before a checkpoint is written out
+    select_rows(settings, request)  # fail before a checkpoint is written
     use_compilation_cache()
     console = Console()
     wanted = Path(settings.run_dir)
@@ -121,8 +122,8 @@ def rollout(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) in place of data.train.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) instead of data.train.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[
         int | None, typer.Option("-n", "--samples", min=1, help="Trajectories per row; default rollout.group_size.")
     ] = None,
@@ -131,9 +132,8 @@ def rollout(
 ) -> None:
     """Collect trajectories without training: exact token ids, masks, log-probs, rewards, messages.
 
-    Agents, tools, rewards and sampling are those of training; filters are not applied. A call that was interrupted goes
-    on where it stopped when it is repeated. Every trajectory that was started is in the file, or counted by the reason
-    it was lost in the summary beside it.
+    Agents, tools, rewards and sampling are those of training; filters are not applied. After an interruption, the same
+    command continues. Every started trajectory is in the file or, if lost, counted by reason in the summary next to it.
     """
     import json as json_module
 
@@ -146,7 +146,7 @@ def rollout(
     file, keys = config_or_key(config, overrides)
     choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
-    request.file(choose(choice))  # or a message, before a checkpoint is written out
+    request.file(choose(choice))  # fail before a checkpoint is written
     use_compilation_cache()
     console = Console()
     with open_policy(choice) as subject:
@@ -175,7 +175,7 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        raise ConfigError(f"-k {text!r}: write numbers with commas, as -k 1,4,8") from None
+        raise ConfigError(f"-k {text!r}: give numbers separated by commas, such as -k 1,4,8") from None
 
 
 def headline(summary: Mapping[str, Any]) -> str:

@@ -46,14 +46,14 @@ def register(app: typer.Typer) -> None:
 
 def rollout_server(
     config: Annotated[
-        Path | None, typer.Option(help="YAML configuration: model, rollout and its engine are used.")
+        Path | None, typer.Option(help="YAML configuration; its model, rollout and engine are used.")
     ] = None,
     overrides: Overrides = None,
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8100,
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
     from jax_agent_rl.runtime.policy import PolicyChoice
@@ -69,16 +69,15 @@ def serve(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
-    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key of clients.")] = None,
+    model_name: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
 ) -> None:
     """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
 
     The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's checkpoint (--run).
-    Of the configuration, model, rollout and agent are used. With /sessions/ID/v1 as base_url, its exact ids are
-    recorded.
+    The configuration's model, rollout and agent are used. With /sessions/ID/v1 as base_url, exact ids are recorded.
     """
     from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_openai
@@ -105,13 +104,15 @@ def diagnose(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     version: Annotated[
         int | None,
-        typer.Option(help="Compare trajectories of this version of the weights; default the one that was diagnosed."),
+        typer.Option(
+            help="Version of the weights whose trajectories are compared; default the one that was diagnosed."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Compare engine and learner of a run again, from its folder, and say why they disagree if they do.
+    """Compare engine and learner of a run again, from its folder, and diagnose a disagreement.
 
-    It needs the checkpoint of that version and no engine. Exits with 1 if they disagree.
+    It needs the checkpoint of that version and no engine. The exit status is 1 if they disagree.
     """
     import json as encoder
     from dataclasses import asdict

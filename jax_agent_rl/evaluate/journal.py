@@ -96,7 +96,7 @@ class Journal:
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{self.file}: another process collects into it; choose another --out") from None
+            raise ConfigError(f"{self.file}: another process writes to it; choose another --out") from None
 
     def _read(self, settings: Mapping[str, Any]) -> None:
         self._stream.seek(0)
@@ -139,8 +139,8 @@ def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: 
     if differing:
         named = "; ".join(f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5])
         raise ConfigError(
-            f"{where} holds trajectories that were collected otherwise ({named}); choose another --out, or give the "
-            "same settings to go on there"
+            f"{where} contains trajectories collected with other settings ({named}); choose another --out, or use the "
+            "same settings to continue"
         )
 
 

@@ -41,7 +41,7 @@ class RunDir:
 
     Args:
         path: created if it does not exist.
-        keep_trajectories: most that are written per step and split, see :func:`jax_agent_rl.observe.selection.sample`.
+        keep_trajectories: maximum number written per step and split, see :func:`jax_agent_rl.observe.selection.sample`.
     """
 
     def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
@@ -203,7 +203,7 @@ def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass(kw_only=True)
 class Records:
-    """The records of a JSON Lines file, as far as they can be read: its run may be going on, cut off or damaged.
+    """The records of a JSON Lines file, as far as they can be read: the file may be growing, truncated or damaged.
 
     Every iteration reads the file again and holds one record at a time. Lines that are no record of its kind are
     skipped and counted; :attr:`notes` reports them.

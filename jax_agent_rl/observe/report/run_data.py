@@ -51,7 +51,7 @@ def read_run(run: Path, *, limit: int) -> RunData:
     """
     files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
     if not any(file.is_file() for file in files):
-        raise DataError(f"{run} is no run folder: there is no {', no '.join(file.name for file in files)} in it")
+        raise DataError(f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}")
     folder, notes = RunDir(run), []
     metrics, traces = read_metrics(folder.metrics), read_traces(folder.traces)
     recorded = read_trajectories(folder.trajectories)
@@ -82,7 +82,7 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     path = value_at(config, "model", "path")
     try:
         if not isinstance(path, str):
-            raise ModelError("its configuration does not say where the model is")
+            raise ModelError("its configuration has no model.path")
         codec = ChatCodec.from_pretrained(path)
     except ModelError as problem:
         notes.append(f"tokens are shown as ids, because the run's tokenizer cannot be read: {problem}")
@@ -91,7 +91,7 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
 
 
 def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """Read twice if only some are wanted, so that memory holds only those."""
+    """Read the file twice, so that only the chosen records are in memory."""
     facts = [Fact.from_record(record) for record in records]
     choice = choose(facts, limit)
     if len(choice.places) < len(facts):
@@ -99,7 +99,7 @@ def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[
         more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if choice.is_full else "--limit shows more"
         notes.append(
             f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
-            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, others by chance; {more}"
+            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, and random others; {more}"
         )
     return [record for place, record in enumerate(records) if place in choice.places], len(facts)
 
@@ -108,7 +108,7 @@ def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds no object but a {type(content).__name__}")
+            raise ValueError(f"it contains a {type(content).__name__}, not an object")
     except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}")
         return {}

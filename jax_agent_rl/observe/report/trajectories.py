@@ -83,7 +83,7 @@ COLUMNS = (
 def facts(record: Mapping[str, Any]) -> list[Any]:
     """Return what the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
     sampled = sum(record["response_mask"])
-    learnt = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
+    trained = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
     fork = record.get("fork")
     return [
         record["trajectory_id"],
@@ -99,7 +99,7 @@ def facts(record: Mapping[str, Any]) -> list[Any]:
         record["finish_reason"],
         stop_reasons(record),
         fork["parent_id"] if fork else None,
-        round(sum(learnt) / len(learnt), 4) if learnt else None,
+        round(sum(trained) / len(trained), 4) if trained else None,
     ]
 
 
