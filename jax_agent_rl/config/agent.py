@@ -86,8 +86,7 @@ class ServerToolConfig(Section):
     truncate_response_side: Annotated[Literal["left", "right"], _WITH_TOOLS] = Field(
         default="right",
         description="Where to cut a response that an observation would overflow. right: before the observation, and "
-        "the trajectory ends. left: in the observation, which keeps its end, up to half of the tokens "
-        "left.",
+        "the trajectory ends. left: in the observation, which keeps its end, up to half of the tokens left.",
     )
     mask_observations: Annotated[bool, _WITH_TOOLS] = Field(
         default=True, description="Exclude observations from the loss; false trains on them, too."
@@ -247,8 +246,8 @@ class AgentConfig(ServerToolConfig):
     ] = Field(
         default=None,
         description="Number of earlier turns in the context of a turn, besides the prompt; null: all. Each turn that "
-        "no longer sees all turns is trained on as a separate sample. Loops that keep messages "
-        "(LangGraph, OpenAI clients) manage their history themselves.",
+        "no longer sees all turns is trained on as a separate sample. Loops that keep messages (LangGraph, OpenAI "
+        "clients) manage their history themselves.",
     )
     max_parallel_calls: Annotated[Positive, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=1, description="Maximum number of calls run per turn; further calls get an error."

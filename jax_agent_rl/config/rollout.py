@@ -22,8 +22,7 @@ class JetStreamConfig(Section):
     engine_factory: str | None = Field(
         default=None,
         description="Function that creates another engine with JetStream's newer API, such as MaxText's, as "
-        "package.module:function or file.py:function; null: the built-in one. See "
-        "third_party/jetstream.md.",
+        "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -32,8 +31,7 @@ class JetStreamConfig(Section):
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
         default="auto",
         description="Precision of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half "
-        "the memory of bfloat16; log-probs of engine and learner then differ, see "
-        "algorithm.rollout_correction.",
+        "the memory of bfloat16; log-probs of engine and learner then differ, see algorithm.rollout_correction.",
     )
     quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
         default="none",
@@ -44,9 +42,8 @@ class JetStreamConfig(Section):
     kv_cache_tokens: Positive | None = Field(
         default=None,
         description="Capacity of the KV cache in tokens, at least rollout.max_model_len. Shared prefixes count once. "
-        "A full cache evicts the KV of idle trajectories, then preempts running requests. null: "
-        "max_model_len for each of max_concurrent_decodes, and half of it for every other trajectory in "
-        "flight.",
+        "A full cache evicts the KV of idle trajectories, then preempts running requests. null: max_model_len for "
+        "each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
     )
     decode_steps: Positive = Field(default=16, description="Maximum number of decode steps per device dispatch.")
     prefill_buckets: tuple[Positive, ...] | None = Field(
@@ -168,8 +165,8 @@ class RolloutConfig(Section):
     placement: Literal["colocated", "separate", "hybrid"] = Field(
         default="colocated",
         description="colocated: one engine on the learner's devices, in each of its processes (hosts). separate: "
-        "engines in Ray actors on their own resources. hybrid: both; the colocated engine samples while "
-        "the learner is idle.",
+        "engines in Ray actors on their own resources. hybrid: both; the colocated engine samples while the learner "
+        "is idle.",
     )
     num_engines: Annotated[Positive, _IN_ACTORS] = Field(
         default=1, description="Number of engines in Ray actors (placement separate and hybrid)."
@@ -198,15 +195,15 @@ class RolloutConfig(Section):
         Field(
             default=None,
             description="Folder through which weights reach vllm and remote engines. Engines must see it, and rollout "
-            "servers read weights from nowhere else. null: shared memory, or an upload to rollout servers on "
-            "other machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
+            "servers read weights from nowhere else. null: shared memory, or an upload to rollout servers on other "
+            "machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
         )
     )
     weight_transport: Annotated[Literal["files", "tensorstore"], WhenKey("rollout.backend", "remote")] = Field(
         default="files",
         description="How weights reach other processes. files: one process writes safetensors. tensorstore: each "
-        "learner process writes its own shards to weight_dir, and each jetstream server reads those of "
-        "its devices (backend: remote).",
+        "learner process writes its own shards to weight_dir, and each jetstream server reads those of its devices "
+        "(backend: remote).",
     )
     prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
@@ -247,8 +244,8 @@ class RolloutConfig(Section):
     adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
         default_factory=dict,
         description="LoRA adapters that eval, rollout and serve may sample with, besides the plain model: name to "
-        "PEFT folder. agent.adapter, a row's `adapter` or a request's `model` selects one. Training "
-        "refuses them: it samples with the model it trains.",
+        "PEFT folder. agent.adapter, a row's `adapter` or a request's `model` selects one. Training refuses them: it "
+        "samples with the model it trains.",
     )
     deterministic: bool = Field(
         default=False,

@@ -26,8 +26,7 @@ class TrainerConfig(Section):
     max_staleness: NonNegative | None = Field(
         default=None,
         description="fully_async: maximum age of a token in versions of the weights; up to (max_staleness + 1) * "
-        "rollout.prompts_per_step groups are in flight. null: 1. The other modes fix it (sync 0, "
-        "one_step_off 1).",
+        "rollout.prompts_per_step groups are in flight. null: 1. The other modes fix it (sync 0, one_step_off 1).",
     )
     stragglers: Annotated[Literal["wait", "drop"], _FULLY_ASYNC] = Field(
         default="wait",
@@ -41,8 +40,8 @@ class TrainerConfig(Section):
     in_flight_update: Annotated[Literal["auto", "keep", "recompute", "wait"], _FULLY_ASYNC] = Field(
         default="auto",
         description="fully_async: what running generations do when weights change. keep: continue with the KV cache "
-        "of the old weights. recompute: continue after their context is recomputed. wait: finish their "
-        "turn first. auto: the first of these that the engine supports.",
+        "of the old weights. recompute: continue after their context is recomputed. wait: finish their turn first. "
+        "auto: the first of these that the engine supports.",
     )
     eval_every: Annotated[NonNegative, WhenKey("data.eval")] = Field(
         default=0, description="Steps between evaluations; 0: before and after training only."
