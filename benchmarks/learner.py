@@ -2,10 +2,10 @@
 
     python benchmarks/learner.py
 
-SmolLM2-135M in float32, 8 sequences of 256 tokens with nothing in common, all of them trained on (a policy gradient of
-advantage +-1, so the same work as a weighted language-model loss). Needs torch (the test environment has it). The last
-line is one JSON object: ``ratio_vs_transformers``, and ``share_of_sgemm``, the counted operations of our step over what
-a large matrix product reaches.
+SmolLM2-135M in float32, 8 sequences of 256 tokens without common prefixes, trained on all tokens (a policy gradient of
+advantage +-1, the same work as a weighted language-model loss). Needs torch (the test environment has it). The last
+line is one JSON object: ``ratio_vs_transformers``, and ``share_of_sgemm``, the rate of the operations in our step
+relative to a large matrix product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sequences() -> np.ndarray:
 
 
 def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
-    """A learner of two micro-batches to an update, and what it learns from."""
+    """A learner with two micro-batches per update, and its batch."""
     config, params = load_hf(fetch_quickstart_model())
     common = {"pack_length": LENGTH, "micro_batch_size": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
     own = LearnerConfig(**common, **settings)

@@ -1,4 +1,4 @@
-"""One GRPO update of ours, of TRL and of google-tunix: same model, same completions, same machine, in turn.
+"""One GRPO update of this package, TRL and google-tunix: same model, completions and machine, one after the other.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0     # a CPU build where the index has one
     /tmp/trl/bin/pip install trl==1.16.0 transformers==5.23.0
@@ -8,9 +8,10 @@
 SmolLM2-135M in float32 on the CPU; a group of 8 completions of 40 tokens to a prompt of 256; one AdamW update, the
 gradient clipped to 1, no KL term, no rollout. Each peer's trainer runs its own code in its own environment
 (``peers/``), the group in one micro-batch. Ours runs with a row per sample, and with prefixes shared. The last line is
-one JSON object; ``ratio_vs_*`` are of samples/s.
+one JSON object; ``ratio_vs_*`` are of samples/s. On a two-core AVX-512 Xeon with the versions above, they are 1.27
+(TRL) and 1.50 (Tunix), and 4.42 and 5.24 with prefixes shared.
 
-``differences`` say that the work is the same, each against ours without sharing: of the first update's clipped gradient
+``differences`` show that the work is the same, relative to ours without sharing: of the first update's clipped gradient
 (``max_grad_diff``, relative to the largest element), its norm before the clip, and the mean entropy at the sampled
 tokens. The loss is 0 on every side: an on-policy ratio is 1, and advantages of a group add up to 0.
 """
@@ -52,7 +53,7 @@ LARGEST_DIFFERENCE = 1e-3  # of a gradient, relative to its largest element; rou
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One side: seconds of its fastest update after the first, and what the first found.
+    """One side: seconds of its fastest update after the first, and the results of the first.
 
     ``gradient`` is the clipped one, by Hugging Face tensor name; ``values`` are those of ``VALUES``.
     """
@@ -64,7 +65,7 @@ class Measured:
 
 
 def write_batch(batch: list[Group], file: Path) -> None:
-    """What peers read: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
+    """Input of the peers: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
     members = [t for group in batch for t in group.trajectories]
     np.savez(
         file,
@@ -114,7 +115,7 @@ def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
 
 
 def differences(side: Measured, reference: Measured) -> dict[str, float]:
-    """How far two first updates are apart: gradients relative to the largest element, values to theirs if above 1."""
+    """Differences between two first updates: gradients relative to the largest element, values to theirs if above 1."""
     if side.gradient.keys() != reference.gradient.keys():
         raise ValueError(f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}")
     largest = max(float(np.abs(value).max()) for value in reference.gradient.values())
@@ -127,7 +128,7 @@ def differences(side: Measured, reference: Measured) -> dict[str, float]:
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
-    """Every side, one after the other."""
+    """Measure every side, one after the other."""
     batch = groups(1)
     measured = {}
     with tempfile.TemporaryDirectory(prefix="learner_peers-") as folder:
@@ -144,7 +145,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
 
 
 def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """The figures: tokens and samples count what is given, computed once or not."""
+    """The figures; tokens and samples are counted as given, whether computed once or repeatedly."""
     result: dict[str, Any] = {}
     for name, side in measured.items():
         result[f"{name}_samples_per_second"] = round(SAMPLES / side.seconds, 3)

@@ -1,13 +1,12 @@
 """Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine, a tool server.
 
-Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as those of reasoning
-models and sandboxes. They depend on the trajectory's name and the turn alone, so whatever is compared does the same
-work.
+Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as with reasoning
+models and sandboxes. They depend only on the trajectory's name and the turn, so all compared variants do the same work.
 
-A large model on an accelerator decodes a batch at the pace at which its weights are read, about 10 ms a step for 7B
-parameters in bfloat16 with their cache, whether the batch is full or nearly empty. Two CPU cores have another profile,
-so the model here is small and random, and every decode step is held to that pace. Everything else, agent, client,
-scheduler, programs and HTTP, is what a run uses, at its own speed.
+On an accelerator, the time of a decode step of a large model is the time to read its weights, about 10 ms for 7B
+parameters in bfloat16 and their cache, whether the batch is full or nearly empty. Two CPU cores behave differently, so
+the model here is small and random, and every decode step is delayed to that pace. Everything else (agent, client,
+scheduler, programs, HTTP) is that of a run, at its own speed.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def turn_length(lengths: Draws, name: str, turn: int) -> int:
 
 
 def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
-    """Of the call that ends this turn."""
+    """Latency of the call that ends this turn."""
     return latencies.at("latency", name, turn)
 
 
@@ -69,7 +68,7 @@ def same_name(trajectory_id: str) -> str:
 
 
 def serve(latencies: Draws, work: Work = same_name) -> None:
-    """Answers each action after its latency; those of a batch side by side. Prints its port."""
+    """Answers each action after its latency, those of a batch concurrently. Prints its port."""
 
     async def run(trajectory_id: str, step: int) -> None:
         await asyncio.sleep(tool_seconds(latencies, work(trajectory_id), step))
@@ -91,7 +90,7 @@ def serve(latencies: Draws, work: Work = same_name) -> None:
 
 @contextlib.contextmanager
 def tool_server(*arguments: object) -> Iterator[str]:
-    """Runs this program again with ``--serve`` and these arguments, beside it, and yields the server's URL."""
+    """Runs this program with ``--serve`` and these arguments as a subprocess, and yields the server's URL."""
     command = [sys.executable, sys.argv[0], "--serve", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -187,7 +186,7 @@ class PacedBackend(JetStreamBackend):
 
 
 class TurnLengths(LLMServerClient):
-    """Ends each turn at its drawn length: a random model has no idea of one."""
+    """Ends each turn at its drawn length, because a random model would not."""
 
     def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = same_name):
         super().__init__(servers)

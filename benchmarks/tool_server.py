@@ -2,10 +2,10 @@
 
     python benchmarks/tool_server.py [--seconds 600] [--trajectories 256] [--workers 2] [--kill-every 0]
 
-Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, go away in the middle
-of an action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
+Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, disconnect during an
+action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
 idle, or lost with a worker that ``--kill-every`` killed), no process may be left, and descriptors and memory of
-the server must be what they were after warming up. Exits with 1 and says what is wrong otherwise.
+the server must be what they were after warming up. Otherwise the problem is printed and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACTIONS = [
 
 @dataclass(kw_only=True)
 class Report:
-    """What happened."""
+    """Counts of events."""
 
     trajectories: int = 0
     actions: int = 0
@@ -160,7 +160,7 @@ async def _post(
 
 
 async def _warm_up(session: aiohttp.ClientSession, workers: int) -> None:
-    """Every worker has run both tools, and let go of them."""
+    """Wait until every worker has run and closed both tools."""
     for n in range(8 * workers):
         for _, action in ACTIONS[:2]:
             await _post(session, f"warm-{n}", action)
@@ -176,7 +176,7 @@ async def _kill(server: ToolServer, every: float) -> None:
 
 
 async def _until_nothing_is_open(session: aiohttp.ClientSession) -> None:
-    """Until the last is idle for long enough, and every worker is back; gives up after a minute."""
+    """Wait until all environments have idled out and every worker is back, for at most a minute."""
     for _ in range(600):
         async with session.get("/health") as response:
             if response.status == 200 and not (await response.json())["open_environments"]:
@@ -196,7 +196,7 @@ async def _environments(session: aiohttp.ClientSession) -> dict[str, float]:
 
 
 def _descriptors(server: ToolServer) -> int:
-    """The workers' open descriptors but for sockets: connections are kept for a while, and their number varies."""
+    """The workers' open descriptors without sockets, whose number varies with kept connections."""
     return sum(_is_kept(fd) for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
 
 
@@ -210,7 +210,7 @@ def _memory_mb(server: ToolServer) -> int:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the soak test."""
     parser = argparse.ArgumentParser(description="Soak test of the tool server.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--trajectories", type=int, default=256)
