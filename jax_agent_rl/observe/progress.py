@@ -32,7 +32,7 @@ HEADER = (  # with its widths in step() within 80 columns
 
 
 class Progress:
-    """Live display of a run in a terminal; on a pipe, plain lines and a sign of life every 20 seconds.
+    """Live display of a run in a terminal; on a pipe, plain lines and a heartbeat every 20 seconds.
 
     Use it as a context manager. ``phase`` shows the current activity, with an optional live count; ``step`` adds a line
     to the table.
@@ -44,7 +44,7 @@ class Progress:
         self._clock = clock
         self._phase = "starting"
         self._count: Callable[[], str] = lambda: ""
-        self._phase_began = self._spoke = clock()
+        self._phase_began = self._last_printed = clock()
         self._shown = 0
         self._done_steps = 0
         self._ends_at: float | None = None
@@ -74,7 +74,7 @@ class Progress:
 
     def print_line(self, text: str) -> None:
         """Print a permanent line."""
-        self._spoke = self._clock()
+        self._last_printed = self._clock()
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def resumed(self, step: int) -> None:
@@ -121,7 +121,7 @@ class Progress:
 
     def _beat(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
-            if self._clock() - self._spoke >= HEARTBEAT_SECONDS / 2:
+            if self._clock() - self._last_printed >= HEARTBEAT_SECONDS / 2:
                 self._console.print(self._line())
 
 

@@ -98,7 +98,7 @@ def _overview(data: RunData) -> dict[str, Any]:
     }
     return {
         "name": data.name,
-        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "created": time.strftime("%Y-%m-%d %H:%M"),
         "state": "finished" if data.summary else "not finished",
         "facts": {key: value for key, value in facts.items() if value},
         "step": steps[-1]["step"] if steps else 0,

@@ -59,8 +59,8 @@ class Stage:
 
 
 def balanced(stage: Stage, journal: Journal) -> bool:
-    books = stage.collector.accounting
-    return not books.in_flight and books.started == books.trained + books.dropped.total()
+    accounting = stage.collector.accounting
+    return not accounting.in_flight and accounting.started == accounting.trained + accounting.dropped.total()
 
 
 async def test_every_row_is_collected_once(tmp_path):

@@ -26,7 +26,7 @@ def test_everything_an_engine_counts_has_a_name_and_says_what_it_is():
     assert set(COUNTED) == {field.name for field in fields(BackendMetrics)}
 
 
-def test_engines_are_told_apart_by_name_under_one_heading():
+def test_engines_differ_by_label_under_one_heading():
     health = Health(ok=True, policy_version=7, running=2, waiting=1, kv_used_share=0.25)
     text = text_of(
         [

@@ -37,7 +37,7 @@ def test_a_line_without_an_object_is_left_out_and_counted(tmp_path: Path, line: 
         put(file, line, at=1)
         records = read(file)
         assert list(records) == whole and (records.damaged, records.invalid) == (1, 0)
-        assert list(records) == whole and records.damaged == 1, "a second reading counts anew"
+        assert list(records) == whole and records.damaged == 1, "a second reading counts again"
         assert records.notes == [f"lines left out of {file.name}: 1 (cut off or damaged)"]
 
 

@@ -72,7 +72,7 @@ def test_a_chart_has_the_steps_that_have_its_metric():
     assert "Staleness" not in made
 
 
-def test_drops_are_those_of_each_step_although_the_books_count_from_the_start():
+def test_drops_are_those_of_each_step_although_the_accounting_counts_from_the_start():
     metrics = [step_line(step) for step in (1, 2, 5)]
     (chart,) = [c for c in charts(metrics) if c["title"] == "Dropped trajectories"]
     assert chart["kind"] == "stack" and lines_of(chart) == {"zero_variance": ([1, 2, 5], [1, 1, 3])}

@@ -63,7 +63,7 @@ def test_a_record_holds_everything_training_used():
     assert [turn["sampled"] for turn in record["turns"]] == [1, 1]
 
 
-def test_sampled_and_inserted_tokens_are_told_apart_on_paper_too():
+def test_sampled_and_inserted_tokens_differ_without_colours_too():
     record = trajectory_record(trajectory([3], [4, 5, 2], mask=[1, 0, 1]), step=1, split="train")
     console = Console(file=io.StringIO(), width=100, no_color=True)
     console.print(render(record, lambda ids: "".join(f"<{i}>" for i in ids)))
@@ -76,7 +76,7 @@ def test_best_and_worst_are_by_reward():
     assert (best["id"], worst["id"]) == (4, 3)
 
 
-def test_the_plot_is_a_picture_even_without_steps(tmp_path: Path):
+def test_the_plot_is_an_image_even_without_steps(tmp_path: Path):
     reward_plot([{"kind": "evaluation", "step": 0, "accuracy": 0.3}], tmp_path / "p.png", title="t")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 

@@ -56,7 +56,7 @@ def test_a_run_writes_no_more_of_a_step_than_it_keeps(tmp_path):
     assert [r["reward"] for r in read_records(folder.trajectories)] == [1.0, -1.0]
 
 
-def test_learnt_numbers_are_laid_out_along_the_response_and_its_segments():
+def test_numbers_per_token_are_laid_out_along_the_response_and_its_segments():
     whole = trajectory([3], [4, 5, 6, 2], mask=[1, 0, 1, 1])
     segment = trajectory([3], [8, 9], mask=[0, 1])
     made = replace(whole, segments=(segment,))

@@ -133,7 +133,7 @@ def test_trajectories_that_are_equal_are_both_named():
     assert "g-0 (tree 1) answer  g-5 (tree 2) answer" in console.file.getvalue()
 
 
-def test_groups_of_different_steps_are_told_apart():
+def test_groups_of_different_steps_are_separate():
     records = [*records_of(STEM, BRANCH), *records_of(STEM, step=2)]
     assert [len(group) for group in split_groups(records)] == [2, 1]
 
