@@ -71,7 +71,7 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
 
 
 def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, latencies: Draws) -> dict[str, float]:
-    """Seconds of each mode from the drawn lengths and latencies alone."""
+    """Seconds of each mode if only the drawn lengths and latencies cost anything."""
     decoding = (
         np.array([[turn_length(LENGTHS, name, turn) for turn in range(turns + 1)] for name in names]) * step_seconds
     )
@@ -83,7 +83,7 @@ def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, late
 
 
 async def compare(backend: PacedBackend, url: str, turns: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run both modes alternately on the same draws; new draws for each repeat."""
+    """Both modes, in turns, on the same draws; new draws for each repeat."""
     seconds, ideal, busy = ({"async": 0.0, "sync": 0.0} for _ in range(3))
     for repeat in range(arguments.repeats):
         names = [f"{repeat}-{number}" for number in range(arguments.trajectories)]

@@ -1,24 +1,25 @@
-"""Throughput and idle times of each trainer with slow tools.
+"""What each trainer makes of rollouts with tools that take their time: samples per second, and who waits.
 
     python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
 
 The trainers, the agent loop (``server_tool_agent``), the client and the JAX engine are those of a run; the tool server
-is a separate process. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the median and 0.2 to
+is a process of its own. A turn has 40 ids in the median and at most 400, a tool takes 0.63 s in the median and 0.2 to
 2 s, a decode step 25 ms (about 30B parameters on one accelerator); see ``benchmarks/paced.py``. The same row has the
-same draws in every trainer. ``engine_pace_kept`` below about 0.95 means that this machine could not keep the pace.
+same draws in every trainer. ``engine_pace_kept`` below about 0.95 says that this machine could not keep that pace.
 
-The learner is paced, too: its time is proportional to the ids of its batch, and it returns slightly changed weights,
-which are published as in any run. A real forward and backward pass would compete with the engine for the two cores; on
-a separate accelerator it takes none of the engine's time. At 2000 ids a second (one accelerator for the same model) a
-step of 64 trajectories takes the learner about 10 s; the engine would need 7 s with all of its 64 slots in use.
+The learner is paced, too: it takes as long as its batch has ids, and gives back weights that differ a little and that
+are published as in any run. Forward and backward pass on the engine's two cores would measure these; on an accelerator
+of their own they take none of the engine's time. At 2000 ids a second (one accelerator for the same model) a step of 64
+trajectories takes it about 10 s, of which the engine, with all of its 64 slots used all the time, would need 7.
 
-``ideal`` is the schedule without waiting: the slower of (ids / learner's pace) and (sampled ids * step / slots),
-without weight publication, prefill and HTTP. Steps in the middle of a run are measured, with a full pipeline.
+``ideal`` is the schedule in which neither ever waits: the slower of (ids / learner's pace) and (sampled ids * step /
+slots). It knows no publication of weights, no prefill, no HTTP. What is measured are steps in the middle of a run, its
+pipeline full.
 
 The last line is one JSON object: per mode ``samples_per_second``, ``share_of_ideal``, the shares of the time in which
 the engine did not decode and the learner had nothing to do, and the age of its tokens; ``ratio_vs_sync`` and
-``share_of_ideal`` of fully asynchronous training at the top. ``simulated_seconds_per_step`` is the
-prediction of ``jax-agent-rl simulate`` for the same workload over more steps, which validates the simulator.
+``share_of_ideal`` of fully asynchronous training at the top. ``simulated_seconds_per_step`` is what
+``jax-agent-rl simulate`` says of the same workload, over more steps: what is measured checks the simulator.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ ENDLESS = 1000
 
 
 def place(trajectory_id: str) -> str:
-    """Row of the run and member of its group, the same for all trainers."""
+    """Which row of the run, and which member of its group: the same for all trainers."""
     label, step, index, member = trajectory_id.split("-")
     return f"{int(step) - (label == 'train')}-{index}-{member}"  # synchronous steps are counted from 1
 
@@ -120,7 +121,7 @@ async def score(trajectory: Trajectory) -> Trajectory:
 
 
 def overlap(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Keys of ``trainer`` for this mode."""
+    """The keys of ``trainer`` that make this mode."""
     return {"mode": mode} | ({"max_staleness": arguments.staleness} if mode == "fully_async" else {})
 
 
@@ -145,7 +146,7 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
 
 
 def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> Trainer:
-    """A trainer as in ``jax-agent-rl train``, with the paced engine and learner."""
+    """As ``jax-agent-rl train`` makes it, around the paced engine and learner."""
     run, codec = settings(mode, url, folder, arguments), LetterCodec()
     client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=place)
     context = AgentContext(client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len)
@@ -174,7 +175,7 @@ def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, argum
 
 
 async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    """Results of some steps of a trainer with a full pipeline."""
+    """Some steps of a trainer whose pipeline is full, and what they came to."""
     trainer = make_trainer(mode, backend, url, folder, arguments)
     runtime, warm_up = trainer.runtime, WARM_UP[mode]
     try:
@@ -206,7 +207,7 @@ def summary(
     seconds: float,
     engine_seconds: float,
 ) -> dict[str, float]:
-    """Parameters of the comparison.
+    """What is compared.
 
     Args:
         batches: of each step.
@@ -258,7 +259,7 @@ def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Every mode, each with its own engine."""
+    """Every mode, each with an engine of its own."""
     results = {}
     for mode in arguments.modes:
         backend = PacedBackend(

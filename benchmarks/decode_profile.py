@@ -1,18 +1,18 @@
-"""Profile of a decode step: milliseconds per part, and the whole step's share of the machine's limit.
+"""Where one decode step goes: milliseconds per part, and the whole step's share of what the machine allows.
 
     python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
 
-SmolLM2-135M in float32. Each part runs separately, in a loop on the device with as many iterations as a dispatch has
-steps:
+SmolLM2-135M in float32. Each part runs by itself, as often as a dispatch of the engine has steps, in a loop on the
+device:
 
-- ``products``: the matrix products of all layers, and nothing else; ``head``: the product with the vocabulary.
+- ``products``: the matrix products of all layers, without anything between them; ``head``: the one with the vocabulary.
 - ``attention``: everything between the projections, with the new token's place in the cache.
-- ``sampling``: one id per slot.
-- ``between``: the rest of the step: norms, rotation, activations, residuals, embedding, the loop.
-- ``rows``: gathering pages before a dispatch and writing them back after it, per step.
+- ``sampling``: one id for each slot.
+- ``between``: what is left of the step: norms, rotation, activations, residuals, embedding, the loop.
+- ``rows``: pages gathered before a dispatch's steps and written back after them, for each step.
 
-``floor`` reads all weights and the cache once and computes two operations per weight and id, whichever takes longer, as
-in ``decode.py``. The last line is one JSON object. It includes the CPU, because figures depend on its vector width.
+``floor`` reads all weights and the cache once and computes two operations a weight and id, whichever takes longer, as
+in ``decode.py``. The last line is one JSON object. Figures depend on the CPU's vectors, so it is part of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def seconds_a_step(part: Callable[..., Any], state: Any, *arguments: Any) -> flo
 
 
 def products(step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
-    """Attention of all layers, each on the output of the one before, so that none is eliminated or hoisted."""
+    """Every layer's, each of what the one before gave, so that none is left out or moved out of the loop."""
     for layer in params.layers:
         qkv = product(layer["qkv"], x).reshape(-1, x.shape[1])
         x = product(layer["o"], qkv[: layer["o"].shape[1]])

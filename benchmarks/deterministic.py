@@ -1,10 +1,10 @@
-"""Cost of ``rollout.deterministic``: rollout and old log-probs by one program, against the fast engine.
+"""What ``rollout.deterministic`` costs: rollout and old log-probs by one program, against the fast engine.
 
     python benchmarks/deterministic.py [--batch 8]
 
-SmolLM2-135M in float32; every request has 96 unique prompt ids and samples 48. Each engine's wall time is from the
-first request to the last log-prob; the deterministic one also scores the contexts, as its learner does before an
-update; the learner of the fast one needs no such pass (a single update uses its own log-probs). The last line is
+SmolLM2-135M in float32; every request has 96 prompt ids of its own and samples 48. Each engine's wall time is from the
+first request to the last log-prob; the deterministic one scores the contexts once more, as its learner does before an
+update, while the fast one's learner needs no such pass (the log-probs of a single update are its own). The last line is
 one JSON object: ``rollout_ratio`` (deterministic over fast), ``ratio`` (with scoring), and how far each engine's
 log-probs are from the scorer's: ``deterministic_gap`` must be 0.
 """
@@ -32,7 +32,7 @@ PROMPT, NEW = 96, 48
 
 
 async def rollout(backend: JetStreamBackend, prompts: list[list[int]]) -> tuple[list[TokenOutput], float]:
-    """Outputs of a started backend, and its seconds."""
+    """What a started backend samples, and in how many seconds."""
     sampling = SamplingParams(max_tokens=NEW, ignore_eos=True)
     begin = time.perf_counter()
     outputs = await asyncio.gather(

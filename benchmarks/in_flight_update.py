@@ -1,17 +1,17 @@
-"""Weight updates during generations (``trainer.in_flight_update``): cost and log-prob error of each method.
+"""What running generations do when weights change: what each way costs, and how far its log-probs are from exact ones.
 
     python benchmarks/in_flight_update.py [--requests 24] [--updates 4] [--step 1e-5]
 
 SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, responses of drawn lengths (median 60,
-at most 240), the same for all. New weights are published after every n-th sampled id, with n chosen for ``--updates``
-updates; each moves every weight by ``--step`` up or down, like a step of Adam at that learning rate.
+at most 240), the same for all. New weights are published after every n-th sampled id, n so that there are so many
+updates; each moves every weight by ``--step`` up or down, which is what a step of Adam at that learning rate does.
 
-``keep``: generations continue with the KV of the old weights. ``recompute``: they are interrupted and resumed after
-their whole context is recomputed. ``wait``: they end first, and no other starts before that.
+``keep``: generations go on with the KV of the old weights. ``recompute``: they are interrupted and resumed, their whole
+context computed anew. ``wait``: they end first, and no other begins before that (``trainer.in_flight_update``).
 
-``seconds_per_update`` is the time added to the same work without updates; ``recomputed_ids`` are additional prompt ids.
-``logprob_gap`` is the mean distance, over the ids sampled after a change within their own response, between the
-engine's log-prob and that of a full forward pass of the weights that sampled the id: the error of stale KV.
+``seconds_per_update`` is the time on top of the same work without updates; ``recomputed_ids`` are prompt ids computed
+on top. ``logprob_gap`` is the mean distance, over the ids sampled after a change within their own response, between the
+engine's log-prob and that of a full forward pass of the weights that sampled the id: what stale KV costs in exactness.
 The last line is one JSON object.
 """
 
@@ -71,7 +71,7 @@ class Publications:
 async def play(
     backend: JetStreamBackend, prompts: np.ndarray, lengths: Sequence[int], weights: Sequence[dict], way: str
 ) -> tuple[list[TokenOutput], dict[str, float]]:
-    """Outputs and figures of all requests, run concurrently on a separate engine."""
+    """All requests at once, on an engine of its own; outputs and figures."""
     await backend.start()
     try:
         client = LLMServerClient([AsyncServer(backend)])

@@ -34,7 +34,7 @@ def sequences() -> np.ndarray:
 
 
 def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
-    """A learner with two micro-batches per update, and its batch."""
+    """A learner of two micro-batches to an update, and what it learns from."""
     config, params = load_hf(fetch_quickstart_model())
     common = {"pack_length": LENGTH, "micro_batch_size": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
     own = LearnerConfig(**common, **settings)

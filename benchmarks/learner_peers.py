@@ -53,7 +53,7 @@ LARGEST_DIFFERENCE = 1e-3  # of a gradient, relative to its largest element; rou
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One side: seconds of its fastest update after the first, and the results of the first.
+    """One side: seconds of its fastest update after the first, and what the first found.
 
     ``gradient`` is the clipped one, by Hugging Face tensor name; ``values`` are those of ``VALUES``.
     """
@@ -65,7 +65,7 @@ class Measured:
 
 
 def write_batch(batch: list[Group], file: Path) -> None:
-    """Input of the peers: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
+    """What peers read: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
     members = [t for group in batch for t in group.trajectories]
     np.savez(
         file,
@@ -115,7 +115,7 @@ def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
 
 
 def differences(side: Measured, reference: Measured) -> dict[str, float]:
-    """Differences between two first updates: gradients relative to the largest element, values to theirs if above 1."""
+    """How far two first updates are apart: gradients relative to the largest element, values to theirs if above 1."""
     if side.gradient.keys() != reference.gradient.keys():
         raise ValueError(f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}")
     largest = max(float(np.abs(value).max()) for value in reference.gradient.values())
@@ -128,7 +128,7 @@ def differences(side: Measured, reference: Measured) -> dict[str, float]:
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
-    """Measure every side, one after the other."""
+    """Every side, one after the other."""
     batch = groups(1)
     measured = {}
     with tempfile.TemporaryDirectory(prefix="learner_peers-") as folder:
@@ -145,7 +145,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
 
 
 def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """The figures; tokens and samples are counted as given, whether computed once or repeatedly."""
+    """The figures: tokens and samples count what is given, computed once or not."""
     result: dict[str, Any] = {}
     for name, side in measured.items():
         result[f"{name}_samples_per_second"] = round(SAMPLES / side.seconds, 3)

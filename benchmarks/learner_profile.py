@@ -1,12 +1,12 @@
-"""Profile of a learner step: milliseconds per part, for the step of ``learner.py``.
+"""Where one learner step goes: milliseconds per part, for the step that ``learner.py`` measures.
 
     python benchmarks/learner_profile.py [--remat dots] [--repeats 3]
 
-SmolLM2-135M in float32, 8 sequences of 256 tokens in two micro-batches. Each part is a separate program, with the
-shapes that it has in the step:
+SmolLM2-135M in float32, 8 sequences of 256 tokens in two micro-batches. Parts are programs of their own, with the
+shapes they have in the step:
 
-- ``products``: the matrix products of all layers and of the head, forward and both backward ones, and nothing
-  else.
+- ``products``: the matrix products of all layers and of the head, forward and both backward ones, without anything
+  between them.
 - ``attention``: everything between the projections, less the rotation.
 - ``logprobs``: log-probs and entropies over the vocabulary, less the products of the head.
 - ``elementwise``: norms, rotation, activations, residuals, embedding: a forward and backward pass that recomputes
@@ -14,10 +14,9 @@ shapes that it has in the step:
 - ``rematerialisation``: what ``remat`` adds to that pass.
 - ``optimizer``: norm, clip and AdamW.
 - ``packing``: from trajectories to arrays, and advantages.
-- ``other``: the rest of the step: the loss, sums of gradients, dispatch, transfers.
+- ``other``: what is left of the step: the loss, sums of gradients, dispatch, transfers.
 
-The last line is one JSON object. It includes the CPU, because figures depend on its vector
-width.
+The last line is one JSON object. Figures depend on the CPU's vectors, so it is part of it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape)
 
 
-def measure_seconds(repeats: int, program: Callable[..., Any], *arguments: Any) -> float:
+def seconds_of(repeats: int, program: Callable[..., Any], *arguments: Any) -> float:
     """Seconds of a jitted program, for all micro-batches of a step."""
     run = jax.jit(program)
     return MICRO_BATCHES * best_seconds(lambda: run(*arguments), repeats)
@@ -143,7 +142,7 @@ def main() -> None:
 
 
 def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
-    timed = functools.partial(measure_seconds, repeats)
+    timed = functools.partial(seconds_of, repeats)
     shapes = learner.model.parameter_shapes()
     peak = sgemm_flops()
     print(f"{cpu()}: sgemm {peak / 1e9:.0f} GFLOP/s", flush=True)

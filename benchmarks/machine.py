@@ -1,4 +1,4 @@
-"""The machine and its limits, measured with XLA: matrix products and memory reads."""
+"""What this machine is, and what it can do at best, measured with XLA: matrix products and memory reads."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def turn_length(lengths: Draws, name: str, turn: int) -> int:
 
 
 def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
-    """Latency of the call that ends this turn."""
+    """Of the call that ends this turn."""
     return latencies.at("latency", name, turn)
 
 
@@ -68,7 +68,7 @@ def same_name(trajectory_id: str) -> str:
 
 
 def serve(latencies: Draws, work: Work = same_name) -> None:
-    """Answers each action after its latency, those of a batch concurrently. Prints its port."""
+    """Answers each action after its latency; those of a batch side by side. Prints its port."""
 
     async def run(trajectory_id: str, step: int) -> None:
         await asyncio.sleep(tool_seconds(latencies, work(trajectory_id), step))
@@ -90,7 +90,7 @@ def serve(latencies: Draws, work: Work = same_name) -> None:
 
 @contextlib.contextmanager
 def tool_server(*arguments: object) -> Iterator[str]:
-    """Runs this program with ``--serve`` and these arguments as a subprocess, and yields the server's URL."""
+    """Runs this program again with ``--serve`` and these arguments, beside it, and yields the server's URL."""
     command = [sys.executable, sys.argv[0], "--serve", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -186,7 +186,7 @@ class PacedBackend(JetStreamBackend):
 
 
 class TurnLengths(LLMServerClient):
-    """Ends each turn at its drawn length, because a random model would not."""
+    """Ends each turn at its drawn length: a random model has no idea of one."""
 
     def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = same_name):
         super().__init__(servers)

@@ -1,11 +1,10 @@
-"""Benefit of sending the members of a group to the server that computed their prompt, in virtual time, without an
-engine.
+"""What it is worth that the members of a group are sent where their prompt was computed: in virtual time, no engine.
 
     python benchmarks/prefix_routing.py [--servers 8] [--prompt 4096]
 
 Groups of 8 with a common prompt, 16 requests per server in flight, log-normal response lengths; the real client and
-balancer over simulated engines, which share prefixes in both runs. In one run the client knows this; in the other it
-balances by load only. The last line is one JSON object: ``prefill_ratio``, prompt ids computed with prefix
+balancer over simulated engines, which share prefixes either way. In the one run the client is told so, in the other it
+is not and goes by load alone. The last line is one JSON object: ``prefill_ratio``, prompt ids computed with prefix
 routing over those without, and ``speedup``, of the time to the last response.
 """
 

@@ -8,7 +8,7 @@ from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
 
 
 def sample(prompt: Sequence[int], ids: Sequence[int], *, group: str, index: int) -> Trajectory:
-    """Return member ``index`` of a group in which every second one is rewarded; all sampled ids are trained on."""
+    """Member ``index`` of a group, in which every second one is rewarded: a prompt and sampled ids, all trained on."""
     output = TokenOutput(
         token_ids=tuple(ids),
         log_probs=(-1.0,) * len(ids),

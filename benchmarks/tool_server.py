@@ -45,7 +45,7 @@ ACTIONS = [
 
 @dataclass(kw_only=True)
 class Report:
-    """Counts of events."""
+    """What happened."""
 
     trajectories: int = 0
     actions: int = 0
@@ -160,7 +160,7 @@ async def _post(
 
 
 async def _warm_up(session: aiohttp.ClientSession, workers: int) -> None:
-    """Wait until every worker has run and closed both tools."""
+    """Every worker has run both tools, and let go of them."""
     for n in range(8 * workers):
         for _, action in ACTIONS[:2]:
             await _post(session, f"warm-{n}", action)
@@ -176,7 +176,7 @@ async def _kill(server: ToolServer, every: float) -> None:
 
 
 async def _until_nothing_is_open(session: aiohttp.ClientSession) -> None:
-    """Wait until all environments have idled out and every worker is back, for at most a minute."""
+    """Until the last is idle for long enough, and every worker is back; gives up after a minute."""
     for _ in range(600):
         async with session.get("/health") as response:
             if response.status == 200 and not (await response.json())["open_environments"]:
@@ -196,7 +196,7 @@ async def _environments(session: aiohttp.ClientSession) -> dict[str, float]:
 
 
 def _descriptors(server: ToolServer) -> int:
-    """The workers' open descriptors without sockets, whose number varies with kept connections."""
+    """The workers' open descriptors but for sockets: connections are kept for a while, and their number varies."""
     return sum(_is_kept(fd) for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
 
 
@@ -210,7 +210,7 @@ def _memory_mb(server: ToolServer) -> int:
 
 
 def main() -> None:
-    """Run the soak test."""
+    """See the module."""
     parser = argparse.ArgumentParser(description="Soak test of the tool server.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--trajectories", type=int, default=256)

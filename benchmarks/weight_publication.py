@@ -1,9 +1,9 @@
-"""Time of new weights from the learner's memory into an engine's, for each transport.
+"""How long new weights take from the learner's memory into an engine's, for each way they can go.
 
     python benchmarks/weight_publication.py [--rounds 3]
 
-SmolLM2-135M in float32. The transports alternate, round by round, in one process; the shortest time of each counts,
-from the learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
+SmolLM2-135M in float32. The ways take turns, round by round, in one process; of each the shortest time counts, from the
+learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
 
     arrays            learner and engine on one device, one program
     arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard
@@ -11,7 +11,7 @@ from the learner's arrays to arrays in the engine's layout. On CPUs six devices 
     upload            the same files over HTTP on loopback
     tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
 
-The reference is numpy copying as many bytes. The last line is one JSON object: per transport ``seconds_per_billion``
+The yardstick is numpy copying as many bytes. The last line is one JSON object: per way ``seconds_per_billion``
 parameters, ``gb_per_s`` and ``share_of_memcpy``.
 """
 
@@ -53,7 +53,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Taker:
-    """The part of a backend that takes weights; nothing is sampled, so no decoding program is compiled."""
+    """Of a backend what takes weights; nothing is sampled, so no program for it is compiled."""
 
     capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=FILES)
 
