@@ -278,7 +278,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_group(self) -> bool:
-        """Whether the estimator compares within a group, so that a group of one has no advantages."""
+        """True if the estimator compares within a group, so that a group of one has no advantages."""
         return self.adv_estimator not in WITHOUT_GROUP_BASELINE
 
     @property

@@ -40,7 +40,12 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:
-    """Validate a nested mapping plus ``key.path=value`` overrides, values in YAML.
+    """Validate a nested mapping plus overrides.
+
+    Args:
+        model: the root section.
+        tree: the nested mapping; not changed.
+        overrides: ``key.path=value``, values in YAML.
 
     Raises:
         ConfigError: with all problems at once.

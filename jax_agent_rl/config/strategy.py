@@ -63,7 +63,13 @@ class StrategyConfig(Section):
 
 
 def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:
-    """Yield every inconsistency of the section, with its fix."""
+    """Yield every inconsistency of the section, with its fix.
+
+    Args:
+        strategy: the section.
+        group_size: ``rollout.group_size``.
+        adv_estimator: ``algorithm.adv_estimator``.
+    """
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (

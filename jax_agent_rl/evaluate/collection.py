@@ -123,7 +123,13 @@ class _Collection:
 
 
 async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console) -> dict[str, Any]:
-    """Collect what is missing and write the file; return the summary, which is also written beside it.
+    """Collect what is missing and write the file; return the summary, which is also written next to it.
+
+    Args:
+        subject: the policy.
+        request: the options.
+        out: ``FILE.parquet``, ``FILE.jsonl`` or a folder.
+        console: shows progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something, such as ``out``.

@@ -90,7 +90,11 @@ def select_rows(config: Config, request: EvaluationRequest) -> Source:
 async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:
     """Sample and score; return the summary, which is also ``summary.json`` in ``out``.
 
-    ``out`` has the layout of a run folder, so ``view`` shows its trajectories.
+    Args:
+        subject: the policy.
+        request: the options.
+        out: folder to write, with the layout of a run folder, so that ``view`` shows its trajectories.
+        console: shows progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.

@@ -83,7 +83,7 @@ class Target:
 
     @property
     def is_taken(self) -> bool:
-        """Whether something exists at the path."""
+        """True if something exists at the path."""
         if self.kind == "dir":
             return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
         return self.path.exists()
@@ -94,6 +94,11 @@ class Target:
 
 def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
     """Write all prompts in their order, then the summary; remove the journal last.
+
+    Args:
+        target: where to write.
+        journal: the finished journal.
+        summary: content of the summary file.
 
     Raises:
         StorageError: the disk is full; nothing was replaced, and the journal remains.

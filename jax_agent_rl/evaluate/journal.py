@@ -68,7 +68,13 @@ class Journal:
         return self.kept + self.dropped.total()
 
     def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
-        """Record a finished prompt."""
+        """Record a finished prompt.
+
+        Args:
+            number: number of the prompt.
+            records: its rows; empty if every trajectory was lost.
+            dropped: lost trajectories by reason.
+        """
         line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
         offset = self._stream.seek(0, 2)
         self._append(line)
@@ -130,6 +136,11 @@ class Journal:
 
 def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
     """Compare the settings of two collections as JSON, key by key.
+
+    Args:
+        settings: settings of this collection.
+        before: recorded settings.
+        where: file in which they are recorded.
 
     Raises:
         ConfigError: they differ; names the keys and both values.

@@ -99,6 +99,11 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     ``1 - C(samples - passed, k) / C(samples, k)``, as in Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1.
     ``1 - (1 - passed/samples) ** k`` would be too low.
 
+    Args:
+        samples: number of samples.
+        passed: number of those that passed.
+        k: number drawn.
+
     >>> pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4), pass_at_k(4, 2, 3)
     (0.5, 0.8333, 1.0)
 

@@ -1,4 +1,4 @@
-"""Which trajectories are shown or kept where not all can be: filters, and samples of the best, the worst and others."""
+"""Filters and samples of trajectories: which are shown, and which are kept if not all can be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 Split = Literal["train", "heldout"]
 Sort = Literal["time", "best", "worst"]
 Colour = Literal["mask", "logprob", "advantage", "version", "gap"]
-"""What the colour of sampled tokens shows, see :data:`jax_agent_rl.observe.view.COLOURS`."""
+"""Meaning of the colour of sampled tokens, see :data:`jax_agent_rl.observe.view.COLOURS`."""
 MAX_TOKENS = 1_000_000
 """Limit of a page: about 25 megabytes, which every browser opens and most mail servers accept."""
 

@@ -237,7 +237,16 @@ def _other_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
-    """Draw reward per step and held-out accuracy, from ``metrics.jsonl`` records, to a PNG."""
+    """Draw reward per step and held-out accuracy to a PNG.
+
+    Args:
+        records: records of ``metrics.jsonl``.
+        file: the file to write.
+        title: title of the plot.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.report.charts import charts
-from jax_agent_rl.observe.report.run_data import RunData, decoder, read_run, value_at
+from jax_agent_rl.observe.report.run_data import RunData, config_value, decoder, read_run
 from jax_agent_rl.observe.report.timeline import timeline
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
 from jax_agent_rl.observe.run_dir import is_number
@@ -89,12 +89,12 @@ def _overview(data: RunData) -> dict[str, Any]:
     rewards = [r["reward_mean"] for r in steps if is_number(r.get("reward_mean"))]
     accuracies = [r["accuracy"] for r in evaluations if is_number(r.get("accuracy"))]
     accounting = (steps[-1].get("accounting") or {}) if steps else {}
-    wanted = value_at(data.config, "trainer", "steps")
+    wanted = config_value(data.config, "trainer", "steps")
     facts = {
-        "model": Path(str(value_at(data.config, "model", "path") or "?")).name,
-        "algorithm": value_at(data.config, "algorithm", "adv_estimator"),
-        "trainer": value_at(data.config, "trainer", "mode"),
-        "engine": value_at(data.config, "rollout", "backend"),
+        "model": Path(str(config_value(data.config, "model", "path") or "?")).name,
+        "algorithm": config_value(data.config, "algorithm", "adv_estimator"),
+        "trainer": config_value(data.config, "trainer", "mode"),
+        "engine": config_value(data.config, "rollout", "backend"),
     }
     return {
         "name": data.name,

@@ -71,15 +71,21 @@ def read_run(run: Path, *, limit: int) -> RunData:
     return data
 
 
-def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return a value of a configuration, or None."""
+def config_value(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """Return a value of a configuration, or None.
+
+    Args:
+        config: the configuration as recorded, of any shape.
+        section: name of the section.
+        key: name of the key in it.
+    """
     found = config.get(section)
     return found.get(key) if isinstance(found, Mapping) else None
 
 
 def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     """Return the decoder of the run's tokenizer; if that is unreadable, add a note and show ids in brackets."""
-    path = value_at(config, "model", "path")
+    path = config_value(config, "model", "path")
     try:
         if not isinstance(path, str):
             raise ModelError("its configuration has no model.path")

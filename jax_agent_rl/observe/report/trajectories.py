@@ -106,11 +106,17 @@ def facts(record: Mapping[str, Any]) -> list[Any]:
 def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) -> dict[str, Any]:
     """Return the tokens of one trajectory.
 
-    Keys: ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are
-    part of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
-    thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a`` advantages
-    of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the same for each
-    segment.
+    Args:
+        record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
+        vocabulary: takes its ids.
+        prompts: takes its prompt.
+
+    Returns:
+        ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are part
+        of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
+        thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a``
+        advantages of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the
+        same for each segment.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")

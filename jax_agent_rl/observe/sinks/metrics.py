@@ -31,7 +31,7 @@ STEP = "step"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a sink needs to know about the run.
+    """The facts about the run that a sink needs.
 
     Attributes:
         run_dir: the run folder, whose name is the run's.
