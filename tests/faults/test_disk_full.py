@@ -65,9 +65,9 @@ def test_weights_that_find_no_room_are_said_with_where_and_the_key_to_set(tmp_pa
 FILLS_UP = """
 import resource, sys
 from jax_agent_rl import cli
-from jax_agent_rl.observe import metrics
+from jax_agent_rl.observe import run_dir
 
-name, append, calls = sys.argv.pop(), metrics.append_records, 0
+name, append, calls = sys.argv.pop(), run_dir.append_records, 0
 
 def limited(file, records):
     global calls
@@ -80,7 +80,7 @@ def limited(file, records):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-metrics.append_records = limited
+run_dir.append_records = limited
 cli.main()
 """
 
