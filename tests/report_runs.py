@@ -83,9 +83,9 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
 
 def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     """A run folder with ``steps`` steps of four trajectories, an evaluation and two traces; no tokenizer."""
-    folder = RunDir(path)
-    folder.write_json(folder.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}})
-    folder.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
+    run_dir = RunDir(path)
+    run_dir.write_json(run_dir.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}})
+    run_dir.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
     for step in range(1, steps + 1):
         group = f"train-{step}-0"
         made = members(step, group=group)
@@ -97,10 +97,10 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
             t.trajectory_id: {"advantages": [t.reward] * t.num_sampled, "old_logprobs": [-1.5] * t.num_sampled}
             for t in made[:3]
         }
-        folder.add_trajectories(step, "train", made, token_values=token_values)
-        folder.add_metrics(step_line(step))
+        run_dir.add_trajectories(step, "train", made, token_values=token_values)
+        run_dir.add_metrics(step_line(step))
     for number in range(2):
-        TraceFileSink(TraceConfig(), folder).write(a_trace(f"train-1-0-{number}", step=1))
+        TraceFileSink(TraceConfig(), run_dir).write(a_trace(f"train-1-0-{number}", step=1))
     return path
 
 

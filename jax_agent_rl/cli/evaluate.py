@@ -105,12 +105,12 @@ def evaluate(
     use_compilation_cache()
     console = Console()
     wanted = Path(settings.run_dir)
-    folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
+    out_dir = free_folder(out or wanted.with_name(wanted.name + "-eval"))
     with open_policy(choice) as subject:
-        summary = run_to_end(run_evaluation(subject, request, out=folder, console=console))
+        summary = run_to_end(run_evaluation(subject, request, out=out_dir, console=console))
     print_line(console, headline(summary))
     console.print(table(summary["scores"]))
-    print_line(console, f"samples: {folder} (jax-agent-rl view {folder})")
+    print_line(console, f"samples: {out_dir} (jax-agent-rl view {out_dir})")
     if json:
         print(json_module.dumps(summary))
 

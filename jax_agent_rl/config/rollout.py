@@ -279,18 +279,18 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.jetstream.kv_cache_tokens={tokens} holds no context of rollout.max_model_len="
             f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
         )
-    folder = rollout.weight_dir
-    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
+    weight_dir = rollout.weight_dir
+    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or weight_dir is None):
         yield (
             f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_dir="
-            f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
+            f"{weight_dir}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
             "rollout.weight_transport=files"
         )
-    is_bucket = folder is not None and "://" in folder
+    is_bucket = weight_dir is not None and "://" in weight_dir
     # A rollout server with a jetstream engine reads from buckets.
     if is_bucket and rollout.weight_transport == "files" and rollout.backend != "jetstream":
         yield (
-            f"rollout.weight_dir={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
+            f"rollout.weight_dir={weight_dir} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"
         )
 

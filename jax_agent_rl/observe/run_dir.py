@@ -130,7 +130,7 @@ def trajectory_record(
         part = {name: values[at:end] for name, values in token_values.items()}
         record["segments"].append(trajectory_record(segment, step=step, split=split, token_values=part))
         at = end
-    record |= {name: _laid_out(values[at:], trajectory.loss_mask) for name, values in token_values.items()}
+    record |= {name: _expand(values[at:], trajectory.loss_mask) for name, values in token_values.items()}
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),
@@ -182,7 +182,7 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
         yield Turn(output=output, appended_ids=tuple(record["response_ids"][end:at]))
 
 
-def _laid_out(values: Numbers, mask: Sequence[int]) -> list[float | None]:
+def _expand(values: Numbers, mask: Sequence[int]) -> list[float | None]:
     """Spread one number per id with loss to one per response id."""
     rest = iter(values)
     placed = (float(next(rest)) if mine else 0.0 for mine in mask)
@@ -251,7 +251,7 @@ def read_trajectories(file: Path) -> Records:
 
 
 def read_traces(file: Path) -> Records:
-    """Return the records of ``traces.jsonl``, see :func:`jax_agent_rl.observe.sinks.traces.trace_record`."""
+    """Return the records of ``traces.jsonl``, see :class:`jax_agent_rl.observe.sinks.traces.TraceFileSink`."""
     return Records(file=file, is_valid=_is_trace)
 
 

@@ -84,11 +84,11 @@ def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(
 
 
 def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, tmp_path: Path):
-    folder = RunDir(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     for step in range(1, 2001):
         more = {"entropy": step * 7919 % 1009 / 1009, "loss": step * 6007 % 997 / 997, "kl": step * 523 % 499 / 499}
-        folder.add_metrics(step_line(step, **more))
-    page = Page(browser, write_report(folder.path).as_uri())
+        run_dir.add_metrics(step_line(step, **more))
+    page = Page(browser, write_report(run_dir.path).as_uri())
     assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
     box = page.tab.locator(".card", has_text="Reward").first.locator("svg").bounding_box()
     for place in (0.3, 0.5, 0.77):

@@ -128,18 +128,18 @@ def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping
         index: data read when the page opens.
         trajectories: data read one by one when looked at; each is a line of a JSON array.
     """
-    folder = files("jax_agent_rl.observe.report") / "page"
-    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    page_dir = files("jax_agent_rl.observe.report") / "page"
+    script = "\n".join((page_dir / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
     parts = {
         "TITLE": html.escape(title),
         "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
+        "STYLE": (page_dir / "page.css").read_text(encoding="utf-8"),
         "INDEX": to_json(index),
         "TRAJECTORIES": "[\n" + ",\n".join(map(to_json, trajectories)) + "\n]",
         "SCRIPT": script,
     }
-    first, *rest = (folder / "page.html").read_text(encoding="utf-8").split("{{")
+    first, *rest = (page_dir / "page.html").read_text(encoding="utf-8").split("{{")
     pieces = [first]  # no str.replace: a value may contain a placeholder
     for piece in rest:
         name, text = piece.split("}}", 1)

@@ -52,18 +52,18 @@ def read_run(run: Path, *, limit: int) -> RunData:
     files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
     if not any(file.is_file() for file in files):
         raise DataError(f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}")
-    folder, notes = RunDir(run), []
-    metrics, traces = read_metrics(folder.metrics), read_traces(folder.traces)
-    recorded = read_trajectories(folder.trajectories)
+    run_dir, notes = RunDir(run), []
+    metrics, traces = read_metrics(run_dir.metrics), read_traces(run_dir.traces)
+    recorded = read_trajectories(run_dir.trajectories)
     trajectories, total = _read_trajectories(recorded, limit, notes)
     data = RunData(
         name=run.resolve().name,
-        config=_read_object(folder.config, notes),
+        config=_read_object(run_dir.config, notes),
         metrics=list(metrics),
         trajectories=trajectories,
         total=total,
         traces=list(traces),
-        summary=_read_object(folder.summary, notes) if folder.summary.exists() else {},
+        summary=_read_object(run_dir.summary, notes) if run_dir.summary.exists() else {},
         notes=notes,
     )
     for records in (metrics, recorded, traces):

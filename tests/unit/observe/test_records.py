@@ -27,11 +27,11 @@ def put(file: Path, line: bytes, *, at: int) -> None:
 
 @pytest.mark.parametrize("line", DAMAGED)
 def test_a_line_without_an_object_is_left_out_and_counted(tmp_path: Path, line: bytes):
-    folder = RunDir(make_run(tmp_path / "run"))
+    run_dir = RunDir(make_run(tmp_path / "run"))
     for read, file in (
-        (read_metrics, folder.metrics),
-        (read_trajectories, folder.trajectories),
-        (read_traces, folder.traces),
+        (read_metrics, run_dir.metrics),
+        (read_trajectories, run_dir.trajectories),
+        (read_traces, run_dir.traces),
     ):
         whole = list(read(file))
         put(file, line, at=1)
@@ -79,14 +79,14 @@ def test_a_file_that_is_not_there_has_no_records_and_nothing_to_say(tmp_path: Pa
 
 @pytest.mark.parametrize("line", [*DAMAGED, b'{"a": 1}'])
 def test_a_run_with_a_damaged_line_is_cut_back_and_loses_that_line(tmp_path: Path, line: bytes):
-    folder = RunDir(make_run(tmp_path / "run"))
-    for file in (folder.metrics, folder.trajectories, folder.traces):
+    run_dir = RunDir(make_run(tmp_path / "run"))
+    for file in (run_dir.metrics, run_dir.trajectories, run_dir.traces):
         put(file, line, at=1)
-    folder.cut_back(2, evaluated=0)
-    assert [(r["kind"], r["step"]) for r in read_records(folder.metrics)] == [
+    run_dir.cut_back(2, evaluated=0)
+    assert [(r["kind"], r["step"]) for r in read_records(run_dir.metrics)] == [
         ("evaluation", 0),
         ("step", 1),
         ("step", 2),
     ]
-    assert len(folder.metrics.read_text().splitlines()) == 3
-    assert [r["step"] for r in read_records(folder.trajectories)] == [1] * 4 + [2] * 4
+    assert len(run_dir.metrics.read_text().splitlines()) == 3
+    assert [r["step"] for r in read_records(run_dir.trajectories)] == [1] * 4 + [2] * 4

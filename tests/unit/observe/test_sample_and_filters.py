@@ -51,9 +51,9 @@ def test_all_or_none_can_be_kept():
 
 
 def test_a_run_writes_no_more_of_a_step_than_it_keeps(tmp_path):
-    folder = RunDir(tmp_path, keep_trajectories=2)
-    folder.add_trajectories(1, "train", members(1))
-    assert [r["reward"] for r in read_records(folder.trajectories)] == [1.0, -1.0]
+    run_dir = RunDir(tmp_path, keep_trajectories=2)
+    run_dir.add_trajectories(1, "train", members(1))
+    assert [r["reward"] for r in read_records(run_dir.trajectories)] == [1.0, -1.0]
 
 
 def test_numbers_per_token_are_laid_out_along_the_response_and_its_segments():

@@ -50,8 +50,8 @@ class Kept:
         self.closed += 1
 
 
-def facts(folder: Path, step: int = 0) -> RunFacts:
-    return RunFacts(run_dir=folder, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step)
+def facts(run_dir: Path, step: int = 0) -> RunFacts:
+    return RunFacts(run_dir=run_dir, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step)
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def kept(monkeypatch) -> Kept:
     return sink
 
 
-def feed(folder: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], list[str]]:
+def feed(run_dir: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], list[str]]:
     """What is lost and what is said."""
     said: list[str] = []
-    with open_sinks(["wandb"], facts(folder, step), print_line=said.append) as sinks:
+    with open_sinks(["wandb"], facts(run_dir, step), print_line=said.append) as sinks:
         for record in records:
             sinks(record)
     return sinks.lost(), said

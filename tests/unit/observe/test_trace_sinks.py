@@ -33,9 +33,9 @@ class Keeps:
 
 
 def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
-    folder = RunDir(tmp_path)
-    sinks.TraceFileSink(TraceConfig(), folder).write(a_trace())
-    (record,) = read_records(folder.traces)
+    run_dir = RunDir(tmp_path)
+    sinks.TraceFileSink(TraceConfig(), run_dir).write(a_trace())
+    (record,) = read_records(run_dir.traces)
     assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
     assert [s["name"] for s in record["spans"]] == ["run", "wait", "generate", "tool", "reward"]
     assert record["spans"][3]["start_ns"] == EPOCH + 2 * SECOND
@@ -48,12 +48,12 @@ def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
 
 
 def test_resuming_cuts_traces_back_too(tmp_path: Path):
-    folder = RunDir(tmp_path)
-    sink = sinks.TraceFileSink(TraceConfig(), folder)
+    run_dir = RunDir(tmp_path)
+    sink = sinks.TraceFileSink(TraceConfig(), run_dir)
     for step, validate in ((2, False), (3, False), (0, True), (2, True)):
         sink.write(a_trace(step=step, validate=validate))
-    folder.cut_back(2, evaluated=0)
-    assert [(r["step"], r["validate"]) for r in read_records(folder.traces)] == [(2, False), (0, True)]
+    run_dir.cut_back(2, evaluated=0)
+    assert [(r["step"], r["validate"]) for r in read_records(run_dir.traces)] == [(2, False), (0, True)]
 
 
 def test_every_sink_gets_every_trace_and_is_closed():
@@ -115,8 +115,8 @@ async def test_without_sinks_there_is_no_tracer(tmp_path: Path):
 
 
 async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
-    folder = RunDir(tmp_path)
-    async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), folder) as tracer:
+    run_dir = RunDir(tmp_path)
+    async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), run_dir) as tracer:
         for rollout in range(2):
             with tracer.trajectory(
                 trajectory_id=f"t-{rollout}",
@@ -128,7 +128,7 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
                 validate=False,
             ):
                 pass
-    assert [record["trajectory_id"] for record in read_records(folder.traces)] == ["t-0"]
+    assert [record["trajectory_id"] for record in read_records(run_dir.traces)] == ["t-0"]
 
 
 def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
@@ -143,11 +143,11 @@ def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatc
 def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
-    folder = RunDir(tmp_path / "run")
-    (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), folder).values()
+    run_dir = RunDir(tmp_path / "run")
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), run_dir).values()
     opened.write(a_trace())
     opened.close()
-    assert (folder.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert (run_dir.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == ["run"]
     (found,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
     assert found.info.tags["step"] == "3" and found.info.tags["validate"] == "false" and found.info.tags["run"] == "run"
     spans = {s.name: s for s in found.data.spans}
