@@ -1,15 +1,14 @@
-"""Asynchronous over synchronous trajectory rollout, with tools that take their time.
+"""Asynchronous against synchronous trajectory rollout, with slow tools.
 
     python benchmarks/agent_modes.py [--trajectories 64] [--turns 1 3] [--repeats 4] [--step-ms 10] [--latency 1.0]
 
-``server_tool_agent`` in both of its ``rollout_mode`` values, on the JAX engine, against a tool server in a process of
-its own. Every turn but the last is sent to the tool server. Turn lengths (median 100 ids, at most 1024), tool latencies
-(median ``--latency`` seconds, at most ten times that) and the engine's pace are as ``benchmarks/paced.py`` says; both
-modes do the same work. The measure belongs to the workload as much as to the modes: what a tool costs is to be seen
-against what a turn costs.
+``server_tool_agent`` in both values of ``rollout_mode``, on the JAX engine, with a tool server in a separate process.
+Every turn but the last is sent to the tool server. Turn lengths (median 100 ids, at most 1024), tool latencies
+(median ``--latency`` seconds, at most ten times that) and the engine's pace are those of ``benchmarks/paced.py``; both
+modes do the same work. The result depends on the workload: on the time of a tool call relative to the time of a turn.
 
-``ideal`` is what the drawn lengths and latencies alone would take if nothing else cost anything: the slowest member of
-each phase, phase after phase, for synchronous; the slowest trajectory for asynchronous.
+``ideal`` is the time of the drawn lengths and latencies alone: the sum over phases of the slowest member for
+synchronous rollout, the slowest trajectory for asynchronous rollout.
 
 The last line is one JSON object: per number of turns the seconds of both modes over all repeats, ``speedup``,
 ``published`` (verl-tool's, 1.5B parameters on four H100, whose synchronous mode calls tools one after the other; ours

@@ -60,8 +60,8 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import UpdateResult
-from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.runtime.publishers import ArrayPublisher
@@ -167,7 +167,7 @@ def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, argum
     )
     return TRAINERS[mode](
         runtime=runtime,
-        folder=RunFolder(folder),
+        folder=RunDir(folder),
         checkpointer=Checkpointer(folder / "checkpoints", keep=1),
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=run.trainer.steps),

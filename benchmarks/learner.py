@@ -2,10 +2,10 @@
 
     python benchmarks/learner.py
 
-SmolLM2-135M in float32, 8 sequences of 256 tokens with nothing in common, all of them trained on (a policy gradient of
-advantage +-1, so the same work as a weighted language-model loss). Needs torch (the test environment has it). The last
-line is one JSON object: ``ratio_vs_transformers``, and ``share_of_sgemm``, the counted operations of our step over what
-a large matrix product reaches.
+SmolLM2-135M in float32, 8 sequences of 256 tokens without common prefixes, trained on all tokens (a policy gradient of
+advantage +-1, the same work as a weighted language-model loss). Needs torch (the test environment has it). The last
+line is one JSON object: ``ratio_vs_transformers``, and ``share_of_sgemm``, the rate of the operations in our step
+relative to a large matrix product.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Rollouts at a large model's pace on a small machine: drawn lengths and latencies, a paced engine, a tool server.
 
-Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as those of reasoning
-models and sandboxes. They depend on the trajectory's name and the turn alone, so whatever is compared does the same
-work.
+Turn lengths and tool latencies are log-normal with sigma 1: most are short, a few are long, as with reasoning
+models and sandboxes. They depend only on the trajectory's name and the turn, so all compared variants do the same work.
 
-A large model on an accelerator decodes a batch at the pace at which its weights are read, about 10 ms a step for 7B
-parameters in bfloat16 with their cache, whether the batch is full or nearly empty. Two CPU cores have another profile,
-so the model here is small and random, and every decode step is held to that pace. Everything else, agent, client,
-scheduler, programs and HTTP, is what a run uses, at its own speed.
+On an accelerator, the time of a decode step of a large model is the time to read its weights, about 10 ms for 7B
+parameters in bfloat16 and their cache, whether the batch is full or nearly empty. Two CPU cores behave differently, so
+the model here is small and random, and every decode step is delayed to that pace. Everything else (agent, client,
+scheduler, programs, HTTP) is that of a run, at its own speed.
 """
 
 from __future__ import annotations

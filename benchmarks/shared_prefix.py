@@ -1,12 +1,11 @@
-"""A group whose prompt is computed once against the same group computed naively, in one process.
+"""Prefix sharing in the learner against the same group without sharing, in one process.
 
     python benchmarks/shared_prefix.py [--groups 1]
 
-SmolLM2-135M in float32; groups of 8 samples with 256 shared prompt tokens and 40 own, sampled ones. Both sides are the
-project's learner: ``share_prefixes`` off, every sample in a row of its own; and on, a group in one row. The last line
-is one JSON object: ``ratio`` of samples per second, and ``max_grad_diff``, the largest difference between the two
-gradients of the first update (read from AdamW's first moment), relative to the largest gradient.
-"""
+SmolLM2-135M in float32; groups of 8 samples with 256 shared prompt tokens and 40 sampled tokens each. Both sides are
+the project's learner: ``share_prefixes`` off, with a row per sample, and on, with a group in one row. The last line is
+one JSON object: ``ratio`` of samples per second, and ``max_grad_diff``, the largest difference between the two
+gradients of the first update (read from AdamW's first moment), relative to the largest gradient."""
 
 from __future__ import annotations
 

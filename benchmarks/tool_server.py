@@ -2,10 +2,10 @@
 
     python benchmarks/tool_server.py [--seconds 600] [--trajectories 256] [--workers 2] [--kill-every 0]
 
-Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, go away in the middle
-of an action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
+Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, disconnect during an
+action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
 idle, or lost with a worker that ``--kill-every`` killed), no process may be left, and descriptors and memory of
-the server must be what they were after warming up. Exits with 1 and says what is wrong otherwise.
+the server must be what they were after warming up. Otherwise the problem is printed and the exit status is 1.
 """
 
 from __future__ import annotations

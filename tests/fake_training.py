@@ -14,8 +14,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.observe.metrics import RunFolder, read_records
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
@@ -136,7 +136,7 @@ def make_trainer(
     progress = Progress(Console(file=io.StringIO()), total_steps=steps)
     return TRAINERS[settings.trainer.mode](
         runtime=runtime,
-        folder=RunFolder(tmp_path),
+        folder=RunDir(tmp_path),
         checkpointer=checkpointer or NoCheckpoints(),
         record=record,
         progress=progress,

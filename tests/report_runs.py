@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.observe.report.run_data import RunData, read_run
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
 from tests.trajectories import EPOCH, SECOND, a_trace, call, trajectory
@@ -82,9 +83,9 @@ def step_line(step: int, **more: Any) -> dict[str, Any]:
 
 def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     """A run folder with ``steps`` steps of four trajectories, an evaluation and two traces; no tokenizer."""
-    folder = RunFolder(path)
-    folder.write_json(folder.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}})
-    folder.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
+    run_dir = RunDir(path)
+    run_dir.write_json(run_dir.config, {"model": {"path": "nowhere"}, "trainer": {"steps": 5, "mode": "sync"}})
+    run_dir.add_metrics({"kind": "evaluation", "step": 0, "accuracy": 0.25})
     for step in range(1, steps + 1):
         group = f"train-{step}-0"
         made = members(step, group=group)
@@ -92,20 +93,20 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
             ids = [*range(1000, 1000 + len(HOSTILE)), 2]
             bad = [[replace(call(error=HOSTILE[0]), name=HOSTILE[1])]]
             made.append(trajectory([1, 1000], [*ids, 1001, 2], mask=[1] * 7 + [0, 1], calls=bad, index=4, group=group))
-        learnt = {
+        token_values = {
             t.trajectory_id: {"advantages": [t.reward] * t.num_sampled, "old_logprobs": [-1.5] * t.num_sampled}
             for t in made[:3]
         }
-        folder.add_trajectories(step, "train", made, learnt=learnt)
-        folder.add_metrics(step_line(step))
+        run_dir.add_trajectories(step, "train", made, token_values=token_values)
+        run_dir.add_metrics(step_line(step))
     for number in range(2):
-        TraceFileSink(folder.traces, most=100).write(a_trace(f"train-1-0-{number}", step=1))
+        TraceFileSink(TraceConfig(), run_dir).write(a_trace(f"train-1-0-{number}", step=1))
     return path
 
 
-def data_of(path: Path, *, most: int = 0) -> RunData:
+def data_of(path: Path, *, limit: int = 0) -> RunData:
     """The run as the report reads it."""
-    return read_run(path, most=most)
+    return read_run(path, limit=limit)
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

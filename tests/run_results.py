@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 
 # Parts of names of metrics that are wall time, or count what depends on it: which requests arrived together.
 TIMES = ("seconds", "per_second", "busy_share", "idle_share", "slot_occupancy", "prefill_tokens", "cached_tokens")

@@ -14,7 +14,7 @@ from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.tensor_samples import TensorSample
-from jax_agent_rl.observe.metrics import DISAGREEMENT
+from jax_agent_rl.observe.run_dir import DISAGREEMENT
 
 
 def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> str:

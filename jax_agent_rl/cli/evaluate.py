@@ -1,4 +1,4 @@
-"""``jax-agent-rl eval``: command line and output."""
+"""``jax-agent-rl eval`` and ``rollout``: trajectories without training."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ from jax_agent_rl.cli.options import (
     config_or_key,
     run_to_end,
 )
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
+    command(
+        app,
+        Panel.TRAIN,
+        "rollout configs/quickstart.yaml --out rollouts.parquet",
+        "rollout --run runs/quickstart --out data/distilled --temperature 0.7 -n 4",
+        "rollout --model ~/models/Qwen3-0.6B --data gsm8k.jsonl --limit 100 --out rollouts.jsonl",
+    )(rollout)
     command(
         app,
         Panel.LOOK,
@@ -45,37 +52,38 @@ def evaluate(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) in place of data.eval.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) instead of data.eval.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
     k: Annotated[
-        str | None, typer.Option("-k", help="The k of pass@k, with commas; default 1, 4, 16, … and -n.")
+        str | None, typer.Option("-k", help="Values of k for pass@k, separated by commas; default 1, 4, 16, … and -n.")
     ] = None,
-    pass_reward: Annotated[float, typer.Option(help="A trajectory passes if its reward is at least this.")] = 1.0,
+    pass_reward: Annotated[float, typer.Option(help="Minimum reward of a trajectory that passes.")] = 1.0,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Default rollout.eval_temperature; rollout.temperature where that is 0 and -n above 1."),
+        typer.Option(help="Default rollout.eval_temperature, or rollout.temperature if that is 0 and -n above 1."),
     ] = None,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most likely ids kept; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0: off.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if taken.")
+        Path | None,
+        typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if it exists."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure a policy on held-out rows: pass@k and mean reward, per data source, with its agents, tools and rewards.
+    """Evaluate a policy on held-out rows: pass@k and mean reward by data source, with its agents, tools and rewards.
 
     The policy is a configuration's model, any Hugging Face folder of a known family (--model), or a checkpoint (--run).
-    Trajectories that were lost count as failures. Intervals hold the true value with 95 % confidence: bootstrap over
-    prompts; where all prompts agree Wilson's for pass@k, and none for the reward. The same seed gives the same samples;
+    Lost trajectories count as failures. Intervals have 95 % confidence: a bootstrap over prompts; if all prompts agree,
+    Wilson's interval for pass@k and none for the reward. The same seed gives the same samples;
     `jax-agent-rl view FOLDER` shows them.
     """
     import json as json_module
 
     from rich.console import Console
 
-    from jax_agent_rl.evaluate.run import EvaluationRequest, source_of
-    from jax_agent_rl.evaluate.run import evaluate as play
+    from jax_agent_rl.evaluate.evaluation import EvaluationRequest, select_rows
+    from jax_agent_rl.evaluate.evaluation import evaluate as run_evaluation
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
     from jax_agent_rl.runtime.train import free_folder
@@ -93,16 +101,62 @@ def evaluate(
         limit=limit,
     )
     settings = choose(choice)
-    source_of(settings, request)  # or a message, before a checkpoint is written out
+    select_rows(settings, request)  # fail before a checkpoint is written
     use_compilation_cache()
     console = Console()
     wanted = Path(settings.run_dir)
-    folder = free_folder(out or wanted.with_name(wanted.name + "-eval"))
+    out_dir = free_folder(out or wanted.with_name(wanted.name + "-eval"))
     with open_policy(choice) as subject:
-        summary = run_to_end(play(subject, request, out=folder, console=console))
-    say(console, headline(summary))
+        summary = run_to_end(run_evaluation(subject, request, out=out_dir, console=console))
+    print_line(console, headline(summary))
     console.print(table(summary["scores"]))
-    say(console, f"samples: {folder} (jax-agent-rl view {folder})")
+    print_line(console, f"samples: {out_dir} (jax-agent-rl view {out_dir})")
+    if json:
+        print(json_module.dumps(summary))
+
+
+def rollout(
+    out: Annotated[Path, typer.Option(help="FILE.parquet, FILE.jsonl, or a FOLDER that datasets.load_dataset reads.")],
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) instead of data.train.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
+    n: Annotated[
+        int | None, typer.Option("-n", "--samples", min=1, help="Trajectories per row; default rollout.group_size.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default rollout.temperature.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Collect trajectories without training: exact token ids, masks, log-probs, rewards, messages.
+
+    Agents, tools, rewards and sampling are those of training; filters are not applied. After an interruption, the same
+    command continues. Every started trajectory is in the file or, if lost, counted by reason in the summary next to it.
+    """
+    import json as json_module
+
+    from rich.console import Console
+
+    from jax_agent_rl.evaluate.collection import CollectionRequest, collect
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
+
+    file, keys = config_or_key(config, overrides)
+    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
+    request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
+    request.file(choose(choice))  # fail before a checkpoint is written
+    use_compilation_cache()
+    console = Console()
+    with open_policy(choice) as subject:
+        summary = run_to_end(collect(subject, request, out=out, console=console))
+    lost = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items())) or "none"
+    print_line(
+        console,
+        f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
+        f"of {summary['prompts']} prompts",
+    )
     if json:
         print(json_module.dumps(summary))
 
@@ -121,7 +175,7 @@ def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        raise ConfigError(f"-k {text!r}: write numbers with commas, as -k 1,4,8") from None
+        raise ConfigError(f"-k {text!r}: give numbers separated by commas, such as -k 1,4,8") from None
 
 
 def headline(summary: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""What commands share: registration, help, completion, arguments, orderly exit.
+"""Shared parts of commands: registration, help, completion, arguments, interruption.
 
 A command is a function with a typer signature that imports what it needs when it runs, so that ``--help`` and
-completion are quick.
+completion are fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Panel(StrEnum):
-    """Heading under which ``--help`` lists a command."""
+    """Headings of commands in ``--help``."""
 
     TRAIN = "Train"
     LOOK = "Look"
@@ -131,7 +131,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Keys of the configuration, over the file's: trainer.steps=5 seed=1.",
+        help="Configuration keys that override the file: trainer.steps=5 seed=1.",
         autocompletion=complete_key,
     ),
 ]
@@ -144,12 +144,14 @@ OptionalConfig = Annotated[  # a path would fold the slashes of key=http://…
     ),
 ]
 ModelOption = Annotated[
-    Path | None, typer.Option("--model", help="Hugging Face folder to take in place of the configuration's model.")
+    Path | None, typer.Option("--model", help="Hugging Face folder instead of the configuration's model.")
 ]
 RunOption = Annotated[
-    Path | None, typer.Option("--run", help="Run folder: its checkpoint, and without CONFIG its configuration, too.")
+    Path | None, typer.Option("--run", help="Run folder: use its checkpoint and, without CONFIG, its configuration.")
 ]
-StepOption = Annotated[int | None, typer.Option("--step", help="With --run: this step's checkpoint, not the newest.")]
+StepOption = Annotated[
+    int | None, typer.Option("--step", help="With --run: step of the checkpoint; default the newest.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -168,7 +170,7 @@ def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on an event loop; Ctrl-C and SIGTERM cancel it, with a moment to clean up.
+    """Run a coroutine on an event loop; Ctrl-C and SIGTERM cancel it and let it clean up.
 
     Raises:
         typer.Exit: it was interrupted.

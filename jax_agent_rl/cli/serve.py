@@ -19,7 +19,7 @@ from jax_agent_rl.cli.options import (
     command,
     config_or_key,
 )
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.policy import PolicyChoice
@@ -46,14 +46,14 @@ def register(app: typer.Typer) -> None:
 
 def rollout_server(
     config: Annotated[
-        Path | None, typer.Option(help="YAML configuration: model, rollout and its engine are used.")
+        Path | None, typer.Option(help="YAML configuration; its model, rollout and engine are used.")
     ] = None,
     overrides: Overrides = None,
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8100,
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
     from jax_agent_rl.runtime.policy import PolicyChoice
@@ -69,16 +69,15 @@ def serve(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key to ask for.")] = None,
-    model_name: Annotated[str, typer.Option(help="The name under /v1/models.")] = "policy",
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key of clients.")] = None,
+    model_name: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
 ) -> None:
     """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
 
     The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's checkpoint (--run).
-    Of the configuration, model, rollout and agent are used. With /sessions/ID/v1 as base_url, its exact ids are
-    recorded.
+    The configuration's model, rollout and agent are used. With /sessions/ID/v1 as base_url, exact ids are recorded.
     """
     from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_openai
@@ -98,20 +97,22 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
 
     use_compilation_cache()
     with open_policy(choice) as subject:
-        run_server(serving(subject.config, policy=subject.name, say=functools.partial(say, Console())))
+        run_server(serving(subject.config, policy=subject.name, say=functools.partial(print_line, Console())))
 
 
 def diagnose(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     version: Annotated[
         int | None,
-        typer.Option(help="Compare trajectories of this version of the weights; default the one that was diagnosed."),
+        typer.Option(
+            help="Version of the weights whose trajectories are compared; default the one that was diagnosed."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
-    """Compare engine and learner of a run again, from its folder, and say why they disagree if they do.
+    """Compare engine and learner of a run again, from its folder, and diagnose a disagreement.
 
-    It needs the checkpoint of that version and no engine. Exits with 1 if they disagree.
+    It needs the checkpoint of that version and no engine. The exit status is 1 if they disagree.
     """
     import json as encoder
     from dataclasses import asdict
@@ -119,26 +120,25 @@ def diagnose(
     from rich.console import Console
 
     from jax_agent_rl.agreement.report import as_json, breach_line, table
-    from jax_agent_rl.observe.progress import say
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = Console()
     found = diagnose_run(run, version=version)
-    say(console, f"comparing {found.contexts} contexts of {found.source}")
+    print_line(console, f"comparing {found.contexts} contexts of {found.source}")
     if found.diagnosis is None:
         comparison, allowed = found.comparison, found.allowed
-        say(
+        print_line(
             console,
             f"engine and learner agree about the weights of version {found.version}: over {comparison.tokens} tokens "
             f"{comparison.mean:.1e} nats on average (allowed {allowed.mean:.1e}), {comparison.largest:.1e} at most "
             f"(allowed {allowed.token:.1e})",
         )
     else:
-        say(console, breach_line(found.comparison, found.allowed, found.version))
+        print_line(console, breach_line(found.comparison, found.allowed, found.version))
         for line in table(found.diagnosis):
-            say(console, line)
+            print_line(console, line)
         if found.then is not None and found.then["cause"] != str(found.diagnosis.cause):
-            say(console, f"while it ran, with the engine to look into: {found.then['line']}")
+            print_line(console, f"while it ran, with the engine to look into: {found.then['line']}")
     if json:
         diagnosis = None if found.diagnosis is None else as_json(found.diagnosis)
         print(encoder.dumps({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis}))

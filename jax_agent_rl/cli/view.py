@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         app,
         Panel.LOOK,
         "report runs/quickstart",
-        "report runs/quickstart --out /tmp/report.html --most 200",
+        "report runs/quickstart --out /tmp/report.html --limit 200",
     )(report)
 
 
@@ -34,27 +34,25 @@ def view(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     split: Annotated[Split | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
-    min_step: Annotated[int | None, typer.Option(help="Only steps from this one on.")] = None,
-    max_step: Annotated[int | None, typer.Option(help="Only steps up to this one.")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
-    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
-    tool_error: Annotated[
-        str | None, typer.Option(help="Only with this kind of tool error (timeout, …), 'any', or 'none'.")
-    ] = None,
+    min_step: Annotated[int | None, typer.Option(help="First step to show.")] = None,
+    max_step: Annotated[int | None, typer.Option(help="Last step to show.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Minimum reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Maximum reward.")] = None,
+    tool_error: Annotated[str | None, typer.Option(help="Kind of tool error (timeout, …), 'any' or 'none'.")] = None,
     finish_reason: Annotated[
-        FinishReason | None, typer.Option(help="Only trajectories that ended so (answer, …).")
+        FinishReason | None, typer.Option(help="Finish reason of the trajectory (answer, …).")
     ] = None,
     stop_reason: Annotated[
-        StopReason | None, typer.Option(help="Only with a turn that ended so (eos, length, …).")
+        StopReason | None, typer.Option(help="Stop reason of one of its turns (eos, length, …).")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="Only with this in the response or the id, in any case.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text in the response or the id, ignoring case.")] = None,
     sort: Annotated[Sort, typer.Option(help="'time', 'best' or 'worst' first.")] = "time",
-    limit: Annotated[int, typer.Option(min=1, help="How many to show (the last ones).")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="Number of trajectories to show, the last ones.")] = 5,
     whole_prompt: Annotated[bool, typer.Option("--whole-prompt", help="Show prompts in full.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show groups as trees of turns, with rewards.")] = False,
-    color: Annotated[Colour, typer.Option(help="What the colour of sampled tokens shows.")] = "mask",
+    color: Annotated[Colour, typer.Option(help="Meaning of the colour of sampled tokens.")] = "mask",
 ) -> None:
-    """Show a run's trajectories in the terminal: sampled and inserted tokens told apart."""
+    """Show a run's trajectories in the terminal, with sampled and inserted tokens in different styles."""
     from jax_agent_rl.observe.view import view_run
 
     wanted = TrajectoryFilter(
@@ -73,11 +71,13 @@ def view(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder; the run may still be going on.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, also of a run in progress.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the run folder.")] = None,
-    most: Annotated[int, typer.Option(help="Most trajectories on the page, fewer if they are long; 0: all.")] = 2000,
+    limit: Annotated[
+        int, typer.Option(help="Number of trajectories on the page, fewer if they are long; 0: all.")
+    ] = 2000,
 ) -> None:
-    """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It needs no network."""
+    """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It loads nothing."""
     from jax_agent_rl.observe.report.command import write_report
 
-    print(write_report(run, out, most=most))
+    print(write_report(run, out, limit=limit))

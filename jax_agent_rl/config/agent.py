@@ -1,6 +1,6 @@
-"""The ``agent`` section: the limits of agent loops, `server_tool_agent`, and the OpenAI-compatible endpoint.
+"""The ``agent`` section: limits of agent loops, `server_tool_agent`, the OpenAI-compatible endpoint.
 
-The keys of `server_tool_agent` are named as in verl-tool's ``AgentActorConfig``, so that command lines carry over.
+The keys of `server_tool_agent` are named as in verl-tool's ``AgentActorConfig``, so that command lines can be reused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
 
 
 class ServerToolConfig(Section):
-    """`agent` keys of `server_tool_agent`; `n`, `max_model_len` and `val_max_response_length` hold for every agent."""
+    """Keys of `server_tool_agent`; `n`, `max_model_len` and `val_max_response_length` apply to every agent."""
 
     enable_agent: Annotated[bool, _SERVER_TOOL | WhenKey("agent.tool_server_url")] = Field(
         default=True,
@@ -48,61 +48,63 @@ class ServerToolConfig(Section):
         "plain generation, and server_tool_agent generates once and calls no tool.",
     )
     tool_server_url: Annotated[str | None, _WITH_TOOLS] = Field(
-        default=None, description="Address of the tool server, e.g. http://localhost:5000; /get_observation is added."
+        default=None,
+        description="Address of the tool server, e.g. http://localhost:5000; /get_observation is appended.",
     )
     tool_server_token_env: Annotated[str | None, _WITH_TOOLS] = Field(
         default=None,
-        description="Environment variable with the secret the tool server asks for (Authorization: Bearer).",
+        description="Environment variable with the token of the tool server (Authorization: Bearer).",
     )
     tool_call_timeout: Annotated[float, _WITH_TOOLS] = Field(
-        default=30.0, gt=0, description="Seconds the tool server may take for one request."
+        default=30.0, gt=0, description="Timeout of a request to the tool server, in seconds."
     )
     tool_call_max_retries: Annotated[NonNegative, _WITH_TOOLS] = Field(
         default=3,
-        description="Repetitions of a request that did not reach the tool server, or that it was too busy to take.",
+        description="Retries of a request that did not reach the tool server, or that it was too busy to accept.",
     )
     max_turns: Annotated[NonNegative, _WITH_TOOLS] = Field(
-        default=5, description="Most tool calls of a server_tool_agent trajectory."
+        default=5, description="Maximum number of tool calls in a server_tool_agent trajectory."
     )
     min_turns: Annotated[NonNegative, _WITH_TOOLS] = Field(
-        default=0, description="Turns that are sent to the tool server even if they hold no action stop token."
+        default=0, description="Number of turns that are sent to the tool server even without an action stop token."
     )
     action_stop_tokens: Annotated[tuple[str, ...], _WITH_TOOLS] = Field(
         default=(),
-        description="Texts that end a turn and make it an action; not in a think block, where the turn goes on. "
-        "A list, `a,b`, or a file that holds `a,b`.",
+        description="Texts that end a turn and make it an action, except in a think block. A list, `a,b`, or a file "
+        "that contains `a,b`.",
         json_schema_extra={"type": ["array", "string"]},
     )
     max_action_length: Annotated[Positive | None, _SERVER_TOOL] = Field(
-        default=None, description="Most tokens of one turn; null: the budgets alone."
+        default=None, description="Maximum number of tokens per turn; null: limited by the other budgets only."
     )
     max_obs_length: Annotated[Positive, _WITH_TOOLS] = Field(
-        default=256, description="Most tokens of one observation of the tool server."
+        default=256, description="Maximum number of tokens per observation of the tool server."
     )
     truncate_obs_side: Annotated[Side, _WITH_TOOLS] = Field(
-        default="middle", description="The side that is cut when an observation is too long."
+        default="middle", description="Side that is cut from an observation that is too long."
     )
     truncate_response_side: Annotated[Literal["left", "right"], _WITH_TOOLS] = Field(
         default="right",
-        description="Where a response is cut that an observation would overflow. right: before the observation, and "
-        "the trajectory ends. left: in the observation, whose end is given half of the tokens left.",
+        description="Where to cut a response that an observation would overflow. right: before the observation, and "
+        "the trajectory ends. left: in the observation, which keeps its end, up to half of the tokens left.",
     )
     mask_observations: Annotated[bool, _WITH_TOOLS] = Field(
-        default=True, description="Observations carry no loss; false trains on them, too."
+        default=True, description="Exclude observations from the loss; false trains on them, too."
     )
     enable_mtrl: Annotated[bool, _WITH_TOOLS] = Field(
         default=False,
-        description="Observations are chat turns of their own; false: they continue the assistant's text.",
+        description="Make observations separate chat turns; false: they continue the assistant's text.",
     )
     mtrl_role: Annotated[str, _WITH_TOOLS & WhenKey("agent.enable_mtrl")] = Field(
         default="user", description="Role of those chat turns."
     )
     mtrl_sep: Annotated[str | None, _WITH_TOOLS & WhenKey("agent.enable_mtrl")] = Field(
         default=None,
-        description="Text around an observation in the mtrl format, with `{obs}`; null: the chat template's.",
+        description="Text around an observation in the mtrl format, with `{obs}`; null: from the chat template.",
     )
     turn_end_token: Annotated[str | None, _WITH_TOOLS] = Field(
-        default=None, description="Ends a turn, besides EOS; inserted where mtrl_sep follows a turn without it."
+        default=None,
+        description="Token that ends a turn, besides EOS; inserted where mtrl_sep follows a turn without it.",
     )
     additional_eos_token_ids: Annotated[tuple[NonNegative, ...], _WITH_TOOLS] = Field(
         default=(), description="Token ids that end a turn, besides EOS."
@@ -114,26 +116,32 @@ class ServerToolConfig(Section):
         default=False, description="The turn after the last tool call does not stop at action stop tokens."
     )
     mask_overlong_loss: Annotated[bool, _SERVER_TOOL] = Field(
-        default=False, description="A trajectory cut by a limit carries no loss; its reward counts in its group."
+        default=False,
+        description="Exclude trajectories cut by a limit from the loss; their rewards still count in their groups.",
     )
     mask_void_traj: Annotated[bool, _WITH_TOOLS] = Field(
-        default=False, description="A trajectory with no valid action and no answer carries no loss; its reward counts."
+        default=False,
+        description="Exclude trajectories without a valid action or an answer from the loss; their rewards still "
+        "count.",
     )
     rollout_mode: Annotated[Literal["async", "sync"], _WITH_TOOLS] = Field(
-        default="async", description="sync: tools are called when all trajectories in flight have finished their turn."
+        default="async",
+        description="async: call a tool as soon as a turn asks for it. sync: call tools when all trajectories in "
+        "flight have finished their turn.",
     )
     max_concurrent_trajectories: Annotated[Positive | None, _SERVER_TOOL] = Field(
-        default=None, description="Most server_tool_agent trajectories at the same time, besides rollout.max_in_flight."
+        default=None,
+        description="Maximum number of concurrent server_tool_agent trajectories, besides rollout.max_in_flight.",
     )
     max_model_len: Positive | None = Field(
-        default=None, description="Most ids of an agent's context; null: the engine's."
+        default=None, description="Maximum context length of an agent in tokens; null: the engine's."
     )
-    n: Positive | None = Field(default=None, description="Trajectories per row: another name of rollout.group_size.")
+    n: Positive | None = Field(default=None, description="Trajectories per row: an alias of rollout.group_size.")
     val_max_turns: Annotated[NonNegative | None, _SERVER_TOOL] = Field(
-        default=None, description="max_turns in evaluations; null: the same."
+        default=None, description="max_turns in evaluations; null: the same as in training."
     )
     val_max_response_length: Positive | None = Field(
-        default=None, description="max_response_length in evaluations; null: the same."
+        default=None, description="max_response_length in evaluations; null: the same as in training."
     )
 
     @field_validator("action_stop_tokens", mode="before")
@@ -172,22 +180,25 @@ class EndpointConfig(Section):
     """The OpenAI-compatible endpoint, in training and under `jax-agent-rl serve`."""
 
     request_timeout: float = Field(
-        default=300.0, gt=0, description="Seconds one request may take, its queueing included."
+        default=300.0, gt=0, description="Timeout of one request in seconds, queueing included."
     )
     max_body_bytes: Positive = Field(
-        default=8_000_000, description="Largest request body; larger ones are answered 413."
+        default=8_000_000, description="Maximum size of a request body; larger ones are answered with 413."
     )
     max_concurrent_requests: Positive = Field(
-        default=1024, description="Requests served at once; more are answered 429."
+        default=1024, description="Maximum number of concurrent requests; more are answered with 429."
     )
-    max_choices: Positive = Field(default=16, description="Largest `n` of a request.")
-    max_sessions: Positive = Field(default=4096, description="Sessions kept at once; more are answered 429.")
+    max_choices: Positive = Field(default=16, description="Maximum `n` of a request.")
+    max_sessions: Positive = Field(
+        default=4096, description="Maximum number of sessions kept; more are answered with 429."
+    )
     max_session_tokens: Annotated[Positive, WhenCommand("serve")] = Field(
         default=4_000_000,
-        description="Ids that one session of `serve` records, every context counted in full; then it is refused more.",
+        description="Maximum number of ids that one session of `serve` records, every context counted in full; "
+        "further requests are refused.",
     )
     session_ttl: Annotated[float, WhenCommand("serve")] = Field(
-        default=3600.0, gt=0, description="Seconds after which an idle session of `serve` is forgotten."
+        default=3600.0, gt=0, description="Seconds after which `serve` forgets an idle session."
     )
 
 
@@ -215,7 +226,7 @@ class CommandConfig(Section):
 
 
 class AgentConfig(ServerToolConfig):
-    """Limits of the agent loop. Budgets are counted in tokens, here and nowhere else."""
+    """Limits of agent loops. Budgets are in tokens."""
 
     default_agent: str | None = Field(
         default=None,
@@ -228,61 +239,67 @@ class AgentConfig(ServerToolConfig):
     )
     tool_format: ToolFormatName = Field(
         default="auto",
-        description="How the model writes tool calls; auto: as its chat template says (hermes if it knows none).",
+        description="Format of the model's tool calls; auto: derived from its chat template (hermes if the template "
+        "has none).",
     )
     tool_prompt: Annotated[
         Literal["template", "none"],
         UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent") | WhenCommand("serve"),
     ] = Field(
         default="template",
-        description="template: tool schemas go into the prompt (by the chat template, or as a system section when "
-        "it has none). none: the rows' own prompts explain the tools.",
+        description="template: put tool schemas into the prompt, by the chat template or, if it has no place for "
+        "them, as a system section. none: the rows' own prompts explain the tools.",
     )
     max_prompt_length: Positive = Field(
-        default=512, description="A longer prompt drops the trajectory, with its reason."
+        default=512,
+        description="Maximum prompt length in tokens; a trajectory with a longer prompt is dropped, with its reason.",
     )
-    max_response_length: Positive = Field(default=512, description="Sampled plus inserted ids after the prompt.")
+    max_response_length: Positive = Field(
+        default=512, description="Maximum number of sampled and inserted tokens after the prompt."
+    )
     max_assistant_turns: Annotated[
         Positive, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
-    ] = Field(default=8, description="Most generations in one trajectory.")
+    ] = Field(default=8, description="Maximum number of generations in one trajectory.")
     max_user_turns: Annotated[
         NonNegative, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
-    ] = Field(default=8, description="Most turns of tool results or a simulated user.")
+    ] = Field(default=8, description="Maximum number of turns with tool results or from a simulated user.")
     history_window: Annotated[
         Positive | None,
         UsedByAgents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
     ] = Field(
         default=None,
-        description="Earlier turns a turn is sampled after, besides the prompt; null: all. Each turn that no longer "
-        "sees all is trained on as a sample of its own. Loops that hold messages (LangGraph, OpenAI clients) manage "
-        "their history themselves.",
+        description="Number of earlier turns in the context of a turn, besides the prompt; null: all. Each turn that "
+        "no longer sees all turns is trained on as a separate sample. Loops that keep messages (LangGraph, OpenAI "
+        "clients) manage their history themselves.",
     )
     max_parallel_calls: Annotated[Positive, UsedByAgents("tool_agent", "react_agent")] = Field(
-        default=1, description="Calls run per turn; further ones answer with an error."
+        default=1, description="Maximum number of calls run per turn; further calls get an error."
     )
     max_tool_response_length: Annotated[
         Positive, UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
-    ] = Field(default=256, description="Most tokens of one tool result.")
+    ] = Field(default=256, description="Maximum number of tokens per tool result.")
     tool_response_truncate_side: Annotated[
         Literal["left", "middle", "right"],
         UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"),
-    ] = Field(default="middle", description="The side that is cut when a tool result is too long.")
+    ] = Field(default="middle", description="Side that is cut from a tool result that is too long.")
     tool_timeout: Annotated[float, UsedByAgents("tool_agent", "react_agent")] = Field(
-        default=10.0, gt=0, description="Seconds one tool call may take."
+        default=10.0, gt=0, description="Timeout of one tool call, in seconds."
     )
     module: str | None = Field(default=None, description="Python file or module that registers more agents.")
     adapter: str | None = Field(
         default=None,
-        description="Name in rollout.adapters of the LoRA adapter to sample with; a row's `adapter` takes precedence. "
+        description="LoRA adapter to sample with, a name in rollout.adapters; a row's `adapter` takes precedence. "
         "null: the plain model.",
     )
     run_timeout: Annotated[float, UsedByAgents("react_agent", "openai_agent")] = Field(
-        default=600.0, gt=0, description="Seconds a LangGraph or OpenAI-client agent may take; then it is dropped."
+        default=600.0,
+        gt=0,
+        description="Seconds a LangGraph or OpenAI-client agent may take; then its trajectory is dropped.",
     )
     edited_history: Annotated[Literal["segment", "drop"], UsedByAgents("react_agent", "openai_agent")] = Field(
         default="segment",
-        description="When a LangGraph or OpenAI-client agent asks for a turn that does not extend its last one: "
-        "segment trains on both contexts, drop loses the trajectory with its reason.",
+        description="What happens when a LangGraph or OpenAI-client agent requests a turn that does not extend its "
+        "last one. segment: train on both contexts. drop: drop the trajectory, with its reason.",
     )
     endpoint: Annotated[EndpointConfig, UsedByAgents("openai_agent") | WhenCommand("serve")] = Field(
         default_factory=EndpointConfig

@@ -1,7 +1,4 @@
-"""The ``algorithm`` and ``critic`` sections: the objective, and which of its keys go together.
-
-Conditions mark keys that only some methods read; combinations that cannot work are refused here. Names follow verl.
-"""
+"""The ``algorithm`` and ``critic`` sections, and the combinations of their keys that are refused. Names follow verl."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ LOSS_MODES: tuple[str, ...] = get_args(LossMode)
 FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
 
 WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax"})
-"""Estimators for which a group of one, or one of equal rewards, still has advantages."""
+"""Estimators with advantages even in a group of one, or of equal rewards."""
 
 _CLIPPED = WhenKey(
     "algorithm.policy_loss.loss_mode",
@@ -53,7 +50,9 @@ class GigpoConfig(Section):
     """GiGPO (adv_estimator: gigpo), arXiv 2505.10978."""
 
     gamma: float = Field(default=0.95, gt=0, le=1, description="Discount from turn to turn.")
-    step_advantage_w: float = Field(default=1.0, ge=0, description="Weight of the step advantage beside the episode's.")
+    step_advantage_w: float = Field(
+        default=1.0, ge=0, description="Weight of the step advantage relative to the episode's."
+    )
     mode: Literal["mean_norm", "mean_std_norm"] = Field(
         default="mean_norm", description="Subtract the group's mean, or also divide by its standard deviation."
     )
@@ -70,11 +69,11 @@ class GdpoConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """The policy loss, and the keys that only some losses read."""
+    """The policy loss, and keys of individual losses."""
 
     loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
     behav_imp_weight_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
-        default=5.0, gt=0, description="decoupled: tokens with a larger proximal/behaviour ratio are left out."
+        default=5.0, gt=0, description="decoupled: tokens with a larger proximal/behaviour ratio are excluded."
     )
     tau_pos: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
         default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
@@ -83,22 +82,22 @@ class PolicyLossConfig(Section):
         default=1.05, gt=0, description="sapo: temperature of the gate for other advantages."
     )
     clip_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
-        default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens left out."
+        default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens excluded."
     )
     clip_cov_lb: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
-        default=1.0, description="clip_cov: only covariances above this are chosen."
+        default=1.0, description="clip_cov: lower bound of the covariances to choose from."
     )
     clip_cov_ub: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
-        default=5.0, description="clip_cov: only covariances below this are chosen."
+        default=5.0, description="clip_cov: upper bound of the covariances to choose from."
     )
     kl_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
         default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized."
     )
     ppo_kl_coef: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
-        default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on them."
+        default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on the penalized tokens."
     )
     dppo_ratio_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dppo_tv", "dppo_kl")] = Field(
-        default=20.0, gt=1, description="dppo_tv, dppo_kl: the ratio is truncated here."
+        default=20.0, gt=1, description="dppo_tv, dppo_kl: upper bound at which the ratio is truncated."
     )
     dro_beta: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dro")] = Field(
         default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
@@ -106,23 +105,25 @@ class PolicyLossConfig(Section):
 
 
 class KLConfig(Section):
-    """Distance to the reference policy, the model the run started from."""
+    """KL divergence from the reference policy, the model the run started from."""
 
     where: Literal["none", "reward", "loss"] = Field(
         default="none",
-        description="none; subtracted from every token's reward; or a term of the loss. Both need a second copy of the "
-        "model.",
+        description="none, reward (subtracted from every token's reward) or loss (a term of the loss). reward and "
+        "loss need a second copy of the model.",
     )
     estimator: Annotated[KLEstimator, _WITH_KL] = Field(
         default="k3", description="Estimator per token; with + the gradient is that of k2."
     )
     coef: Annotated[float, _WITH_KL] = Field(
-        default=0.001, gt=0, description="Weight; the adaptive controller's initial value."
+        default=0.001, gt=0, description="Weight; with the adaptive controller, the initial weight."
     )
     controller: Annotated[Literal["fixed", "adaptive"], _WITH_KL] = Field(
-        default="fixed", description="adaptive steers the KL towards `target`."
+        default="fixed", description="Constant weight, or adaptive: steers the KL towards `target`."
     )
-    target: Annotated[float, _ADAPTIVE] = Field(default=0.1, gt=0, description="adaptive: target KL per token, nats.")
+    target: Annotated[float, _ADAPTIVE] = Field(
+        default=0.1, gt=0, description="adaptive: target KL per token, in nats."
+    )
     horizon: Annotated[Positive, _ADAPTIVE] = Field(
         default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
     )
@@ -132,7 +133,7 @@ class RolloutCorrectionConfig(Section):
     """Correction for rollouts whose log-probs differ from the learner's: another engine, or older weights."""
 
     rollout_is: Literal["none", "token", "sequence"] = Field(
-        default="none", description="Importance weights and their level."
+        default="none", description="Level of the importance weights."
     )
     rollout_is_threshold: Annotated[float | Bounds, _WEIGHTED] = Field(
         default=2.0,
@@ -141,10 +142,13 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: Annotated[bool, _WEIGHTED] = Field(
         default=False, description="Divide the weights by their mean."
     )
-    rollout_rs: tuple[RejectionRule, ...] = Field(default=(), description="Reject what fails any of these rules.")
+    rollout_rs: tuple[RejectionRule, ...] = Field(
+        default=(), description="Reject tokens or sequences that fail any of these rules."
+    )
     rollout_rs_threshold: tuple[float | Bounds, ...] = Field(
         default=(),
-        description="One per rule, or one for all: an upper bound; for k1 rules of the ratio, or [low, high].",
+        description="One threshold per rule, or one for all: an upper bound; for k1 rules, of the ratio, or [low, "
+        "high].",
     )
     bypass_mode: bool = Field(
         default=False, description="Use the rollout's log-probs as old log-probs, without the learner's scoring pass."
@@ -152,25 +156,29 @@ class RolloutCorrectionConfig(Section):
 
 
 class FiltersConfig(Section):
-    """Trajectories not to train on. mask: its reward still counts in its group's baseline; drop: it does not."""
+    """Trajectories to exclude from training. mask: the reward still counts in the baseline of its group; drop: not."""
 
     void_turn: FilterAction = Field(
-        default="off", description="A turn has neither a tool call nor a final answer (SimpleTIR)."
+        default="off", description="Some turn has neither a tool call nor a final answer (SimpleTIR)."
     )
     void_trajectory: FilterAction = Field(default="off", description="No turn has a tool call or a final answer.")
     all_tool_calls_failed: FilterAction = Field(
-        default="off", description="There are tool calls and each ended in an error."
+        default="off", description="There are tool calls, and each ended in an error."
     )
-    overlong: FilterAction = Field(default="off", description="A limit of tokens or turns truncated it (DAPO).")
-    repetition: FilterAction = Field(default="off", description="It repeats itself more than `max_repetition`.")
+    overlong: FilterAction = Field(
+        default="off", description="A limit of tokens or turns truncated the trajectory (DAPO)."
+    )
+    repetition: FilterAction = Field(
+        default="off", description="The share of repeated n-grams exceeds `max_repetition`."
+    )
     max_repetition: Annotated[float, Unless("algorithm.filters.repetition", "off")] = Field(
-        default=0.5, ge=0, lt=1, description="repetition: largest share of repeated n-grams."
+        default=0.5, ge=0, lt=1, description="repetition: maximum share of repeated n-grams."
     )
     final_answer: Annotated[
         str | None, Unless("algorithm.filters.void_turn", "off") | Unless("algorithm.filters.void_trajectory", "off")
     ] = Field(
         default=None,
-        description="void_turn, void_trajectory: what a final answer looks like (regular expression); else any.",
+        description="void_turn, void_trajectory: regular expression of a final answer; null: any text.",
     )
 
     @field_validator("final_answer")
@@ -191,12 +199,14 @@ class ShapingConfig(Section):
         description="Tokens before agent.max_response_length over which the penalty grows from 0 (DAPO); 0 is off.",
     )
     overlong_factor: Annotated[float, WhenKey("algorithm.shaping.overlong_buffer")] = Field(
-        default=1.0, gt=0, description="Largest overlong penalty."
+        default=1.0, gt=0, description="Maximum overlong penalty."
     )
-    repetition_factor: float = Field(default=0.0, ge=0, description="Penalty of a response that only repeats itself.")
+    repetition_factor: float = Field(
+        default=0.0, ge=0, description="Penalty of a response that consists of repetitions only."
+    )
     repetition_ngram: Annotated[
         Positive, WhenKey("algorithm.shaping.repetition_factor") | Unless("algorithm.filters.repetition", "off")
-    ] = Field(default=20, description="Tokens of an n-gram, for the penalty and the filter.")
+    ] = Field(default=20, description="Length in tokens of an n-gram, for the penalty and the filter.")
 
 
 class AlgorithmConfig(Section):
@@ -207,11 +217,11 @@ class AlgorithmConfig(Section):
         default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
     )
     lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae")] = Field(
-        default=1.0, ge=0, le=1, description="gae: its lambda."
+        default=1.0, ge=0, le=1, description="gae: lambda."
     )
     bootstrap: Annotated[Literal["none", "truncated"], WhenKey("algorithm.adv_estimator", "gae")] = Field(
         default="none",
-        description="gae: value after the last token: 0, or the critic's where a limit cut the trajectory off.",
+        description="gae: value after the last token: 0, or the critic's if a limit truncated the trajectory.",
     )
     gigpo: Annotated[GigpoConfig, WhenKey("algorithm.adv_estimator", "gigpo")] = Field(default_factory=GigpoConfig)
     gdpo: Annotated[GdpoConfig, WhenKey("algorithm.adv_estimator", "gdpo")] = Field(default_factory=GdpoConfig)
@@ -219,20 +229,22 @@ class AlgorithmConfig(Section):
         Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
     ] = Field(
         default="none",
-        description="Reward of a turn with tool calls: their rewards' sum, or the share without an error.",
+        description="Reward of a turn with tool calls: the sum of their rewards, or the share of calls without an "
+        "error.",
     )
     turn_advantage_coef: Annotated[float, WhenKey("algorithm.adv_estimator", "mt_grpo")] = Field(
         default=1.0, gt=0, description="mt_grpo: weight of the turn advantage."
     )
     shared_tokens: Annotated[Literal["hard", "soft"], WhenKey("algorithm.adv_estimator", "arpo")] = Field(
         default="hard",
-        description="arpo: tokens common to several trajectories get the mean advantage, or each its own.",
+        description="arpo: advantage of tokens that several trajectories share. hard: the mean. soft: each "
+        "trajectory's own.",
     )
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     clip_ratio_low: Annotated[float, _CLIPPED] = Field(
         default=0.2,
         gt=0,
-        description="Clip range below 1; at 1 or more, no lower bound (geo_mean: of the log; dppo: divergence).",
+        description="Clip range below 1; 1 or more: no lower bound (geo_mean: of the log; dppo: of the divergence).",
     )
     clip_ratio_high: Annotated[float, _CLIPPED] = Field(
         default=0.28, gt=0, description="Clip range above 1 (clip-higher)."
@@ -241,7 +253,8 @@ class AlgorithmConfig(Section):
         default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound."
     )
     loss_agg_mode: LossAggMode = Field(
-        default="token-mean", description="How token losses are averaged, over the whole batch however it is split."
+        default="token-mean",
+        description="How token losses are averaged. The average is over the whole batch, however it is split.",
     )
     loss_scale_factor: Annotated[Positive | None, WhenKey("algorithm.loss_agg_mode", "seq-mean-token-sum-norm")] = (
         Field(
@@ -254,18 +267,18 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter_zero_variance: bool | None = Field(
         default=None,
-        description="Leave out groups of equal rewards. null: where the estimator gives them no advantage.",
+        description="Exclude groups of equal rewards. null: where the estimator gives them no advantage.",
     )
     max_resample_rounds: NonNegative = Field(
         default=0,
-        description="Most rounds of new prompts that replace filtered groups (DAPO's dynamic sampling).",
+        description="Maximum number of rounds of new prompts that replace filtered groups (DAPO's dynamic sampling).",
     )
     filters: FiltersConfig = Field(default_factory=FiltersConfig)
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
 
     @property
     def needs_group(self) -> bool:
-        """Whether the estimator compares within a group, so that a group of one has no advantages."""
+        """True if the estimator compares within a group, so that a group of one has no advantages."""
         return self.adv_estimator not in WITHOUT_GROUP_BASELINE
 
     @property
@@ -280,11 +293,11 @@ class CriticConfig(OptimizerSection):
     """The value model of adv_estimator gae: the policy's architecture with a scalar head, and its own optimizer."""
 
     learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
-    path: str | None = Field(
-        default=None, description="Weights to start from (Hugging Face folder); null: the policy's."
+    path: str | None = Field(default=None, description="Initial weights (Hugging Face folder); null: the policy's.")
+    critic_warmup: NonNegative = Field(
+        default=0, description="Number of initial steps in which only the critic learns."
     )
-    critic_warmup: NonNegative = Field(default=0, description="First steps in which only the critic learns.")
-    cliprange_value: float = Field(default=0.5, gt=0, description="Clip range of a value around its old one.")
+    cliprange_value: float = Field(default=0.5, gt=0, description="Clip range of a value around the old one.")
 
 
 def algorithm_problems(algorithm: AlgorithmConfig, *, max_response_length: int) -> Iterator[str]:

@@ -55,14 +55,14 @@ class OptimizerSection(Section):
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="The rate after the warm-up: constant, or a decay over what is left of trainer.steps. It changes "
-        "from training step to training step; all updates of a step have the same.",
+        description="Learning rate after the warm-up: constant, or a decay over the remaining trainer.steps. It "
+        "changes between training steps only; all updates of a step use the same rate.",
     )
     lr_warmup_steps: NonNegative = Field(
-        default=0, description="Training steps of linear warm-up; the first has 1/lr_warmup_steps of the peak."
+        default=0, description="Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak."
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="linear, cosine: share of the peak that the decay ends at."
+        default=0.0, ge=0, le=1, description="linear, cosine: final share of the peak learning rate."
     )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")

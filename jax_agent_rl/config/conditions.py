@@ -1,13 +1,13 @@
-"""Conditions that say when a configuration key is used, and the one check of all of them.
+"""Conditions under which configuration keys are used, and their check.
 
-A condition annotates a field; on a section it holds for each of its keys::
+A condition annotates a field; on a section it applies to all of its keys::
 
     lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae")] = Field(default=1.0, ...)
     max_turns: Annotated[int, UsedByAgents("server_tool_agent")] = Field(default=5, ...)
     critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(...)
 
-A key that differs from its default is refused while its condition does not hold, since it would do nothing. While the
-answer is not known yet (which agents the rows select, which model it is), nothing is refused. ``config explain``,
+A key that differs from its default is refused if its condition does not hold, because it would have no effect. As long
+as that is unknown (which agents the rows select, which model is used), nothing is refused. ``config explain``,
 ``docs/config.md`` and the editor's schema show conditions in words.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 
 from jax_agent_rl.config.base import Section
 
-SCHEMA_KEY = "x-used-only"
-"""Field of a key's JSON Schema that holds its condition in words."""
+SCHEMA_KEY = "x-used-only"  # in a key's JSON Schema: its condition in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +42,15 @@ class Condition(ABC):
 
     @abstractmethod
     def holds(self, config: Section, facts: Facts) -> bool | None:
-        """Return whether the condition holds for the whole tree ``config``; None if that is not known yet."""
+        """Return whether the condition holds for the whole tree ``config``; None if unknown."""
 
     @abstractmethod
     def words(self) -> str:
-        """Return the end of "is used only …"."""
+        """Return the end of "is used only …"; may be empty."""
 
-    @abstractmethod
     def instead(self, config: Section, facts: Facts) -> str:
-        """Return what is the case where the condition does not hold."""
+        """Return the situation in which the condition does not hold; may be empty."""
+        return ""
 
     def __or__(self, other: Condition) -> Condition:
         return Either(self, other)
@@ -101,7 +100,7 @@ class Unless(WhenKey):
 
 
 class SwitchedOff(WhenKey):
-    """A switch is off: keys it disables may stay in the configuration. It adds no words of its own."""
+    """A switch is off: the keys that it disables may stay in the configuration. The condition is not shown."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, False)
@@ -123,7 +122,8 @@ class UsedByAgents(Condition):
         return None if facts.agents is None else not facts.agents.isdisjoint(self.names)
 
     def words(self) -> str:
-        return f"by {_listed(self.names)}"
+        *others, last = self.names
+        return f"by {', '.join(others)} and {last}" if others else f"by {last}"
 
     def instead(self, config: Section, facts: Facts) -> str:
         return f"no row selects {'it' if len(self.names) == 1 else 'one of them'}"
@@ -153,9 +153,6 @@ class WhenCommand(Condition):
 
     def words(self) -> str:
         return f"by `jax-agent-rl {self.name}`"
-
-    def instead(self, config: Section, facts: Facts) -> str:
-        return ""
 
 
 class Either(Condition):
@@ -196,7 +193,7 @@ class Both(Condition):
 
 
 def unused(config: Section, facts: Facts = Facts()) -> Iterator[str]:
-    """Yield a line for each key of the whole tree that is set although nothing uses it."""
+    """Yield a message for each key of the whole tree that is set although nothing uses it."""
     yield from _unused(config, config, facts, "", ())
 
 
@@ -224,23 +221,13 @@ def _unused(
             continue
         path, value, wanted = prefix + name, getattr(section, name), above + own
         failed = next((one for one in wanted if one.holds(config, facts) is False), None)
-        if isinstance(value, Section) and not _is_optional(section, name):
+        optional = type(section).model_fields[name].default is None  # giving such a section is a choice, as of a key
+        if isinstance(value, Section) and not (optional and failed):
             yield from _unused(config, value, facts, path + ".", wanted)
         elif failed:
             shown = "" if isinstance(value, Section) else f"={_yaml(value)}"
             reset = f", or reset its section ({prefix[:-1]}={{}})" if failed in above else ""
             yield f"{path}{shown} is used only {failed.words()}; {failed.instead(config, facts)}; remove it{reset}"
-        elif isinstance(value, Section):
-            yield from _unused(config, value, facts, path + ".", wanted)
-
-
-def _is_optional(section: Section, name: str) -> bool:
-    """Return whether the section may be null, so that giving it is a choice in itself."""
-    return type(section).model_fields[name].default is None
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _yaml(value: Any) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 
 from jax_agent_rl.config import AgentConfig, Config, ToolClientConfig
 
-PLAIN_AGENT = "single_turn_agent"
-"""The agent that generates once and calls no tools."""
+PLAIN_AGENT = "single_turn_agent"  # generates once and calls no tools
 
 
 def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
@@ -19,7 +18,7 @@ def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
         return "search_agent"
     if tool_config.enabled:
         return "text_tool_agent"
-    return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else "single_turn_agent"
+    return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else PLAIN_AGENT
 
 
 def report_idle_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -33,7 +32,7 @@ def report_idle_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> tupl
     unnamed = [row for row in rows if not row.get("agent_name")]
     if not unnamed or config.agent.default_agent or default_agent(config.agent, config.tool_config) != PLAIN_AGENT:
         return None
-    idle = {key: fix for key, fix in [*_configured(config), *_asked_for(unnamed)]}
+    idle = {key: fix for key, fix in [*_configured(config), *_requested(unnamed)]}
     if not idle:
         return None
     seen = (
@@ -41,11 +40,11 @@ def report_idle_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> tupl
         f"{', '.join(idle)}"
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
-    return seen, f"set {fixes}, or agent_name in the rows; if it is meant, set agent.default_agent={PLAIN_AGENT}"
+    return seen, f"set {fixes}, or agent_name in the rows; if that is intended, set agent.default_agent={PLAIN_AGENT}"
 
 
 def _configured(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield set keys that only other agents than the plain one read, each with the override that selects one."""
+    """Yield keys that are set but read only by other agents, each with the override that selects one."""
     tools = config.tools
     settings = (
         ("tools.function_tool_path", tools.function_tool_path, "agent.default_agent=tool_agent"),
@@ -62,13 +61,13 @@ def _configured(config: Config) -> Iterator[tuple[str, str]]:
     return ((key, fix) for key, value, fix in settings if value)
 
 
-def _asked_for(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield fields of rows that only other agents than the plain one read, likewise."""
+def _requested(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield fields of rows that only other agents read, each with the override that selects one."""
     agents = {
         "tools_kwargs": "tool_agent",
         "tool_selection": "tool_agent",
         "environment_kwargs": "environment_agent",
         "interaction_kwargs": "interaction_agent",
     }
-    said = {key for row in rows for key, value in (row.get("extra_info") or {}).items() if key in agents and value}
-    return ((f"extra_info.{key}", f"agent.default_agent={agents[key]}") for key in agents if key in said)
+    present = {key for row in rows for key, value in (row.get("extra_info") or {}).items() if key in agents and value}
+    return ((f"extra_info.{key}", f"agent.default_agent={agents[key]}") for key in agents if key in present)

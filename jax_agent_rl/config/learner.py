@@ -16,7 +16,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class LoraConfig(Section):
     """Low-rank adapters in place of full training; see PEFT's ``LoraConfig`` for the fields' meaning."""
 
-    rank: Positive = Field(default=16, description="r: inner size of the adapters.")
+    rank: Positive = Field(default=16, description="Rank r of the adapters.")
     alpha: float = Field(default=32.0, gt=0, description="Adapters are scaled by alpha / rank.")
     targets: Annotated[tuple[LoraTarget, ...], Distinct] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -24,37 +24,37 @@ class LoraConfig(Section):
         description="Linear layers that get adapters, by their Hugging Face names.",
     )
     quantize: Literal["none", "int8", "nf4"] = Field(
-        default="none", description="How the targets' frozen weights are kept (QLoRA); needs the extra `qlora`."
+        default="none", description="Precision of the targets' frozen weights (QLoRA); needs the extra `qlora`."
     )
-    seed: NonNegative = Field(default=0, description="Draws the adapters' first values.")
+    seed: NonNegative = Field(default=0, description="Seed of the adapters' initial values.")
 
 
 class LearnerConfig(OptimizerSection):
     """The optimizer step."""
 
     num_minibatches: Positive = Field(
-        default=1, description="Mini-batches (optimizer updates) one rollout batch is cut into."
+        default=1, description="Number of mini-batches (optimizer updates) per rollout batch."
     )
-    ppo_epochs: Positive = Field(default=1, description="Passes over one rollout batch.")
+    ppo_epochs: Positive = Field(default=1, description="Passes over each rollout batch.")
     pack_length: Positive = Field(
-        default=1024, description="Tokens per packed row; a row is one gradient micro-batch's unit."
+        default=1024, description="Tokens per packed row, the unit of gradient micro-batches."
     )
     micro_batch_size: Positive = Field(default=1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(
-        default=True, description="Compute tokens common to several trajectories of a row once."
+        default=True, description="Compute tokens shared by several trajectories of a row once."
     )
     row_patches: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
-        description="Most image patches in a packed row, for vision models; null: as many as its tokens can show. "
-        "Fewer save memory, but a trajectory with more ends the run.",
+        description="Maximum number of image patches in a packed row, for vision models; null: as many as its tokens "
+        "can show. Fewer save memory, but a trajectory with more ends the run.",
     )
     freeze_vision: Annotated[bool, WhenModelHasVision()] = Field(
         default=False, description="Freeze the vision tower and train the decoder alone."
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
-        description="What the backward pass recomputes: nothing; all but matrix products (and attention, on CPUs); "
-        "whole layers.",
+        description="What the backward pass recomputes. none: nothing. dots: all but matrix products (and attention, "
+        "on CPUs). full: whole layers.",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -64,10 +64,10 @@ class LearnerConfig(OptimizerSection):
     router_aux_loss_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the load-balancing loss of mixture-of-experts models; each update then begins with a "
-        "forward pass that counts how its tokens are routed.",
+        description="Weight of the load-balancing loss of mixture-of-experts models. If positive, each update starts "
+        "with a forward pass that counts how its tokens are routed.",
     )
-    max_nonfinite_steps: Positive = Field(default=3, description="Stop after this many non-finite steps in a row.")
+    max_nonfinite_steps: Positive = Field(default=3, description="Stop after this many consecutive non-finite steps.")
     lora: LoraConfig | None = Field(
         default=None, description="Train adapters and freeze the model; null trains the whole model."
     )

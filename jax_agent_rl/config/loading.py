@@ -11,23 +11,41 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jax_agent_rl.config.keys import keys_of
+from jax_agent_rl.config.reference import list_keys
 from jax_agent_rl.errors import ConfigError
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the nested mapping in a YAML file, over that of the file its key ``base`` names (relative to its folder).
 
     Raises:
         ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
     """
-    return _read(path, ())
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
+    if path in _readers:
+        raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}")
+    try:
+        tree = yaml.load(path.read_text(), _Loader) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(read_tree((path.parent / str(base)).resolve(), _readers=(*_readers, path)), tree)
 
 
 def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:
-    """Validate a nested mapping plus ``key.path=value`` overrides, values in YAML.
+    """Validate a nested mapping plus overrides.
+
+    Args:
+        model: the root section.
+        tree: the nested mapping; not changed.
+        overrides: ``key.path=value``, values in YAML.
 
     Raises:
         ConfigError: with all problems at once.
@@ -45,25 +63,7 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:
     """Return every path that takes a value, with its description; a section that may be null is one of them."""
-    return {key.path: key.description for key in keys_of(model).values() if not key.is_section or key.default}
-
-
-def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a file's tree over that of its ``base``; ``readers`` are the files that led here."""
-    if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
-    if path in readers:
-        raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, readers))}")
-    try:
-        tree = yaml.load(path.read_text(), _Loader) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    return _merge(_read((path.parent / str(base)).resolve(), (*readers, path)), tree)
+    return {key.path: key.description for key in list_keys(model).values() if not key.is_section or key.default}
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,10 +79,8 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which ``1e-5`` is a number (YAML 1.1 wants ``1.0e-5``)."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-for _first in "-+0123456789":
-    _Loader.yaml_implicit_resolvers.setdefault(_first, []).insert(0, ("tag:yaml.org,2002:float", _EXPONENT))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ class MeshConfig(Section):
     data: Positive = Field(default=1, description="Data-parallel replicas.")
     fsdp: Positive = Field(default=1, description="Shards of every parameter (and of the batch).")
     expert: Positive = Field(default=1, description="Shards of every layer's experts (and of the batch).")
-    context: Positive = Field(default=1, description="Shards of the tokens of every row: long contexts.")
+    context: Positive = Field(default=1, description="Shards of the tokens of every row, for long contexts.")
     tensor: Positive = Field(default=1, description="Tensor-parallel shards.")
 
     @property
@@ -23,10 +23,10 @@ class MeshConfig(Section):
 
 
 class EngineMeshConfig(Section):
-    """The devices one jetstream engine is spread over."""
+    """Devices of one jetstream engine."""
 
     expert: Positive = Field(
-        default=1, description="Shards of every layer's experts; the rest is split over these, too."
+        default=1, description="Shards of every layer's experts; other weights are split over these devices, too."
     )
     tensor: Positive = Field(
         default=1, description="Tensor-parallel shards: heads, feed-forward, vocabulary and KV cache."
@@ -39,20 +39,18 @@ class EngineMeshConfig(Section):
 
 
 class MultihostConfig(Section):
-    """Several processes (hosts) with one learner, all started with the same config except for ``process_id``."""
+    """Several processes (hosts) with one learner, started with the same config except for ``process_id``."""
 
     coordinator: str | None = Field(
         default=None,
-        description="host:port of process 0; auto: as jax finds it (Cloud TPU, Slurm, Kubernetes). Default: "
-        "$JAX_COORDINATOR_ADDRESS, and without that one process.",
+        description="host:port of process 0. auto: as JAX detects it (Cloud TPU, Slurm, Kubernetes). null: "
+        "$JAX_COORDINATOR_ADDRESS; if unset, one process.",
     )
-    num_processes: Positive | None = Field(
-        default=None, description="Number of processes; not needed where jax finds it."
-    )
+    num_processes: Positive | None = Field(default=None, description="Number of processes; null: as JAX detects it.")
     process_id: NonNegative | None = Field(
-        default=None, description="Number of this process; 0 leads: agents and tools run there."
+        default=None, description="Number of this process; process 0 also runs agents and tools."
     )
-    timeout: Positive = Field(default=300, description="Seconds the processes wait for each other at the start.")
+    timeout: Positive = Field(default=300, description="Seconds processes wait for each other at the start.")
 
     @model_validator(mode="after")
     def _process_id_in_range(self) -> MultihostConfig:

@@ -1,43 +1,96 @@
-"""Documentation of all keys: in a terminal, as Markdown (``docs/config.md``), and as a JSON Schema for editors.
+"""Documentation of all keys, from the JSON Schema of the models: as Markdown (``docs/config.md``) and for editors.
 
-The first line of a recipe names the schema: ``# yaml-language-server: $schema=schema.json`` (VS Code, Neovim,
-JetBrains).
+``{"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": null}`` is ``integer >= 1, or null``. The
+first line of a recipe names its schema: ``# yaml-language-server: $schema=schema.json`` (VS Code, Neovim, JetBrains).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
 
 from jax_agent_rl.config.conditions import SCHEMA_KEY
-from jax_agent_rl.config.keys import KeyInfo, keys_of
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.text import nearest
 
+Schema = Mapping[str, Any]
+_NUMBER_LIMITS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+_NAMES = {"string": "text", "boolean": "true or false"}
 _HEAD = """\
 # Configuration keys
 
 Generated from the configuration's code by `jax-agent-rl config reference > docs/config.md`; do not edit it.
 
-A key is set in the YAML file or on the command line (`rollout.group_size=16`). `jax-agent-rl config explain KEY` says
+A key is set in the YAML file or on the command line (`rollout.group_size=16`). `jax-agent-rl config explain KEY` prints
 the same in a terminal, `jax-agent-rl config show FILE` prints a file with every default filled in, and the first line
 of each recipe in `configs/` lets an editor complete and check keys (`# yaml-language-server: $schema=…`).
 
-"Used only …" names the condition under which a key has an effect. Elsewhere any value but the default is refused.
-Conditions on all keys of a section stand at the section. The agents of a run are known once its rows are read: `train`
-and `doctor` then check the keys of agents; other commands do not, since they may be given other rows.
+"Used only …" is the condition under which a key has an effect; otherwise, any value but the default is refused. A
+condition on a section applies to all of its keys. The agents of a run are known once its rows are read: `train` and
+`doctor` then check the keys of agents; other commands do not, since they may run with other rows.
 """
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _BASE = {
     "type": "string",
     "description": "Another YAML file, from this one's folder; this one then says only what differs.",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyInfo:
+    """One key of the tree, or a section of it.
+
+    Attributes:
+        path: e.g. ``rollout.group_size``.
+        type: accepted values, in words; ``section`` for a section.
+        default: as YAML; None: required (a section: its keys have their own defaults).
+        description: what it does.
+        used_only: when it is used, as the end of "used only …"; empty: always.
+        is_section: whether it has keys.
+    """
+
+    path: str
+    type: str
+    default: str | None
+    description: str
+    used_only: str = ""
+    is_section: bool = False
+
+    @property
+    def section(self) -> str:
+        """Path of its section; empty at the root."""
+        return self.path.rpartition(".")[0]
+
+
+def list_keys(model: type[BaseModel]) -> dict[str, KeyInfo]:
+    """Return every key and section of a tree by path, in the order of the code, sections before their keys."""
+    schema = model.model_json_schema()
+    return {key.path: key for key in _walk(schema, schema.get("$defs", {}), "")}
+
+
+def describe_type(schema: Schema) -> str:
+    """Describe what a JSON Schema allows: ``integer >= 1, or null``; ``a | b`` for a choice."""
+    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if choices:
+        return " | ".join(map(str, choices))
+    if "anyOf" in schema:
+        return ", or ".join(describe_type(option) for option in schema["anyOf"])
+    kind = schema.get("type", "anything")
+    if isinstance(kind, list):
+        return ", or ".join(describe_type({**schema, "type": one}) for one in kind)
+    if kind == "array":
+        return _describe_list(schema)
+    if kind == "object" and "additionalProperties" not in schema:
+        return "mapping"
+    if kind == "object":
+        names = describe_type(schema.get("propertyNames", {}) | {"type": "string"})
+        return f"mapping of {names} to {describe_type(schema['additionalProperties'])}"
+    limits = [f"{sign} {schema[name]:g}" for name, sign in _NUMBER_LIMITS if name in schema]
+    return f"{_NAMES.get(kind, kind)} {' and '.join(limits)}".strip()
 
 
 def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
@@ -57,39 +110,11 @@ def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
     raise ConfigError(f"there is no key {name!r}; {guess}'jax-agent-rl config explain' lists the sections")
 
 
-def explain(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> None:
-    """Print one key, or a section with its keys."""
-    console.print(f"[bold]{escape(key.path)}[/]", highlight=False)
-    console.print(Padding(escape(key.description), (0, 2)), highlight=False)
-    if not key.is_section or key.default is not None:
-        facts = Table.grid(padding=(0, 2))
-        facts.add_row("type", escape(key.type))
-        facts.add_row("default", escape(key.default) if key.default is not None else "none, it must be set")
-        console.print(Padding(facts, (0, 2)))
-    parts = key.path.split(".")
-    for one in (keys[".".join(parts[:end])] for end in range(1, len(parts) + 1)):
-        if one.used_only:
-            whose = "" if one is key else f"{one.path}: "
-            console.print(Padding(escape(f"{whose}used only {one.used_only}"), (0, 2)), highlight=False)
-    if key.is_section:
-        print_section(key.path, keys, console)
-
-
-def print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> None:
-    """Print the keys directly in a section; the empty path is the root."""
-    table = Table("key", "default", "what it does", box=None, pad_edge=False, header_style="bold")
-    for key in keys.values():
-        if key.section == path:
-            default = key.default or ("(section)" if key.is_section else "(required)")
-            table.add_row(*map(escape, (key.path.rpartition(".")[2], default, key.description)))
-    console.print(Padding(table, (1, 2)))
-
-
-def reference(chapters: Sequence[tuple[str, str, type[BaseModel]]]) -> str:
-    """Return the Markdown page; ``chapters`` are the title, introduction and model of each tree."""
+def reference(trees: Sequence[tuple[str, str, type[BaseModel]]]) -> str:
+    """Return the Markdown page; ``trees`` are (title, introduction, model)."""
     parts = [_HEAD]
-    for title, introduction, model in chapters:
-        parts += [f"## {title}\n", f"{introduction}\n", *_tables(keys_of(model))]
+    for title, introduction, model in trees:
+        parts += [f"## {title}\n", f"{introduction}\n", *_tables(list_keys(model))]
     return "\n".join(parts)
 
 
@@ -152,3 +177,52 @@ def _without(node: Any, names: set[str]) -> Any:
         for key, value in node.items()
         if key not in names
     }
+
+
+def _describe_list(schema: Schema) -> str:
+    if "prefixItems" in schema:
+        return f"[{', '.join(map(describe_type, schema['prefixItems']))}]"
+    if "items" not in schema:
+        return "list"
+    least = f", at least {schema['minItems']}" if "minItems" in schema else ""
+    return f"list of {describe_type(schema['items'])}{least}"
+
+
+def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Iterator[KeyInfo]:
+    required = schema.get("required", ())
+    for name, field in schema["properties"].items():
+        path = f"{prefix}{name}"
+        inner, optional = _section_of(field, definitions)
+        if inner is None:
+            default = None if name in required else json.dumps(field.get("default", {}))  # only mappings have a factory
+            yield KeyInfo(
+                path=path,
+                type=describe_type(field),
+                default=default,
+                description=field.get("description", ""),
+                used_only=field.get(SCHEMA_KEY, ""),
+            )
+            continue
+        yield KeyInfo(
+            path=path,
+            type="section, or null" if optional else "section",
+            default="null" if optional else None,
+            description=_one_paragraph(field.get("description") or inner.get("description", "")),
+            used_only=field.get(SCHEMA_KEY, ""),
+            is_section=True,
+        )
+        yield from _walk(inner, definitions, path + ".")
+
+
+def _section_of(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
+    """Return the section a field holds, if any, and whether it may be null."""
+    options = field.get("anyOf", [field])
+    named = [option["$ref"] for option in options if "$ref" in option]
+    if not named:
+        return None, False
+    return definitions[named[0].rpartition("/")[2]], len(options) > 1
+
+
+def _one_paragraph(text: str) -> str:
+    """Join the lines of a docstring, its literals in single backquotes."""
+    return " ".join(text.split()).replace("``", "`")

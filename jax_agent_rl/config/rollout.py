@@ -21,31 +21,31 @@ class JetStreamConfig(Section):
 
     engine_factory: str | None = Field(
         default=None,
-        description="A function that makes another engine of JetStream's later API, such as MaxText's, as "
+        description="Function that creates another engine with JetStream's newer API, such as MaxText's, as "
         "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="Precision of the engine's weights, activations and KV cache; the learner has its own.",
+        description="Precision of the engine's weights, activations and KV cache, independent of the learner's.",
     )
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
         default="auto",
         description="Precision of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half "
-        "the memory of bfloat16. Engine and learner then differ; see algorithm.rollout_correction.",
+        "the memory of bfloat16; log-probs of engine and learner then differ, see algorithm.rollout_correction.",
     )
     quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
         default="none",
-        description="The layers' matrices in 8 bits with a scale per output; activations, embeddings, head and router "
-        "stay in dtype. The weights of every update are quantized again.",
+        description="Keep the layers' matrices in 8 bits with a scale per output; activations, embeddings, head and "
+        "router stay in dtype. Weights are quantized again after every update.",
     )
-    max_concurrent_decodes: Positive = Field(default=64, description="Most contexts decoded together.")
+    max_concurrent_decodes: Positive = Field(default=64, description="Maximum number of contexts decoded together.")
     kv_cache_tokens: Positive | None = Field(
         default=None,
-        description="Tokens the KV cache holds, at least rollout.max_model_len. Shared prefixes count once. When it is "
-        "full, the KV of idle trajectories is evicted, then running requests are preempted. null: max_model_len for "
+        description="Capacity of the KV cache in tokens, at least rollout.max_model_len. Shared prefixes count once. "
+        "A full cache evicts the KV of idle trajectories, then preempts running requests. null: max_model_len for "
         "each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
     )
-    decode_steps: Positive = Field(default=16, description="Most decode steps per device dispatch.")
+    decode_steps: Positive = Field(default=16, description="Maximum number of decode steps per device dispatch.")
     prefill_buckets: tuple[Positive, ...] | None = Field(
         default=None,
         description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
@@ -54,12 +54,12 @@ class JetStreamConfig(Section):
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
     device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
         default=0,
-        description="Index of the engine's first device; the learner's begin at 0. From the size of learner.mesh on, "
-        "the engine samples beside the learner instead of in turn with it.",
+        description="Index of the engine's first device; the learner's start at 0. From the size of learner.mesh on, "
+        "engine and learner work at the same time instead of taking turns.",
     )
     patch_buckets: Annotated[tuple[Positive, ...], WhenModelHasVision()] = Field(
         default=(256, 1024, 4096),
-        description="Padded numbers of patches a vision model encodes together; an image must fit in the largest.",
+        description="Padded numbers of patches that a vision model encodes together; an image must fit in the largest.",
     )
 
     @field_validator("prefill_buckets", "patch_buckets")
@@ -108,8 +108,10 @@ class VllmConfig(Section):
         default="auto",
         description="Precision of weights and activations; auto: float32 on CPUs, else the checkpoint's.",
     )
-    max_num_seqs: Positive = Field(default=64, description="Requests decoded at the same time.")
-    tensor_parallel_size: Positive = Field(default=1, description="Devices one copy of the model is sharded over.")
+    max_num_seqs: Positive = Field(default=64, description="Maximum number of requests decoded together.")
+    tensor_parallel_size: Positive = Field(
+        default=1, description="Number of devices over which one copy of the model is sharded."
+    )
     gpu_memory_utilization: float = Field(
         default=0.5,
         gt=0,
@@ -117,28 +119,30 @@ class VllmConfig(Section):
         description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
     )
     kv_cache_gib: float | None = Field(
-        default=None, gt=0, description="Size of the KV cache; null: what gpu_memory_utilization leaves (on CPUs 1)."
+        default=None,
+        gt=0,
+        description="Size of the KV cache in GiB; null: what gpu_memory_utilization leaves (on CPUs 1).",
     )
-    enforce_eager: bool | None = Field(default=None, description="No compiled graphs; null: on CPUs only.")
+    enforce_eager: bool | None = Field(default=None, description="Disable compiled graphs; null: on CPUs only.")
     multi_modal: dict[Literal["image", "video"], Positive] = Field(
-        default_factory=dict, description="Most images and videos in one context, by kind; {} takes none."
+        default_factory=dict, description="Maximum number of images and videos in one context, by kind; {}: none."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of vLLM's engine by their names there (`AsyncEngineArgs`), such as "
-        "`{max_num_batched_tokens: 4096}`; names that another key decides or vLLM does not know are refused.",
+        description="Further arguments of vLLM's engine (`AsyncEngineArgs`), such as `{max_num_batched_tokens: "
+        "4096}`; names that another key sets or vLLM does not know are refused.",
         json_schema_extra={
             "additionalProperties": {"type": ["boolean", "number", "string", "array", "object", "null"]}
         },
     )
-    require_probe: bool = Field(
-        default=True, description="Refuse weights that come without log-probs to check them by."
-    )
+    require_probe: bool = Field(default=True, description="Refuse weights that come without log-probs to verify them.")
     max_logprob_difference: float | None = Field(
-        default=None, gt=0, description="Largest log-prob difference the check allows; null: 1e-3 in float32, else 0.5."
+        default=None,
+        gt=0,
+        description="Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else 0.5.",
     )
     mean_logprob_difference: float | None = Field(
-        default=None, gt=0, description="Largest mean log-prob difference; null: 1e-4 in float32, else 0.05."
+        default=None, gt=0, description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05."
     )
 
     @field_validator("engine_args")
@@ -156,93 +160,97 @@ class VllmConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How trajectories are collected."""
+    """Collection of trajectories: engines, their placement, sampling."""
 
     placement: Literal["colocated", "separate", "hybrid"] = Field(
         default="colocated",
         description="colocated: one engine on the learner's devices, in each of its processes (hosts). separate: "
-        "engines in Ray actors on resources of their own. hybrid: those, and the colocated one while the learner is "
-        "idle.",
+        "engines in Ray actors on their own resources. hybrid: both; the colocated engine samples while the learner "
+        "is idle.",
     )
     num_engines: Annotated[Positive, _IN_ACTORS] = Field(
-        default=1, description="Engines in Ray actors (placement separate and hybrid)."
+        default=1, description="Number of engines in Ray actors (placement separate and hybrid)."
     )
     gpus_per_engine: Annotated[NonNegative, _IN_ACTORS] = Field(
-        default=0, description="GPUs of each of them; 0 runs them on CPUs."
+        default=0, description="GPUs per engine in a Ray actor; 0 runs engines on CPUs."
     )
     ray_address: Annotated[str | None, _IN_ACTORS] = Field(
         default=None,
-        description="Address of their Ray cluster; null: RAY_ADDRESS, and without that a local one, which ends with "
-        "the run.",
+        description="Address of the Ray cluster; null: RAY_ADDRESS, otherwise a local cluster that ends with the run.",
     )
     sleep_during_update: bool = Field(
         default=False,
-        description="The colocated engine gives its memory (KV cache, weights) back while the learner updates; with "
-        "placement colocated in trainer.mode=sync only.",
+        description="The colocated engine releases its memory (KV cache, weights) while the learner updates. With "
+        "placement colocated, this needs trainer.mode=sync.",
     )
     backend: Literal["jetstream", "vllm", "remote"] = Field(default="jetstream", description="The engine that samples.")
     urls: tuple[str, ...] = Field(
-        default=(), description="Rollout servers, for backend: remote; e.g. http://10.0.0.5:8100."
+        default=(), description="Rollout servers, for backend: remote, e.g. http://10.0.0.5:8100."
     )
     token_env: Annotated[str | None, WhenKey("rollout.backend", "remote") | WhenCommand("rollout-server")] = Field(
         default=None,
-        description="Environment variable with the secret that rollout servers ask for (and demand of clients).",
+        description="Environment variable with the token of the rollout servers.",
     )
     weight_dir: Annotated[str | None, WhenKey("rollout.backend", "vllm", "remote") | WhenCommand("rollout-server")] = (
         Field(
             default=None,
-            description="Folder through which weights pass to vllm and remote engines; they must see it, and rollout "
-            "servers read weights nowhere else. null: memory of this machine, uploaded to rollout servers that cannot "
-            "see it. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
+            description="Folder through which weights reach vllm and remote engines. Engines must see it, and rollout "
+            "servers read weights from nowhere else. null: shared memory, or an upload to rollout servers on other "
+            "machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
         )
     )
     weight_transport: Annotated[Literal["files", "tensorstore"], WhenKey("rollout.backend", "remote")] = Field(
         default="files",
-        description="How weights pass to other processes. files: safetensors, by one process. tensorstore: each "
-        "process of the learner writes its own shards to weight_dir, and each jetstream server reads those of its "
-        "devices (backend: remote).",
+        description="How weights reach other processes. files: one process writes safetensors. tensorstore: each "
+        "learner process writes its own shards to weight_dir, and each jetstream server reads those of its devices "
+        "(backend: remote).",
     )
     prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
-    max_in_flight: Positive = Field(default=64, description="Trajectories that run at the same time.")
+    max_in_flight: Positive = Field(default=64, description="Maximum number of trajectories in flight.")
     max_in_flight_per_server: Positive | None = Field(
         default=None,
-        description="Most requests a server runs at the same time; others wait, those of older trajectories first, so "
-        "that a server that joins late has work at once. null: no limit.",
+        description="Maximum number of requests a server runs; others wait, and those of older trajectories go first, "
+        "so that a server that joins late gets work at once. null: no limit.",
     )
     recovery_seconds: float = Field(
         default=600.0,
         ge=0,
-        description="How long to restart or reconnect a lost engine or rollout server; 0: never. The embedded "
-        "jetstream engine of a one-process run lives and dies with it.",
+        description="Seconds to keep trying to restart or reconnect a lost engine or rollout server; 0: never. The "
+        "embedded jetstream engine of a single-process run is not restarted.",
     )
     wait_for_server_seconds: float = Field(
-        default=300.0, ge=0, description="How long requests wait when all servers are lost and one is being recovered."
+        default=300.0, ge=0, description="Seconds requests wait while all servers are lost and one is being recovered."
     )
     stall_seconds: float | None = Field(
         default=300.0,
         gt=0,
-        description="A server that has requests and makes no progress for so long counts as lost (3 times as long "
+        description="Seconds without progress after which a server with requests counts as lost (3 times as long "
         "before its first token, when it may compile; 10 times while it loads weights); null: never.",
     )
-    max_model_len: Positive = Field(default=1024, description="Most ids of prompt + response in one context.")
+    max_model_len: Positive = Field(
+        default=1024, description="Maximum context length in tokens, prompt and response together."
+    )
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Sampling temperature in training, over the whole vocabulary; log-probs are at this temperature.",
+        description="Sampling temperature in training, over the whole vocabulary; log-probs are computed at this "
+        "temperature.",
     )
-    eval_temperature: float = Field(default=0.0, ge=0, description="Temperature for held-out evaluation; 0 is greedy.")
+    eval_temperature: float = Field(
+        default=0.0, ge=0, description="Sampling temperature of held-out evaluation; 0 is greedy."
+    )
     adapters: Annotated[dict[str, str], Unless("rollout.backend", "remote")] = Field(
         default_factory=dict,
-        description="LoRA adapters that eval, rollout and serve may sample with beside the plain model: name to PEFT "
-        "folder. agent.adapter, a row's `adapter`, or a request's `model` names one. Training samples with the model "
-        "it trains, and refuses them.",
+        description="LoRA adapters that eval, rollout and serve may sample with, besides the plain model: name to "
+        "PEFT folder. agent.adapter, a row's `adapter` or a request's `model` selects one. Training refuses them: it "
+        "samples with the model it trains.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Prefill, decoding and the learner's old log-probs in one program (jetstream): bit-identical in "
-        "any batch, and several times slower.",
+        description="Run prefill, decoding and the learner's old log-probs in one program (jetstream): bit-identical "
+        "in any batch, and several times slower.",
     )
     jetstream: Annotated[JetStreamConfig, WhenKey("rollout.backend", "jetstream", "remote")] = Field(
         default_factory=JetStreamConfig
@@ -271,18 +279,18 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.jetstream.kv_cache_tokens={tokens} holds no context of rollout.max_model_len="
             f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
         )
-    folder = rollout.weight_dir
-    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or folder is None):
+    weight_dir = rollout.weight_dir
+    if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or weight_dir is None):
         yield (
             f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_dir="
-            f"{folder}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
+            f"{weight_dir}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
             "rollout.weight_transport=files"
         )
-    is_bucket = folder is not None and "://" in folder
+    is_bucket = weight_dir is not None and "://" in weight_dir
     # A rollout server with a jetstream engine reads from buckets.
     if is_bucket and rollout.weight_transport == "files" and rollout.backend != "jetstream":
         yield (
-            f"rollout.weight_dir={folder} is no folder of this machine; set rollout.weight_transport=tensorstore, "
+            f"rollout.weight_dir={weight_dir} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"
         )
 

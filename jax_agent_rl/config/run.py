@@ -16,10 +16,9 @@ from jax_agent_rl.config.conditions import UsedByAgents, WhenKey, unused
 from jax_agent_rl.config.learner import LearnerConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.mesh import MeshConfig
-from jax_agent_rl.config.model import DataConfig, ModelConfig
-from jax_agent_rl.config.reward import RewardConfig
 from jax_agent_rl.config.rollout import RolloutConfig, placement_problems, rollout_problems
 from jax_agent_rl.config.strategy import strategy_problems
+from jax_agent_rl.config.task import DataConfig, ModelConfig, RewardConfig
 from jax_agent_rl.config.tools import (
     EnvironmentsConfig,
     InteractionsConfig,
@@ -33,8 +32,8 @@ from jax_agent_rl.config.trainer import TraceConfig, TrainerConfig, trainer_prob
 class Config(Section):
     """A whole run."""
 
-    seed: NonNegative = Field(default=0, description="Seeds the data order, sampling and everything else.")
-    run_dir: str = Field(description="Folder of the run: config, metrics, trajectories, checkpoints.")
+    seed: NonNegative = Field(default=0, description="Seed of the data order, sampling and everything else.")
+    run_dir: str = Field(description="Run folder: config, metrics, trajectories, checkpoints.")
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

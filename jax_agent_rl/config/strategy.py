@@ -14,39 +14,41 @@ from jax_agent_rl.config.conditions import WhenKey
 class TreeGrpoConfig(Section):
     """`tree_grpo`, arXiv 2509.21240. A group has m * k trajectories."""
 
-    m: Positive = Field(default=2, description="Trees of a group: first chains.")
+    m: Positive = Field(default=2, description="Trees per group: initial chains.")
     n: Positive = Field(default=2, description="Nodes of each tree drawn per round; each is continued once.")
     l: Positive = Field(default=1, description="Rounds of expansion.")  # noqa: E741
-    k: Positive = Field(default=3, description="Leaves kept of each tree's 1 + l * n.")
+    k: Positive = Field(default=3, description="Leaves kept of the 1 + l * n leaves of each tree.")
 
 
 class TreerlConfig(Section):
     """`treerl`, arXiv 2506.11902. A group has m * (1 + l * n * t) trajectories."""
 
-    m: Positive = Field(default=6, description="Trees of a group: first chains.")
-    n: Positive = Field(default=2, description="Most uncertain tokens of each tree forked per round.")
+    m: Positive = Field(default=6, description="Trees per group: initial chains.")
+    n: Positive = Field(default=2, description="Tokens of each tree forked per round, the most uncertain ones.")
     l: Positive = Field(default=1, description="Rounds of forking.")  # noqa: E741
-    t: Positive = Field(default=2, description="Branches of each forked token.")
+    t: Positive = Field(default=2, description="Branches per forked token.")
 
 
 class ArpoConfig(Section):
     """`arpo`, arXiv 2507.19849. A group has rollout.group_size trajectories."""
 
-    initial_rollouts: Positive = Field(default=4, description="First chains of a group; the rest are branches.")
-    beam_size: int = Field(default=2, ge=2, description="Most continuations of one turn, its own included.")
+    initial_rollouts: Positive = Field(default=4, description="Initial chains per group; the rest are branches.")
+    beam_size: int = Field(
+        default=2, ge=2, description="Maximum number of continuations of a turn, the original included."
+    )
     branch_probability: float = Field(
-        default=0.5, ge=0, le=1, description="Probability of branching where the entropy stays the same."
+        default=0.5, ge=0, le=1, description="Probability of branching where the entropy does not change."
     )
     entropy_weight: float = Field(
-        default=0.2, ge=0, description="Weight of a rise of the entropy, in nats per token, on that probability."
+        default=0.2, ge=0, description="Weight of an increase in entropy, in nats per token, in that probability."
     )
     entropy_tokens: Positive = Field(
-        default=20, description="First tokens of a turn over which its entropy is estimated."
+        default=20, description="Number of tokens, from the start of a turn, over which entropy is estimated."
     )
 
 
 class StrategyConfig(Section):
-    """Which trajectories of a group start, and from where."""
+    """Where the trajectories of a group start: at the prompt, or at a turn or token of another one."""
 
     name: Literal["chain", "tree_grpo", "treerl", "arpo"] = Field(
         default="chain",
@@ -61,7 +63,13 @@ class StrategyConfig(Section):
 
 
 def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:
-    """Yield every inconsistency of the section, each with its fix."""
+    """Yield every inconsistency of the section, with its fix.
+
+    Args:
+        strategy: the section.
+        group_size: ``rollout.group_size``.
+        adv_estimator: ``algorithm.adv_estimator``.
+    """
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (

@@ -27,9 +27,9 @@ class LimitSettings(Section):
     memory_mb: Positive = Field(
         default=1024, description="Memory of all processes of a program together, and of each one."
     )
-    processes: Positive = Field(default=64, description="Most processes and threads at the same time.")
+    processes: Positive = Field(default=64, description="Maximum number of processes and threads at the same time.")
     disk_mb: Positive = Field(default=64, description="Size of each writable folder (they are in memory).")
-    output_kb: Positive = Field(default=256, description="Output of one run or command; more ends the program.")
+    output_kb: Positive = Field(default=256, description="Output limit of one run or command; more ends the program.")
 
 
 class SearchSettings(Section):
@@ -42,14 +42,14 @@ class SearchSettings(Section):
         default=None, description="Folder of a sentence-transformers model: search by meaning; null: by words (BM25)."
     )
     query_prompt: Annotated[str, WhenKey("search.encoder")] = Field(
-        default="", description="Put before a query for the encoder, e.g. 'query: ' (E5)."
+        default="", description="Prefix of a query for the encoder, e.g. 'query: ' (E5)."
     )
     passage_prompt: Annotated[str, WhenKey("search.encoder")] = Field(
-        default="", description="Put before a passage for the encoder, e.g. 'passage: ' (E5)."
+        default="", description="Prefix of a passage for the encoder, e.g. 'passage: ' (E5)."
     )
     index: str | None = Field(
         default=None,
-        description="Folder of the index, made if missing; default CORPUS.bm25s, with an encoder CORPUS.dense.",
+        description="Folder of the index, created if missing; null: CORPUS.bm25s, or CORPUS.dense with an encoder.",
     )
     topk: Positive = Field(default=3, description="Passages per answer.")
 
@@ -57,10 +57,8 @@ class SearchSettings(Section):
 class SqlSettings(Section):
     """The SQL tool."""
 
-    databases: str | None = Field(
-        default=None, description="Folder of SQLite files; extra_fields.db_id names one of them."
-    )
-    max_rows: Positive = Field(default=50, description="Most rows in an answer.")
+    databases: str | None = Field(default=None, description="Folder of SQLite files; extra_fields.db_id selects one.")
+    max_rows: Positive = Field(default=50, description="Maximum number of rows in an answer.")
 
 
 class PageSettings(Section):
@@ -75,15 +73,17 @@ class PageSettings(Section):
 class ImageSettings(Section):
     """The image zoom tool."""
 
-    root: str | None = Field(default=None, description="Folder from which extra_fields.images may name files.")
-    max_pixels: Positive = Field(default=16_000_000, description="Most pixels of an image that is opened.")
-    max_side: Positive = Field(default=1024, description="Longest side of an image that is returned.")
+    root: str | None = Field(default=None, description="Folder of the files that extra_fields.images may name.")
+    max_pixels: Positive = Field(default=16_000_000, description="Maximum number of pixels of an image that is opened.")
+    max_side: Positive = Field(default=1024, description="Maximum side length in pixels of an image that is returned.")
 
 
 class JudgeSettings(Section):
-    """The judge."""
+    """The judge tool, which runs tests."""
 
-    max_tests: Positive = Field(default=32, description="Tests of extra_fields that are run, from the first.")
+    max_tests: Positive = Field(
+        default=32, description="Maximum number of tests of extra_fields that are run, from the first."
+    )
 
 
 class McpSettings(Section):
@@ -92,54 +92,63 @@ class McpSettings(Section):
     servers: dict[str, str | list[str]] = Field(
         default_factory=dict, description="Name -> URL of a streamable HTTP server, or the command of a stdio one."
     )
-    call_seconds: Seconds = Field(default=30.0, description="Seconds one call may take.")
+    call_seconds: Seconds = Field(default=30.0, description="Timeout of one call, in seconds.")
 
 
-def _of_tool(name: str) -> Condition:
-    """Return the condition that a tool is served, or custom tools, which may read any setting."""
+def _when_tool(name: str) -> Condition:
+    """Return the condition that this tool is served, or custom tools, which may read any setting."""
     return WhenKey("tools", name) | WhenKey("tool_path")
 
 
 class ToolServerSettings(Section):
     """A tool server."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on; anything but loopback needs token_env.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback needs token_env.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=5000, description="Port to listen on; 0 takes a free one."
     )
     token_env: str | None = Field(
-        default=None, description="Environment variable that holds the token clients must send."
+        default=None, description="Environment variable with the token that clients must send."
     )
-    workers: Positive = Field(default=1, description="Worker processes; a trajectory stays with one.")
+    workers: Positive = Field(default=1, description="Number of worker processes; a trajectory stays with one.")
     tools: tuple[str, ...] = Field(
-        default=("python",), description="Tools in order: the first that accepts an action runs it."
+        default=("python",), description="Tools in order; the first that accepts an action runs it."
     )
     tool_path: str | None = Field(default=None, description="Python file or module with further ServerTool classes.")
     done_if_invalid: bool = Field(default=False, description="An action that no tool accepts ends its trajectory.")
     sandbox: Literal["bubblewrap", "unsafe_local"] = Field(
-        default="bubblewrap", description="unsafe_local: models' programs run with this user's rights, unprotected."
+        default="bubblewrap",
+        description="bubblewrap, or unsafe_local: models' programs run with this user's rights, unprotected.",
     )
     python: str | None = Field(default=None, description="Python interpreter for programs; default: the server's own.")
-    max_running: Positive = Field(default=16, description="Programs at the same time, per worker; more wait.")
-    max_environments: Positive = Field(default=1024, description="Open environments per worker; more are refused.")
-    idle_seconds: Seconds = Field(default=1800.0, description="An environment unused for this long is closed.")
+    max_running: Positive = Field(
+        default=16, description="Maximum number of concurrent programs per worker; further ones wait."
+    )
+    max_environments: Positive = Field(
+        default=1024, description="Maximum number of open environments per worker; further ones are refused."
+    )
+    idle_seconds: Seconds = Field(default=1800.0, description="Seconds after which an unused environment is closed.")
     step_seconds: Seconds = Field(
-        default=120.0, description="Seconds one action may take, waiting for a turn included."
+        default=120.0, description="Timeout of one action in seconds, waiting for its turn included."
     )
-    max_batch: Positive = Field(default=1024, description="Actions in one request.")
-    max_request_mb: Positive = Field(default=64, description="Size of a request.")
+    max_batch: Positive = Field(default=1024, description="Maximum number of actions in one request.")
+    max_request_mb: Positive = Field(default=64, description="Maximum size of a request.")
     stuck_seconds: Seconds = Field(
-        default=20.0, description="A worker that does not respond for this long is killed and replaced."
+        default=20.0, description="Seconds without a response after which a worker is killed and replaced."
     )
-    max_action_chars: Positive = Field(default=262_144, description="Longer actions are invalid and not parsed.")
-    max_observation_chars: Positive = Field(default=20_000, description="Longer observations lose their middle.")
+    max_action_chars: Positive = Field(
+        default=262_144, description="Maximum length of an action; longer ones are invalid and not parsed."
+    )
+    max_observation_chars: Positive = Field(
+        default=20_000, description="Maximum length of an observation; longer ones lose their middle."
+    )
     limits: LimitSettings = Field(default_factory=LimitSettings)
-    search: Annotated[SearchSettings, _of_tool("search")] = Field(default_factory=SearchSettings)
-    sql: Annotated[SqlSettings, _of_tool("sql")] = Field(default_factory=SqlSettings)
-    page: Annotated[PageSettings, _of_tool("page")] = Field(default_factory=PageSettings)
-    image: Annotated[ImageSettings, _of_tool("image_zoom")] = Field(default_factory=ImageSettings)
-    judge: Annotated[JudgeSettings, _of_tool("judge")] = Field(default_factory=JudgeSettings)
-    mcp: Annotated[McpSettings, _of_tool("mcp")] = Field(default_factory=McpSettings)
+    search: Annotated[SearchSettings, _when_tool("search")] = Field(default_factory=SearchSettings)
+    sql: Annotated[SqlSettings, _when_tool("sql")] = Field(default_factory=SqlSettings)
+    page: Annotated[PageSettings, _when_tool("page")] = Field(default_factory=PageSettings)
+    image: Annotated[ImageSettings, _when_tool("image_zoom")] = Field(default_factory=ImageSettings)
+    judge: Annotated[JudgeSettings, _when_tool("judge")] = Field(default_factory=JudgeSettings)
+    mcp: Annotated[McpSettings, _when_tool("mcp")] = Field(default_factory=McpSettings)
 
     @model_validator(mode="after")
     def _consistent(self) -> ToolServerSettings:

@@ -15,77 +15,78 @@ _DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 1}
 
 
 class TrainerConfig(Section):
-    """How the run goes."""
+    """The training loop."""
 
     steps: Positive = Field(default=100, description="Training steps.")
     mode: Literal["sync", "one_step_off", "fully_async"] = Field(
         default="sync",
         description="sync: roll out, then learn. one_step_off: roll out the next step while learning this one. "
-        "fully_async: roll out all the time, even while weights change.",
+        "fully_async: roll out continuously, also while weights change.",
     )
     max_staleness: NonNegative | None = Field(
         default=None,
-        description="fully_async: most versions a token may be older than the weights it trains; up to (max_staleness "
-        "+ 1) * rollout.prompts_per_step groups are in flight. null: 1. The other modes fix it (sync 0, one_step_off "
-        "1).",
+        description="fully_async: maximum age of a token in versions of the weights; up to (max_staleness + 1) * "
+        "rollout.prompts_per_step groups are in flight. null: 1. The other modes fix it (sync 0, one_step_off 1).",
     )
     stragglers: Annotated[Literal["wait", "drop"], _FULLY_ASYNC] = Field(
         default="wait",
-        description="fully_async: wait: the learner waits for groups that would get too old. drop: it never waits, "
-        "and groups that get too old are lost, which favours short trajectories.",
+        description="fully_async: what happens to groups that would become too old. wait: the learner waits for them. "
+        "drop: it never waits, and such groups are dropped, which favours short trajectories.",
     )
     oversample_prompts: Annotated[NonNegative, _FULLY_ASYNC & WhenKey("trainer.stragglers", "drop")] = Field(
-        default=0, description="stragglers: drop: extra rows to start, so that as many of the slowest may be lost."
+        default=0,
+        description="stragglers: drop: number of extra rows to start, so that as many of the slowest may be dropped.",
     )
     in_flight_update: Annotated[Literal["auto", "keep", "recompute", "wait"], _FULLY_ASYNC] = Field(
         default="auto",
-        description="fully_async: what running generations do when weights change. keep: they go on with the KV cache "
-        "of the old weights; recompute: they go on after their context is recomputed; wait: they finish their turn "
-        "first. auto: the first of these that the engine can do.",
+        description="fully_async: what running generations do when weights change. keep: continue with the KV cache "
+        "of the old weights. recompute: continue after their context is recomputed. wait: finish their turn first. "
+        "auto: the first of these that the engine supports.",
     )
     eval_every: Annotated[NonNegative, WhenKey("data.eval")] = Field(
-        default=0, description="Evaluate every this many steps; 0: before and after only."
+        default=0, description="Steps between evaluations; 0: before and after training only."
     )
     checkpoint_every: NonNegative = Field(default=10, description="Steps between checkpoints; 0: at the end only.")
-    keep_checkpoints: Positive = Field(default=2, description="Number of newest checkpoints to keep.")
+    keep_checkpoints: Positive = Field(default=2, description="Number of checkpoints to keep, the newest ones.")
     checkpoint_dir: str | None = Field(
         default=None,
-        description="Folder of this run's checkpoints, the same for all processes; gs://… is one in a bucket. null: "
+        description="Folder of this run's checkpoints, the same for all processes; gs://… for a bucket. null: "
         "checkpoints in run_dir.",
     )
     keep_trajectories: NonNegative | None = Field(
         default=256,
-        description="Most trajectories of a step written to trajectories.jsonl: the best, the worst, their groups, and "
-        "other groups by chance. null: all.",
+        description="Maximum number of trajectories of a step written to trajectories.jsonl: the best, the worst, "
+        "their groups, and random other groups. null: all.",
     )
     max_failed_batches: Positive = Field(
         default=2,
-        description="Stop after this many batches in a row that lost every trajectory (rewards that fail, say).",
+        description="Stop after this many consecutive batches that lost every trajectory (because rewards fail, for "
+        "example).",
     )
     on_disagreement: Literal["stop", "warn"] = Field(
         default="stop",
-        description="When engine and learner give tokens of the same weights log-probs further apart than their "
-        "precision explains: a diagnosis is made, then stop ends the run before it learns from them, warn goes on. See "
+        description="What happens after the diagnosis when the log-probs of engine and learner differ by more than "
+        "their precision explains. stop: end the run before it learns from them. warn: continue. See "
         "docs/agreement.md.",
     )
     agreement_tolerance: tuple[float, float] | None = Field(
         default=None,
-        description="Largest difference in nats: [of one token, on average]; null: set by engine and precision, see "
+        description="Maximum difference in nats: [of one token, on average]; null: set by engine and precision, see "
         "docs/agreement.md.",
     )
     target_accuracy: Annotated[float | None, WhenKey("data.eval") & WhenKey("trainer.eval_every")] = Field(
-        default=None, gt=0, le=1, description="Stop early once an evaluation during training reaches this."
+        default=None, gt=0, le=1, description="Stop early once an evaluation during training reaches this accuracy."
     )
     logger: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Distinct] = Field(
         default=(),
-        description="Where metrics go besides the screen and metrics.jsonl; each needs the extra of its name.",
+        description="Where metrics go besides the console and metrics.jsonl; each needs the extra of its name.",
         json_schema_extra={"type": ["array", "string"], "uniqueItems": True},
     )
     project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio")] = Field(
-        default="jax_agent_rl", min_length=1, description="The project of the run in wandb and trackio."
+        default="jax_agent_rl", min_length=1, description="Project of the run in wandb and trackio."
     )
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
-        default=None, description="Port of this machine under which the newest metrics are served; 0 takes a free one."
+        default=None, description="Port on this machine that serves the newest metrics; 0 takes a free one."
     )
 
     @property
@@ -110,26 +111,26 @@ class TrainerConfig(Section):
 
 
 class TraceConfig(Section):
-    """Spans of trajectories (run, generate, tool, reward, wait), and where they are sent."""
+    """Traces: spans of trajectories (run, generate, tool, reward, wait), and their sinks."""
 
     sinks: Annotated[tuple[Literal["files", "mlflow", "trackio", "weave"], ...], Distinct] = Field(
         default=(),
         description="Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl report`; mlflow, "
-        "trackio and weave need the extra `trace`. []: nothing is traced, which costs nothing.",
+        "trackio and weave need the extra `trace`. []: nothing is traced, at no cost.",
     )
     max_trajectories_per_step: Annotated[Positive, WhenKey("trace.sinks")] = Field(
         default=8,
-        description="Most trajectories traced per step and per evaluation: whole groups, those that start first; of a "
-        "larger group, its first members.",
+        description="Maximum number of trajectories traced per step and per evaluation: whole groups, those that "
+        "start first; of a larger group, its first members.",
     )
     max_text_length: Annotated[Positive, WhenKey("trace.sinks")] = Field(
-        default=4000, description="Characters kept of a text; a longer one keeps both ends."
+        default=4000, description="Maximum number of characters of a text; a longer one keeps both ends."
     )
     project: Annotated[str, WhenKey("trace.sinks", "mlflow", "trackio", "weave")] = Field(
         default="jax-agent-rl", description="MLflow experiment, trackio or Weave project (entity/project)."
     )
     mlflow_tracking_uri: Annotated[str | None, WhenKey("trace.sinks", "mlflow")] = Field(
-        default=None, description="MLflow server, or database; null: mlflow.db in the run folder."
+        default=None, description="MLflow server or database; null: mlflow.db in the run folder."
     )
 
 

@@ -1,5 +1,6 @@
-"""``jax-agent-rl eval``: how good a policy is, with the agents, tools and rewards of its training.
+"""``jax-agent-rl eval`` and ``rollout``: trajectories without training.
 
-``scores`` groups to numbers with confidence intervals, by data source · ``run`` from sampling to the summary ·
-``collection`` trajectories without training.
+``evaluation`` from sampling to the summary · ``scores`` pass@k, means, confidence intervals · ``collection`` from
+sampling to files · ``journal`` progress of a collection, from which it continues after an interruption · ``export`` the
+journal as Parquet, JSON Lines or a dataset folder
 """

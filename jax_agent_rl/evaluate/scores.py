@@ -1,4 +1,4 @@
-"""The numbers of an evaluation by data source: pass@k, means, and their confidence intervals."""
+"""Scores of an evaluation by data source: pass@k, means, and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def scores(
     pass_reward: float,
     seed: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return the numbers of each data source, and of ``all`` if there are several.
+    """Return the scores of each data source, and of ``all`` if there are several.
 
     Args:
-        groups: one per prompt.
+        groups: one group per prompt.
         sources: data source of each group.
         samples: trajectories started per prompt. Lost ones count as failures with reward 0: leaving them out would
             flatter a policy that breaks what it uses.
         ks: values of k for pass@k.
-        pass_reward: least reward of a trajectory that passes.
+        pass_reward: minimum reward of a trajectory that passes.
         seed: seed of the resampling.
     """
     names = sorted(set(sources))
@@ -98,6 +98,11 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
     ``1 - C(samples - passed, k) / C(samples, k)``, as in Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1.
     ``1 - (1 - passed/samples) ** k`` would be too low.
+
+    Args:
+        samples: number of samples.
+        passed: number of those that passed.
+        k: number drawn.
 
     >>> pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4), pass_at_k(4, 2, 3)
     (0.5, 0.8333, 1.0)

@@ -1,6 +1,6 @@
-"""What a run shows of itself.
+"""Observation of a run: files, console, warnings, trackers, traces, report.
 
-``metrics`` the run folder · ``progress`` the live display · ``warnings`` and ``watch`` what goes wrong ·
-``sinks`` TensorBoard, W&B, MLflow and others · ``prometheus`` · ``selection`` filters and samples of trajectories ·
-``trajectories``, ``trees`` and ``view`` in the terminal · ``report`` the HTML page.
+``run_dir`` files of the run folder · ``progress`` live display · ``warnings``, ``watch`` table of warnings and its
+evaluation · ``sinks`` TensorBoard, W&B, MLflow and others · ``prometheus`` · ``selection`` filters and samples of
+trajectories · ``view`` trajectories in the terminal · ``report`` HTML page
 """

@@ -32,10 +32,10 @@ HEADER = (  # with its widths in step() within 80 columns
 
 
 class Progress:
-    """Live display of a run in a terminal; on a pipe, plain lines and a sign of life every 20 seconds.
+    """Live display of a run in a terminal; on a pipe, plain lines and a heartbeat every 20 seconds.
 
-    Use as a context manager. ``phase`` shows what is going on (with an optional live count); ``step`` adds a line to
-    the table.
+    Use it as a context manager. ``phase`` shows the current activity, with an optional live count; ``step`` adds a line
+    to the table.
     """
 
     def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class Progress:
         self._clock = clock
         self._phase = "starting"
         self._count: Callable[[], str] = lambda: ""
-        self._phase_began = self._spoke = clock()
+        self._phase_began = self._last_printed = clock()
         self._shown = 0
         self._done_steps = 0
         self._ends_at: float | None = None
@@ -72,16 +72,16 @@ class Progress:
         with self._lock:
             self._phase, self._count, self._phase_began = name, count, self._clock()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a permanent line."""
-        self._spoke = self._clock()
+        self._last_printed = self._clock()
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def resumed(self, step: int) -> None:
         """Continue the display after this step."""
         with self._lock:
             self._done_steps = step
-        self.say(f"resumed after step {step}")
+        self.print_line(f"resumed after step {step}")
 
     def step(self, record: Mapping[str, Any], *, seconds_left: float) -> None:
         """Add a finished step (a ``metrics.jsonl`` record of kind ``step``) to the table."""
@@ -91,7 +91,7 @@ class Progress:
         with self._lock:
             self._done_steps, self._ends_at = record["step"], self._clock() + seconds_left
         accuracy = f"{record['accuracy']:.1%}" if record.get("accuracy") is not None else "·"
-        self.say(
+        self.print_line(
             f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
             f"{record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f} "
             f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
@@ -121,7 +121,7 @@ class Progress:
 
     def _beat(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
-            if self._clock() - self._spoke >= HEARTBEAT_SECONDS / 2:
+            if self._clock() - self._last_printed >= HEARTBEAT_SECONDS / 2:
                 self._console.print(self._line())
 
 
@@ -133,6 +133,6 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
-def say(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
     """Print text with names chosen by users as it is: no markup or colours, and lines broken only by the terminal."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -40,12 +40,12 @@ class TrainerMetrics:
 
 
 @contextmanager
-def serve_trainer(port: int, *, say: Callable[[str], None]) -> Iterator[TrainerMetrics]:
+def serve_trainer(port: int, *, print_line: Callable[[str], None]) -> Iterator[TrainerMetrics]:
     """Serve ``GET /metrics`` to this machine during a run, in a thread: the event loop may be busy for minutes.
 
     Args:
         port: 0 takes a free one.
-        say: takes a line with the address.
+        print_line: takes a line with the address.
 
     Raises:
         ConfigError: the port is in use.
@@ -61,7 +61,7 @@ def serve_trainer(port: int, *, say: Callable[[str], None]) -> Iterator[TrainerM
     thread.start()
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-        say(f"metrics for Prometheus: {server.url}/metrics")
+        print_line(f"metrics for Prometheus: {server.url}/metrics")
         yield metrics
     finally:
         asyncio.run_coroutine_threadsafe(server.close(), loop).result()

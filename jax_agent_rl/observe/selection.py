@@ -1,4 +1,4 @@
-"""Which trajectories are shown or kept where not all can be: filters, and samples of the best, the worst and others."""
+"""Filters and samples of trajectories: which are shown, and which are kept if not all can be."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 Split = Literal["train", "heldout"]
 Sort = Literal["time", "best", "worst"]
 Colour = Literal["mask", "logprob", "advantage", "version", "gap"]
-"""What the colour of sampled tokens shows, see :data:`jax_agent_rl.observe.trajectories.COLOURS`."""
-MOST_TOKENS = 1_000_000
-"""Limit of a page that does not show all: about 25 megabytes, which every browser opens and most mail takes."""
+"""Meaning of the colour of sampled tokens, see :data:`jax_agent_rl.observe.view.COLOURS`."""
+MAX_TOKENS = 1_000_000
+"""Limit of a page: about 25 megabytes, which every browser opens and most mail servers accept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +101,8 @@ class TrajectoryFilter:
         return ", ".join(f"{name}={value}" for name, value in given if value is not None) or "no filter"
 
 
-def _within(least: float | None, value: float, most: float | None) -> bool:
-    return (least is None or value >= least) and (most is None or value <= most)
+def _within(low: float | None, value: float, high: float | None) -> bool:
+    return (low is None or value >= low) and (high is None or value <= high)
 
 
 def tool_errors(record: Mapping[str, Any]) -> list[str]:
@@ -116,21 +116,21 @@ def stop_reasons(record: Mapping[str, Any]) -> list[str]:
 
 
 def sample(
-    items: Sequence[T], most: int | None, *, reward: Callable[[T], float], group: Callable[[T], str], seed: int
+    items: Sequence[T], limit: int | None, *, reward: Callable[[T], float], group: Callable[[T], str], seed: int
 ) -> list[T]:
-    """Return up to ``most`` trajectories of one step, in their order.
+    """Return up to ``limit`` trajectories of one step, in their order.
 
     The best and the worst come first, then the rest of their groups (rewards mean something beside each other), then
     random whole groups.
 
     Args:
         items: trajectories or their records.
-        most: None keeps all.
+        limit: None keeps all.
         reward: returns an item's reward.
         group: returns an item's group.
         seed: draws the groups.
     """
-    if most is None or len(items) <= most:
+    if limit is None or len(items) <= limit:
         return list(items)
     places = range(len(items))
     best = max(places, key=lambda i: reward(items[i]))
@@ -139,12 +139,12 @@ def sample(
     random.Random(seed).shuffle(others)
     order = [best, worst]
     for name in (group(items[best]), group(items[worst]), *others):
-        order += [i for i in places if group(items[i]) == name] if len(set(order)) < most else []
-    return [items[i] for i in sorted(list(dict.fromkeys(order))[:most])]
+        order += [i for i in places if group(items[i]) == name] if len(set(order)) < limit else []
+    return [items[i] for i in sorted(list(dict.fromkeys(order))[:limit])]
 
 
 class Fact(NamedTuple):
-    """What the choice for the report depends on, for one trajectory.
+    """The properties of a trajectory on which the choice for the report depends.
 
     Attributes:
         prompt, tokens: lengths; the page holds the prompt once per group, everything else for each member.
@@ -158,7 +158,7 @@ class Fact(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Fact:
+    def from_record(cls, record: Mapping[str, Any]) -> Fact:
         """Read them from a record of ``trajectories.jsonl``."""
         contexts = sum(len(s["prompt_ids"]) + len(s["response_ids"]) for s in record["segments"])
         return cls(
@@ -176,43 +176,43 @@ class TrajectorySelection(NamedTuple):
 
     Attributes:
         places: their positions, from 0.
-        is_full: whether requested trajectories were left out because of :data:`MOST_TOKENS`.
+        is_full: whether requested trajectories were left out because of :data:`MAX_TOKENS`.
     """
 
     places: set[int]
     is_full: bool
 
 
-def choose(facts: Sequence[Fact], most: int) -> TrajectorySelection:
-    """Choose at most ``most`` trajectories (0: all) of at most :data:`MOST_TOKENS`, but at least one.
+def choose(facts: Sequence[Fact], limit: int) -> TrajectorySelection:
+    """Choose at most ``limit`` trajectories (0: all) of at most :data:`MAX_TOKENS`, but at least one.
 
     Every step and split has the same share: its best, its worst, and random others. Where that would be fewer than two,
     only equally spaced steps have any.
     """
-    if not most:
+    if not limit:
         return TrajectorySelection(set(range(len(facts))), is_full=False)
-    asked = fitting = min(most, len(facts))
+    asked = fitting = min(limit, len(facts))
     places = _spread(facts, fitting)
-    while fitting > 1 and (size := _tokens([facts[place] for place in places])) > MOST_TOKENS:
-        fitting = max(1, min(fitting - 1, fitting * MOST_TOKENS // size))
+    while fitting > 1 and (size := _tokens([facts[place] for place in places])) > MAX_TOKENS:
+        fitting = max(1, min(fitting - 1, fitting * MAX_TOKENS // size))
         places = _spread(facts, fitting)
     return TrajectorySelection(places, is_full=fitting < asked)
 
 
-def _spread(facts: Sequence[Fact], most: int) -> set[int]:
-    if len(facts) <= most:
+def _spread(facts: Sequence[Fact], limit: int) -> set[int]:
+    if len(facts) <= limit:
         return set(range(len(facts)))
     parts: dict[tuple[str, int], list[int]] = {}
     for place, fact in enumerate(facts):
         parts.setdefault((fact.split, fact.step), []).append(place)
     names = sorted(parts)
-    kept = min(len(names), max(1, most // 2))
+    kept = min(len(names), max(1, limit // 2))
     chosen: set[int] = set()
     for name in (names[number * (len(names) - 1) // max(1, kept - 1)] for number in range(kept)):
         chosen.update(
             sample(
                 parts[name],
-                most // kept,
+                limit // kept,
                 reward=lambda place: facts[place].reward,
                 group=lambda place: facts[place].group,
                 seed=name[1],

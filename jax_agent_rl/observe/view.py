@@ -1,18 +1,220 @@
-"""``jax-agent-rl view RUN``: trajectories in the terminal."""
+"""Trajectories in the terminal: sampled and inserted text, outlines, and groups as trees of turns.
+
+``jax-agent-rl view RUN --tree`` shows::
+
+    train-3-0  6 trajectories, 2 trees, mean reward 0.50, 96 of 241 sampled tokens shared
+    ├── turn 1  34 tokens  mean reward 0.67 of 3  <tool_call> {"name": "calculator" …
+    │   ├── turn 2  9 tokens  mean reward 1.00 of 1  train-3-0-0 (tree 1) answer  The answer is 42.
+    │   └── …
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+from rich.tree import Tree
 
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.report.run_data import decoder, read_run
+from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, tool_errors
-from jax_agent_rl.observe.trajectories import COLOURS, LEGENDS, render, visible
-from jax_agent_rl.observe.trees import groups_of, render_group
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
+from jax_agent_rl.types import Trajectory
+
+SAMPLED = "bold green"
+INSERTED = "cyan"
+PROMPT = "dim"
+LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
+
+_CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+_INVISIBLE = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+"""Zero-width and direction characters; the page of ``jax-agent-rl report`` escapes the same ones."""
+_SURROGATES = range(0xD800, 0xE000)  # no terminal takes them
+_ESCAPES = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_INVISIBLE, *_SURROGATES)
+}
+
+_OUTLINE_WIDTH = 100  # characters of a message
+_SNIPPET_WIDTH = 60  # characters of a turn
+
+COLOURS: dict[Colour, Callable[[Mapping[str, Any], int], str]] = {
+    "mask": lambda record, at: SAMPLED,
+    "logprob": lambda record, at: _logprob_style(record["rollout_logprobs"][at]),
+    "advantage": lambda record, at: _advantage_style((record.get("advantages") or {at: None})[at]),
+    "version": lambda record, at: _VERSIONS[record["policy_versions"][at] % len(_VERSIONS)],
+    "gap": lambda record, at: _gap_style(
+        record["rollout_logprobs"][at], (record.get("old_logprobs") or {at: None})[at]
+    ),
+}
+"""Styles of a sampled token: functions of the record and of the token's place in the response."""
+
+LEGENDS: dict[Colour, str] = {
+    "mask": LEGEND,
+    "logprob": "legend: probability of «sampled» tokens  [green]over 0.9[/] · [yellow]over 0.5[/] · "
+    "[dark_orange]over 0.1[/] · [bold red]less[/]",
+    "advantage": "legend: advantage of «sampled» tokens  [bold blue]above 0, made likelier[/] · "
+    "[bold dark_orange]below 0, made less likely[/] · [dim]0, or not trained on[/]",
+    "version": "legend: a colour for each version of the weights that sampled «tokens»",
+    "gap": "legend: nats between engine and learner on «sampled» tokens  [green]under 0.01[/] · [yellow]under 0.1[/] · "
+    "[dark_orange]under 1[/] · [bold red]more[/] · [dim]not scored by the learner[/]",
+}
+
+_VERSIONS = ("blue", "dark_orange", "green", "red", "magenta", "cyan", "yellow", "white")
+
+
+def _logprob_style(value: float) -> str:
+    bounds = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"))
+    return next((style for least, style in bounds if math.exp(value) > least), "bold red")
+
+
+def _advantage_style(value: float | None) -> str:
+    return "dim" if not value else "bold blue" if value > 0 else "bold dark_orange"
+
+
+def _gap_style(engine: float, learner: float | None) -> str:
+    if learner is None:
+        return "dim"
+    bounds = ((0.01, "green"), (0.1, "yellow"), (1.0, "dark_orange"))
+    return next((style for most, style in bounds if abs(engine - learner) < most), "bold red")
+
+
+def render(
+    record: Mapping[str, Any],
+    decode: Decode,
+    *,
+    title: str = "",
+    whole_prompt: bool = False,
+    colour: Colour = "mask",
+) -> RenderableType:
+    """Return one trajectory record (a line of ``trajectories.jsonl``) as a panel.
+
+    Sampled spans stand in «guillemets» as well as in colour, so that they can be distinguished without colours, too.
+
+    Args:
+        record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
+        decode: turns ids into text, special tokens included.
+        title: heading; empty: the trajectory's id.
+        whole_prompt: show the whole prompt instead of its end.
+        colour: what the colour of sampled tokens shows, one of :data:`COLOURS`.
+    """
+    body = Text()
+    prompt = visible(decode(record["prompt_ids"]))
+    if not whole_prompt and len(prompt) > 240:
+        prompt = "… " + prompt[-240:].lstrip()
+    body.append(prompt, PROMPT)
+    ids, mask, style_of = record["response_ids"], record["response_mask"], COLOURS[colour]
+    for sampled, span in groupby(range(len(ids)), key=lambda at: mask[at]):
+        if not sampled:
+            body.append(visible(decode([ids[at] for at in span])), INSERTED)
+            continue
+        body.append("«", SAMPLED)
+        for style, part in groupby(span, key=lambda at: style_of(record, at)):
+            body.append(visible(decode([ids[at] for at in part])), style)
+        body.append("»", SAMPLED)
+    heading = Text(visible(title or record["trajectory_id"]))
+    return Panel(Group(_headline(record), body), title=heading, title_align="left")
+
+
+def outline(record: Mapping[str, Any], *, title: str) -> str:
+    """Return the last request of a trajectory's prompt and what followed, one line per message."""
+    messages = record["messages"]
+    replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"][-len(record["turns"]) :]
+    asked = max(0, replies[0] - 1) if replies else 0
+    lines = [f"{title}: step {record['step']}, reward {record['reward']:.2f}, {record['trajectory_id']}"]
+    for message in messages[asked:]:
+        text = " ".join(visible(str(message.get("content") or "")).split())
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        text = " ".join([text, *(f"{call['name']}({call['arguments']})" for call in calls)]).strip()
+        lines.append(
+            f"  {message['role']:>9}  {text if len(text) <= _OUTLINE_WIDTH else text[: _OUTLINE_WIDTH - 1] + '…'}"
+        )
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """Escape control characters, direction marks and zero-width characters.
+
+    Text of models, tools and rows must not control the terminal, nor hide or reorder its neighbours.
+    """
+    return text.translate(_ESCAPES)
+
+
+def _headline(record: Mapping[str, Any]) -> Text:
+    calls = [call for turn in record["turns"] for call in turn["tool_calls"]]
+    failed = [call["error"] for call in calls if call["error"]]
+    truth = (record["row"].get("reward_model") or {}).get("ground_truth")
+    facts = (
+        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {truth}  "
+        f"turns {len(record['turns'])}  tool calls {len(calls)}"
+        + (f" ({', '.join(failed)})" if failed else "")
+        + f"  end {record['finish_reason']}  sampled {sum(record['response_mask'])} of "
+        f"{len(record['response_ids'])} response tokens"
+    )
+    return Text(visible(facts), style="italic")
+
+
+def best_and_worst(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the records of highest and lowest reward, the latest of each."""
+    best = max(reversed(records), key=lambda r: r["reward"])
+    worst = min(reversed(records), key=lambda r: r["reward"])
+    return best, worst
+
+
+def split_groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Split records of ``trajectories.jsonl`` into groups, in their order; members of a group are adjacent."""
+    return [list(group) for _, group in groupby(records, key=lambda r: (r["split"], r["step"], r["group_id"]))]
+
+
+def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
+    """Return one group as a tree for the terminal.
+
+    Args:
+        records: its trajectories, see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
+        decode: turns ids into text.
+    """
+    trajectories = [restore_trajectory(record) for record in records]
+    graph = TrajectoryGraph.of(trajectories)
+    total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)
+    shared = total - sum(len(node.ids) for node in graph.nodes)
+    trees = {tree_id: number for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)}
+    heading = Text(visible(records[0]["group_id"]), "bold")
+    heading.append(
+        f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f}, "
+        f"{shared} of {total} sampled tokens shared",
+        "not bold",
+    )
+    tree = Tree(heading, highlight=False)
+    ending: dict[int, list[Trajectory]] = {}
+    for trajectory, path in zip(trajectories, graph.paths, strict=True):
+        ending.setdefault(path[-1], []).append(trajectory)
+    branches: dict[int | None, Tree] = {None: tree}
+    for number, node in enumerate(graph.nodes):
+        members = [trajectories[which] for which in node.members]
+        label = Text(f"turn {node.turn + 1}  {len(node.ids)} tokens  ")
+        label.append(f"mean reward {_mean(members):.2f} of {len(members)}  ", "bold")
+        for trajectory in ending.get(number, ()):
+            which = f"{trajectory.trajectory_id} (tree {trees[trajectory.tree_id]})"
+            label.append(visible(f"{which} {trajectory.finish_reason}  "), "cyan")
+        label.append(_snippet(decode(node.ids)), "green")
+        branches[number] = branches[node.parent].add(label)
+    return tree
+
+
+def _mean(trajectories: Sequence[Trajectory]) -> float:
+    return sum(t.reward for t in trajectories) / len(trajectories)
+
+
+def _snippet(text: str) -> str:
+    line = visible(" ".join(text.split()))
+    return line if len(line) <= _SNIPPET_WIDTH else line[: _SNIPPET_WIDTH - 2] + " …"
 
 
 def view_run(
@@ -31,12 +233,12 @@ def view_run(
 
     Args:
         run: the run folder.
-        wanted: which trajectories.
+        wanted: filter of the trajectories.
         sort: their order.
-        limit: most trajectories or groups, at least 1.
+        limit: largest number of trajectories or groups, at least 1.
         whole_prompt: show prompts whole.
         trees: show groups as trees of turns.
-        colour: what colours show, see :data:`jax_agent_rl.observe.trajectories.COLOURS`.
+        colour: meaning of the colours, a key of :data:`COLOURS`.
 
     Raises:
         DataError: not a run folder, or nothing in it matches.
@@ -48,10 +250,16 @@ def view_run(
     if sort not in (sorts := get_args(Sort)):
         raise ConfigError(f"--sort {sort!r}: choose one of {', '.join(sorts)}")
     if trees:
-        _require_defaults(sort, colour, whole_prompt)
+        changed = {
+            f"--sort {sort}": sort != "time",
+            f"--color {colour}": colour != "mask",
+            "--whole-prompt": whole_prompt,
+        }
+        if given := [option for option, is_changed in changed.items() if is_changed]:
+            raise ConfigError(f"{', '.join(given)} has no effect on --tree; leave one of them out")
     if not (run / "trajectories.jsonl").is_file():
-        raise DataError(f"{run} holds no trajectories.jsonl; give a run folder such as runs/quickstart")
-    data = read_run(run, most=0)
+        raise DataError(f"{run} contains no trajectories.jsonl; give a run folder such as runs/quickstart")
+    data = read_run(run, limit=0)
     notes = list(data.notes)
     decode = decoder(data.config, notes)
     for note in notes:
@@ -62,7 +270,7 @@ def view_run(
         raise DataError(f"no trajectory of {run} matches {wanted.describe()}")
     console = Console()
     if trees:
-        for group in groups_of(records)[-limit:]:
+        for group in split_groups(records)[-limit:]:
             console.print(render_group(group, decode))
         return
     if sort != "time":
@@ -70,10 +278,3 @@ def view_run(
     console.print(LEGENDS[colour], highlight=False)
     for record in records[-limit:]:
         console.print(render(record, decode, whole_prompt=whole_prompt, colour=colour))
-
-
-def _require_defaults(sort: Sort, colour: Colour, whole_prompt: bool) -> None:
-    """Refuse options without effect on trees, which show the start of every turn, in the run's order and one colour."""
-    changed = {f"--sort {sort}": sort != "time", f"--color {colour}": colour != "mask", "--whole-prompt": whole_prompt}
-    if given := [option for option, is_changed in changed.items() if is_changed]:
-        raise ConfigError(f"{', '.join(given)}: of no effect on --tree; leave out one or the other")

@@ -1,15 +1,15 @@
-"""The warnings of a run as a table: what can go wrong without stopping it, from which threshold on, and the remedy.
+"""The table of a run's warnings: what can go wrong without stopping it, from which threshold on, and the remedy.
 
 :mod:`~jax_agent_rl.observe.watch` evaluates them. The thresholds and their sources:
 
 zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
-    Half of the groups have equal rewards, so half of the rollout has no gradient. Yu et al. 2025 (DAPO, arXiv
+    Half of the groups have equal rewards, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
     2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
 truncated >= 0.2 (ends < 0.1)
     The reward 0 of a truncated text says nothing about its content (DAPO, section 3.4: such samples disturb
     training). In groups of 8, one in five is nearly two in every group.
 tool_errors >= 0.3 (ends < 0.15)
-    Reasoned: a model that learns to call tools makes mistakes and unlearns them; at almost one call in three, wrong
+    Our estimate: a model that learns to call tools makes mistakes and unlearns them; at almost one call in three, wrong
     schemas, a missing package or an overloaded server are likelier, and every call has cost a turn.
 clipped >= 0.2; for sequence ratios >= 0.4 (ends at half)
     Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens means that the
@@ -24,7 +24,7 @@ entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8)
     Cui et al. 2025 (arXiv 2505.22617): reward is traded for entropy; once over nine tenths of it are spent, so is
     over nine tenths of the possible gain.
 tools_unused: not one call in a step, though tools are configured
-    Reasoned: a missing agent_name, a prompt without schemas or the wrong tool format look like this.
+    Our estimate: a missing agent_name, a prompt without schemas or the wrong tool format look like this.
 learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the learner waits (others)
     See :func:`overlap_gain`: when both run at the same time, the shorter of rollout and learning is free.
 recompilations >= 1 in a step
@@ -38,7 +38,7 @@ from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
-from jax_agent_rl.observe.watch import Record, Rule, SinceLast, SinceStart, Value, Warned
+from jax_agent_rl.observe.watch import Record, Rule, RunWarning, SinceLast, SinceStart, Value
 
 SEQUENCE_RATIOS = ("gspo", "geo_mean")
 GAP_FLOOR = 0.005
@@ -87,14 +87,14 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
             begins=4.0,
             ends=2.0,
             message="engine and learner disagree {value:.1f} times as much as in the first steps",
-            advice=_closer(config),
+            advice=_precision_advice(config),
         ),
         Rule(
             name="entropy_collapse",
             value=SinceStart("entropy", lambda now, start: 1 - now / start if start > 0 else 0.0),
             begins=0.9,
             ends=0.8,
-            message="{value:.0%} of the policy's entropy is gone: it explores no more",
+            message="{value:.0%} of the policy's entropy is gone: exploration has ended",
             advice="raise algorithm.clip_ratio_high or algorithm.entropy_coeff, take "
             "algorithm.policy_loss.loss_mode=clip_cov or kl_cov, or lower learner.learning_rate",
         ),
@@ -105,8 +105,8 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
             ends=1,
             steps=1,
             message="{value:.0f} programs were compiled in a step, after warm-up",
-            advice="see in the log when; prompts longer than the largest of rollout.jetstream.prefill_buckets, or "
-            "pictures of new sizes, are usual",
+            advice="see the log; prompts longer than the largest of rollout.jetstream.prefill_buckets, or "
+            "images of new sizes, are the usual causes",
         ),
     ]
     if config.algorithm.needs_group:
@@ -118,7 +118,7 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
     return [*table, _idle_rule(config)]
 
 
-def without_agent(config: Config, rows: Sequence[Mapping[str, Any]]) -> Warned | None:
+def missing_agent_warning(config: Config, rows: Sequence[Mapping[str, Any]]) -> RunWarning | None:
     """Return a warning if rows name no agent and run as plain generation, though tools are configured.
 
     It is printed when rows are loaded; this is for the summary.
@@ -127,7 +127,7 @@ def without_agent(config: Config, rows: Sequence[Mapping[str, Any]]) -> Warned |
     if idle is None:
         return None
     message, advice = idle
-    return Warned(name="agent_name_missing", message=message, advice=advice, first_step=0, last_step=0, steps=0)
+    return RunWarning(name="agent_name_missing", message=message, advice=advice, first_step=0, last_step=0, steps=0)
 
 
 def overlap_gain(record: Record, *, own_devices: bool) -> float:
@@ -170,7 +170,7 @@ def _variance_rule(config: Config) -> Rule:
         begins=0.5,
         ends=0.3,
         message="{value:.0%} of the groups have equal rewards and teach nothing",
-        advice=_more_variance(config),
+        advice=_variance_advice(config),
     )
 
 
@@ -181,7 +181,7 @@ def _gap_rule(config: Config) -> Rule:
         begins=0.05,
         ends=0.03,
         message="engine and learner disagree by {value:.3f} nats per token on the same weights",
-        advice=_closer(config),
+        advice=_precision_advice(config),
     )
 
 
@@ -193,8 +193,8 @@ def _unused_tools_rule() -> Rule:
         ends=1,
         message="tools are configured and no trajectory calls one",
         advice="look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the tools (or set "
-        "agent.default_agent), prompts must tell of them (agent.tool_prompt), and the model must write calls as they "
-        "are read (agent.tool_format; agent.action_stop_tokens of a tool server)",
+        "agent.default_agent), prompts must describe them (agent.tool_prompt), and the model must write calls in "
+        "the expected format (agent.tool_format; agent.action_stop_tokens of a tool server)",
     )
 
 
@@ -206,7 +206,7 @@ def _idle_rule(config: Config) -> Rule:
             value=lambda record: overlap_gain(record, own_devices=own_devices),
             begins=0.2,
             ends=0.1,
-            message="rollout and learner wait for each other; side by side steps would be up to {value:.0%} shorter",
+            message="rollout and learner wait for each other; overlapping, steps would be up to {value:.0%} shorter",
             advice="try trainer.mode=one_step_off",
         )
     more = "rollout.placement=separate with more rollout.num_engines, or more rollout servers"
@@ -230,7 +230,7 @@ def has_own_devices(config: Config) -> bool:
     return rollout.placement != "colocated" or rollout.backend == "remote" or beside
 
 
-def _more_variance(config: Config) -> str:
+def _variance_advice(config: Config) -> str:
     refill = "" if config.algorithm.max_resample_rounds else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
     return (
         f"{refill}drop rows that are always right or always wrong, raise rollout.group_size="
@@ -238,7 +238,7 @@ def _more_variance(config: Config) -> str:
     )
 
 
-def _closer(config: Config) -> str:
+def _precision_advice(config: Config) -> str:
     if config.rollout.backend == "jetstream" and config.learner.compute_dtype != config.rollout.jetstream.dtype:
         first = f"set rollout.jetstream.dtype={config.learner.compute_dtype} (learner.compute_dtype), "
     else:

@@ -1,4 +1,4 @@
-"""Watching a run's metrics step by step: each warning is printed once, when it begins.
+"""Evaluation of a run's warnings, step by step: each is printed once, when it begins.
 
 ::
 
@@ -29,7 +29,7 @@ class Rule:
         value: the watched value.
         begins: the condition holds from this value on.
         ends: it is over below this value.
-        message: what is observed, with ``{value}``.
+        message: the observation, with ``{value}``.
         advice: what to do.
         steps: consecutive steps that it takes to begin, or to end.
     """
@@ -44,7 +44,7 @@ class Rule:
 
 
 @dataclass(kw_only=True)
-class Warned:
+class RunWarning:
     """The state of one warning of a run.
 
     Attributes:
@@ -65,36 +65,34 @@ class Warned:
 
 
 @dataclass(kw_only=True)
-class _Watched:
+class _WatchedRule:
     rule: Rule
     streak: int = 0
-    warned: Warned | None = None
+    warning: RunWarning | None = None
 
-    def see(self, step: int, value: float) -> bool:
+    def update(self, step: int, value: float) -> bool:
         """Take one value; return whether the warning begins with it."""
-        warned = self.warned if self.warned and self.warned.active else None
-        turns = value < self.rule.ends if warned else value >= self.rule.begins
-        self.streak = self.streak + 1 if turns else 0
-        if warned and not turns:
-            warned.last_step, warned.steps = step, warned.steps + 1
-        if self.streak < self.rule.steps:
+        rule, warning = self.rule, self.warning
+        active = warning if warning and warning.active else None
+        changes = value < rule.ends if active else value >= rule.begins
+        self.streak = self.streak + 1 if changes else 0
+        if active and not changes:
+            active.last_step, active.steps = step, active.steps + 1
+        if self.streak < rule.steps:
             return False
         self.streak = 0
-        if warned:
-            warned.active = False
+        if active:
+            active.active = False
             return False
-        self._begin(step, value)
+        message = rule.message.format(value=value)
+        if warning is None:
+            self.warning = RunWarning(
+                name=rule.name, message=message, advice=rule.advice, first_step=step, last_step=step
+            )
+        else:  # it began before: one entry, from its first step on
+            warning.active, warning.last_step, warning.steps = True, step, warning.steps + 1
+            warning.message = message
         return True
-
-    def _begin(self, step: int, value: float) -> None:
-        message = self.rule.message.format(value=value)
-        if self.warned:  # it began before: one entry, from its first step on
-            self.warned.active, self.warned.last_step, self.warned.steps = True, step, self.warned.steps + 1
-            self.warned.message = message
-            return
-        self.warned = Warned(
-            name=self.rule.name, message=message, advice=self.rule.advice, first_step=step, last_step=step
-        )
 
 
 class Watch:
@@ -102,42 +100,43 @@ class Watch:
 
     Args:
         rules: not shared with another watch, because their values may remember earlier steps.
-        say: takes a warning that begins.
+        print_line: takes a warning that begins.
     """
 
-    def __init__(self, rules: Sequence[Rule], say: Callable[[str], None]) -> None:
-        self._watched = [_Watched(rule=rule) for rule in rules]
-        self._noted: list[Warned] = []
-        self._say = say
+    def __init__(self, rules: Sequence[Rule], print_line: Callable[[str], None]) -> None:
+        self._rules = [_WatchedRule(rule=rule) for rule in rules]
+        self._added: list[RunWarning] = []
+        self._print_line = print_line
 
-    def see(self, record: Record, *, aloud: bool = True) -> None:
+    def update(self, record: Record, *, silent: bool = False) -> None:
         """Take a metrics record; those of other kinds than ``step`` are ignored.
 
         Args:
             record: a record of ``metrics.jsonl``.
-            aloud: False for records from before a restart, whose warnings were printed then.
+            silent: for records from before a restart, whose warnings were printed then.
         """
         if record.get("kind") != "step":
             return
-        for watched in self._watched:
+        for watched in self._rules:
             value = watched.rule.value(record)
-            if value is not None and watched.see(record["step"], value) and aloud and watched.warned:
-                self._say(_line(watched.warned))
+            if value is not None and watched.update(record["step"], value) and not silent and watched.warning:
+                warning = watched.warning
+                self._print_line(f"  warning ({warning.name}): {warning.message}. What to do: {warning.advice}")
 
-    def note(self, warned: Warned) -> None:
+    def add(self, warning: RunWarning) -> None:
         """Add a warning printed before the first step."""
-        self._noted.append(warned)
+        self._added.append(warning)
 
     @property
-    def warnings(self) -> list[Warned]:
+    def warnings(self) -> list[RunWarning]:
         """All warnings so far, in the order of their first steps."""
-        begun = [watched.warned for watched in self._watched if watched.warned]
-        return self._noted + sorted(begun, key=lambda warned: warned.first_step)
+        begun = [watched.warning for watched in self._rules if watched.warning]
+        return self._added + sorted(begun, key=lambda warning: warning.first_step)
 
     @property
     def active(self) -> list[str]:
         """Names of the warnings that hold now."""
-        return [warned.name for warned in self.warnings if warned.active]
+        return [warning.name for warning in self.warnings if warning.active]
 
 
 class SinceStart:
@@ -166,10 +165,7 @@ class SinceStart:
 class SinceLast:
     """The growth of a running total since the step before; a :data:`Value`.
 
-    A total smaller than the one before was restarted, by a process that resumed the run.
-
-    Args:
-        name: name of the metric.
+    A total smaller than the one before was restarted by a process that resumed the run.
     """
 
     def __init__(self, name: str) -> None:
@@ -181,7 +177,3 @@ class SinceLast:
             return None
         before, self._before = self._before, total
         return total - before if total >= before else total
-
-
-def _line(warned: Warned) -> str:
-    return f"  warning ({warned.name}): {warned.message}. What to do: {warned.advice}"

@@ -20,7 +20,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.models.vision.context import VisionProcessor
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.runtime.engines import backend_factories, check_turns, engine_mesh, one_program, read_model
 from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
@@ -76,7 +76,7 @@ async def build(
         mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
         if config.rollout.backend == "jetstream" and config.rollout.placement == "colocated":
             check_turns(config, mesh, engine_mesh(config))
-        tracer = await stack.enter_async_context(open_tracer(config.trace, RunFolder(Path(config.run_dir))))
+        tracer = await stack.enter_async_context(open_tracer(config.trace, RunDir(Path(config.run_dir))))
         client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
         agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])

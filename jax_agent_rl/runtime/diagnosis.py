@@ -20,7 +20,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.observe.metrics import Record, trajectories_of
+from jax_agent_rl.observe.run_dir import Record, read_trajectories
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.policy import run_config
 
@@ -124,7 +124,7 @@ def _precision(config: Config) -> str:
 def _contexts_of_folder(run: Path) -> dict[int, list[Context]]:
     """Return the contexts without media in ``trajectories.jsonl``, by version; log-probs have six digits there."""
     found: dict[int, list[Context]] = {}
-    for record in trajectories_of(run / "trajectories.jsonl"):
+    for record in read_trajectories(run / "trajectories.jsonl"):
         if record["split"] == "train" and record["history_window"] is None:
             for part in (record, *record["segments"]):
                 for version, context in _of_record(part):

@@ -9,8 +9,7 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import Score
-from jax_agent_rl.config import Config
-from jax_agent_rl.config.reward import JudgeConfig, RewardConfig
+from jax_agent_rl.config import Config, JudgeConfig, RewardConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
 from jax_agent_rl.models.hf import load_hf

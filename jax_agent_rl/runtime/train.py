@@ -14,11 +14,11 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
 from jax_agent_rl.learner.losses import aggregation
-from jax_agent_rl.observe.metrics import RunFolder, metrics_of, trajectories_of
-from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
-from jax_agent_rl.observe.trajectories import best_and_worst, outline
+from jax_agent_rl.observe.run_dir import RunDir, read_metrics, read_trajectories
+from jax_agent_rl.observe.view import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
@@ -75,7 +75,7 @@ async def _train(
     breakdown = Breakdown()
     check_observers(config)
     path, resume = choose_run(config, resume)
-    folder = RunFolder(path, keep_trajectories=config.trainer.keep_trajectories)
+    folder = RunDir(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
     console.print(f"run folder: {path}", highlight=False, markup=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
@@ -105,8 +105,10 @@ async def _train(
                     if resume:
                         progress.resumed(record.step)
                         for step in (step for step in cut_off if step > record.step):
-                            progress.say(f"the checkpoint of step {step} was cut off while it was written: it is lost")
-                    progress.say(aggregation.describe_aggregation(config))
+                            progress.print_line(
+                                f"the checkpoint of step {step} was cut off while it was written: it is lost"
+                            )
+                    progress.print_line(aggregation.describe_aggregation(config))
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()
@@ -185,9 +187,7 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-def _restore(
-    runtime: RunComponents, checkpointer: CheckpointStore, folder: RunFolder, from_step: int | None
-) -> RunRecord:
+def _restore(runtime: RunComponents, checkpointer: CheckpointStore, folder: RunDir, from_step: int | None) -> RunRecord:
     """Restore learner, data order and accounting from a checkpoint."""
     step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
     record = RunRecord.from_json(saved)
@@ -211,7 +211,7 @@ async def _publish_first(trainer: Trainer, version: int) -> None:
 
 def _conclude(
     runtime: RunComponents,
-    folder: RunFolder,
+    folder: RunDir,
     record: RunRecord,
     breakdown: Breakdown,
     observed: dict[str, Any],
@@ -219,7 +219,7 @@ def _conclude(
 ) -> dict[str, Any]:
     """Write the summary, the plot and the report, and print the main results."""
     record.accounting = runtime.collector.accounting.state()
-    metrics = list(metrics_of(folder.metrics))
+    metrics = list(read_metrics(folder.metrics))
     summary: dict[str, Any] = (
         record.summary() | overlap_summary([line for line in metrics if line["kind"] == "step"]) | observed
     )
@@ -227,13 +227,13 @@ def _conclude(
     folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
     report = write_report(folder.path)
-    trained = [r for r in trajectories_of(folder.trajectories) if r["split"] == "train"]
+    trained = [r for r in read_trajectories(folder.trajectories) if r["split"] == "train"]
     for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
-        say(console, outline(extreme, title=name))
+        print_line(console, outline(extreme, title=name))
     console.print(_headline(summary), highlight=False)
     if warnings := format_warnings(observed["warnings"]):
-        say(console, warnings)
-    say(
+        print_line(console, warnings)
+    print_line(
         console,
         f"{format_breakdown(stages)}\nrun folder:   {folder.path}\nreward plot:  {folder.plot}\nHTML report:  {report}",
     )

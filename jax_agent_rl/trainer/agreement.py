@@ -24,7 +24,7 @@ from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.tensor_samples import Inspectable
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group
 
@@ -45,7 +45,7 @@ class AgreementWatch:
     """
 
     def __init__(
-        self, runtime: RunComponents, folder: RunFolder, *, version: int, print_line: Callable[[str], None]
+        self, runtime: RunComponents, folder: RunDir, *, version: int, print_line: Callable[[str], None]
     ) -> None:
         self._runtime, self._folder, self._print_line = runtime, folder, print_line
         self._since = version

@@ -23,7 +23,7 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.observe.metrics import RunFolder
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
@@ -52,7 +52,7 @@ class Trainer:
     """
 
     runtime: RunComponents
-    folder: RunFolder
+    folder: RunDir
     checkpointer: CheckpointStore
     record: RunRecord
     progress: Progress
@@ -63,7 +63,7 @@ class Trainer:
         self._partly_updated = False
         self._began = self.clock() - self.record.train_seconds  # of training, as if it had never been interrupted
         self.agreement = AgreementWatch(
-            self.runtime, self.folder, version=self.record.step, print_line=self.progress.say
+            self.runtime, self.folder, version=self.record.step, print_line=self.progress.print_line
         )
         self.learner_idle_seconds = 0.0
         self.phases = Phases(self.clock)
@@ -136,7 +136,7 @@ class Trainer:
         step = Step(
             number=self.record.step + 1,
             began=self.clock(),
-            learning=InterruptibleUpdate(self.progress.say, self.stop_rollouts),
+            learning=InterruptibleUpdate(self.progress.print_line, self.stop_rollouts),
         )
         try:
             yield step

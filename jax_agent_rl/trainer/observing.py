@@ -21,10 +21,11 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.scored_batch import trained_lengths
-from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
-from jax_agent_rl.observe.warnings import rules, without_agent
+from jax_agent_rl.observe.warnings import missing_agent_warning, rules
 from jax_agent_rl.observe.watch import Watch
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.components import RunComponents
@@ -52,7 +53,7 @@ class RunReporter:
     """
 
     runtime: RunComponents
-    folder: RunFolder
+    folder: RunDir
     record: RunRecord
     progress: Progress
     phases: Phases
@@ -100,7 +101,7 @@ class RunReporter:
         self.folder.add_trajectories(step, "heldout", all_trajectories(groups))
         accuracy = self.record.latest_accuracy = line["accuracy"]
         self.record.evaluated = step
-        self.progress.say(
+        self.progress.print_line(
             f"  held-out accuracy after step {step}: {accuracy:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
         )
         self._notify(line)
@@ -115,7 +116,7 @@ class RunReporter:
         minis = config.learner.num_minibatches
         if not self._aggregation_described and aggregation.depends_on_lengths(config.algorithm, minis):
             lengths = trained_lengths(selection.groups, minis, masked=selection.masked)
-            self.progress.say(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
+            self.progress.print_line(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
         self._aggregation_described = True
         self.progress.phase(
             f"step {self.record.step + 1}: learner",
@@ -161,7 +162,7 @@ def check_observers(config: Config) -> None:
 
 @contextmanager
 def observers(
-    config: Config, folder: RunFolder, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
+    config: Config, folder: RunDir, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
 ) -> Iterator[Observers]:
     """Open the observers of a run, and close them at its end.
 
@@ -176,23 +177,25 @@ def observers(
         ConfigError: ``trainer.prometheus_port`` is in use.
     """
     facts = RunFacts(
-        folder=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
+        run_dir=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
     )
     with ExitStack() as stack:
-        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, say=progress.say))
+        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, say=progress.print_line))
         each: list[Observer] = [sinks]
         if config.trainer.prometheus_port is not None:
             from jax_agent_rl.observe.prometheus import serve_trainer
 
-            each.append(stack.enter_context(serve_trainer(config.trainer.prometheus_port, say=progress.say)))
-        watch = Watch(rules(config, rows), progress.say)
-        if noted := without_agent(config, rows):
-            watch.note(noted)
+            each.append(
+                stack.enter_context(serve_trainer(config.trainer.prometheus_port, print_line=progress.print_line))
+            )
+        watch = Watch(rules(config, rows), progress.print_line)
+        if warning := missing_agent_warning(config, rows):
+            watch.add(warning)
         for record in read_records(folder.metrics):
-            watch.see(record, aloud=False)
+            watch.update(record, silent=True)
 
         def look(record: Mapping[str, Any]) -> None:
-            watch.see(record)
+            watch.update(record)
             progress.warn(watch.active)
 
         yield Observers(watch=watch, sinks=sinks, each=[look, *each])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from jax_agent_rl.data.calculator import prepare_calculator
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port
 from tests.warm import python

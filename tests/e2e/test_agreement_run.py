@@ -18,7 +18,7 @@ from jax_agent_rl.config import load
 from jax_agent_rl.errors import CheckpointError, DisagreementError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import Rope
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.runtime.diagnosis import diagnose_run
 from jax_agent_rl.runtime.train import train
 from tests.tiny_run import SMALL, tiny_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.simulated import environment_with
 from tests.tiny_run import tiny_recipe
 from tests.warm import python

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny_run import SMALL, tiny_recipe

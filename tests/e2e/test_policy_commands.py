@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from jax_agent_rl.cli import app
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.tiny_run import tiny_recipe
 from tests.warm import python
 
@@ -178,7 +178,7 @@ def test_rollout_told_to_stop_leaves_at_once_and_goes_on_to_the_very_same_trajec
 
     result = call("rollout", recipe, *keys, "--out", out, "--json")
     summary = last_json(result)
-    assert "going on:" in result.output and summary["kept"] == 44
+    assert "continuing:" in result.output and summary["kept"] == 44
     assert summary["started"] == 44 + sum(summary["dropped"].values())
     whole = tmp_path / "whole.jsonl"
     call("rollout", recipe, *keys, "--out", whole)

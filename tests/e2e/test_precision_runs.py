@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.tiny_run import tiny_recipe
 from tests.warm import python
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.rollout.ray.host import EngineHost

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.warm import python
 
 RECIPES = sorted(p for p in (Path(__file__).parents[2] / "configs").glob("*.yaml") if p.stem != "tool_server")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.e2e.test_run import COMMAND
 from tests.warm import python
 

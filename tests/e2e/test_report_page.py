@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
+from jax_agent_rl.observe.run_dir import RunDir
 from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
 from tests.trajectories import trajectory
 
@@ -84,11 +84,11 @@ def test_pointing_at_a_step_shows_its_values_and_a_click_opens_its_trajectories(
 
 
 def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     for step in range(1, 2001):
         more = {"entropy": step * 7919 % 1009 / 1009, "loss": step * 6007 % 997 / 997, "kl": step * 523 % 499 / 499}
-        folder.add_metrics(step_line(step, **more))
-    page = Page(browser, write_report(folder.path).as_uri())
+        run_dir.add_metrics(step_line(step, **more))
+    page = Page(browser, write_report(run_dir.path).as_uri())
     assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
     box = page.tab.locator(".card", has_text="Reward").first.locator("svg").bounding_box()
     for place in (0.3, 0.5, 0.77):
@@ -198,8 +198,8 @@ def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
     run = make_run(tmp_path / "run")
     learning = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1], group="learning")
     learning = replace(learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns))
-    learnt = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
-    RunFolder(run).add_trajectories(1, "train", [learning], learnt=learnt)
+    token_values = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
+    RunDir(run).add_trajectories(1, "train", [learning], token_values=token_values)
     address = write_report(run).as_uri() + "#trajectory="
     sampled, inserted = "sampled by the policy ({}trained on)", "inserted: tool results, template"
     for name, legend in {
@@ -287,7 +287,7 @@ def test_a_run_that_has_only_begun_opens(browser, tmp_path: Path):
 
 def test_thousands_of_trajectories_make_a_list_of_few_elements(browser, tmp_path: Path):
     run = make_run(tmp_path / "run", steps=600)
-    page = Page(browser, write_report(run, most=0).as_uri() + "#trajectories")
+    page = Page(browser, write_report(run, limit=0).as_uri() + "#trajectories")
     assert page.texts(".status span") == ["2400 of 2400 trajectories"]
     assert page.tab.locator(".row").count() < 60
     page.tab.locator(".rows").evaluate("list => list.scrollTop = list.scrollHeight")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.run_results import require_same
 from tests.tiny_run import tiny_recipe
 from tests.warm import python

@@ -9,7 +9,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.tiny_run import tiny_recipe
 from tests.warm import python
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.capabilities import needs_bwrap
 from tests.warm import python
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.http_service import ToolServer
 from tests.ports import free_port
 from tests.warm import python

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.cloud import Cloud
 from tests.launching import read_until
 from tests.ports import free_port

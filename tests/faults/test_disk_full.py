@@ -14,7 +14,7 @@ import pytest
 
 from jax_agent_rl.errors import StorageError, WeightUpdateError
 from jax_agent_rl.learner.export import WeightFiles
-from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from tests.run_results import require_same
 from tests.tiny import TINY, tiny_params
 from tests.tiny_run import tiny_recipe
@@ -32,7 +32,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_half_a_line_of_metrics_is_said_and_gone_when_the_run_resumes(tmp_path: Path):
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     records = [{"kind": "step", "step": step, "noise": "x" * 100} for step in (1, 2, 3)]
     folder.add_metrics(records[0])
     with largest_file(200), pytest.raises(StorageError, match=r"metrics\.jsonl could not be written.*too large.*space"):
@@ -45,7 +45,7 @@ def test_half_a_line_of_metrics_is_said_and_gone_when_the_run_resumes(tmp_path: 
 
 
 def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_no_temporary_file(tmp_path: Path):
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     folder.write_json(folder.summary, {"steps": 1})
     with largest_file(50), pytest.raises(StorageError, match=r"summary\.json could not be written"):
         folder.write_json(folder.summary, {"steps": 2, "noise": "x" * 100})
@@ -65,9 +65,9 @@ def test_weights_that_find_no_room_are_said_with_where_and_the_key_to_set(tmp_pa
 FILLS_UP = """
 import resource, sys
 from jax_agent_rl import cli
-from jax_agent_rl.observe import metrics
+from jax_agent_rl.observe import run_dir
 
-name, append, calls = sys.argv.pop(), metrics.append_records, 0
+name, append, calls = sys.argv.pop(), run_dir.append_records, 0
 
 def limited(file, records):
     global calls
@@ -80,7 +80,7 @@ def limited(file, records):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-metrics.append_records = limited
+run_dir.append_records = limited
 cli.main()
 """
 

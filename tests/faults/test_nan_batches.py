@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from tests.run_results import final_state
 from tests.tiny_run import tiny_recipe
 from tests.warm import python

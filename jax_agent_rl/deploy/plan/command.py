@@ -28,7 +28,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
-from jax_agent_rl.observe.progress import say
+from jax_agent_rl.observe.progress import print_line as show_line
 from jax_agent_rl.utils.startup import quiet_logging
 
 PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.command")
@@ -103,7 +103,7 @@ def run_command(
     if picture is not None:
         check_image(picture)
     if budget is None:
-        planned, searched = plan_in_subprocess(task, lambda text: say(console, f"  {text}")), []
+        planned, searched = plan_in_subprocess(task, lambda text: show_line(console, f"  {text}")), []
     else:
         planned, searched = _search(task, budget, console)
     print_plan(planned, searched, console, picture=picture, as_json=as_json)
@@ -119,9 +119,9 @@ def _search(task: PlanTask, budget: int, console: Console) -> tuple[PlanResult, 
     from jax_agent_rl.deploy.plan.topology import Slice
 
     def compile_candidate(one: Candidate) -> PlanResult:
-        say(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
+        show_line(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
         changed = dataclasses.replace(task, overrides=[*task.overrides, *one.changes])
-        return plan_in_subprocess(changed, lambda text: say(console, f"  {text}"))
+        return plan_in_subprocess(changed, lambda text: show_line(console, f"  {text}"))
 
     tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)
     model = check(build(tree, task.overrides))
@@ -159,7 +159,7 @@ def print_plan(
     console.file.write(planned.report)  # rendered for this console's width and colours
     console.file.flush()
     if picture is not None:
-        say(console, f"drawing {picture}")
+        print_line(console, f"drawing {picture}")
     if as_json:  # the last line
         print(json.dumps({**planned.made, "searched": searched}), flush=True)
     if picture is not None:
@@ -176,11 +176,11 @@ def check_image(file: Path) -> None:
 
     kinds = Figure().canvas.get_supported_filetypes()
     if (kind := file.suffix.removeprefix(".").lower()) not in kinds:
-        raise ConfigError(f"--picture {file}: {kind!r} is no image format; end it with .png, .pdf or .svg")
+        raise ConfigError(f"--plot {file}: {kind!r} is no image format; end it with .png, .pdf or .svg")
     if not file.parent.is_dir():
-        raise ConfigError(f"--picture {file}: there is no folder {file.parent}; make it, or name another")
+        raise ConfigError(f"--plot {file}: there is no folder {file.parent}; make it, or name another")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--picture {file} cannot be written; name a file in a folder of yours")
+        raise ConfigError(f"--plot {file} cannot be written; name a file in a folder of yours")
 
 
 def _draw(made: Mapping[str, Any], file: Path) -> None:

@@ -2,8 +2,7 @@
 
 ::
 
-    run folder ─► run_data ─┬─► charts          curves of metrics.jsonl          ─┐
-                            ├─► timeline        when engine and learner worked    ├─► command ─► report.html
-                            ├─► tokens          ids, texts, numbers of each token │
-                            └─► observe.trees   groups as trees of turns         ─┘
+    run folder ─► run_data ─┬─► charts         curves of metrics.jsonl                     ─┐
+                            ├─► timeline       when engine and learner worked               ├─► command ─► report.html
+                            └─► trajectories   tokens with their numbers, groups as trees  ─┘
 """

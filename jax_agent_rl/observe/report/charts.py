@@ -10,31 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.observe.metrics import is_number
+from jax_agent_rl.observe.run_dir import is_number
 from jax_agent_rl.utils.files import writing
 
-MOST_POINTS = 600
-"""Most points of a line; longer ones keep the least and greatest value of every stretch, so no spike is lost."""
-MOST_BARS = 300
-"""Most bars of a stack; in longer ones, each bar is the sum of several steps."""
+MAX_POINTS = 600
+"""Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike is lost."""
+MAX_BARS = 300
+"""Bars of a stack; in longer ones, each bar is the sum of several steps."""
 _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChartLine:
-    """One line of a chart.
-
-    Attributes:
-        name: label in the legend.
-        key: key of a ``metrics.jsonl`` record.
-        kind: kind of the records.
-        band: keys of the lower and upper edge of a band around it.
-    """
-
-    name: str
-    key: str
-    kind: Literal["step", "evaluation"] = "step"
-    band: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +25,19 @@ class Chart:
     """A chart over training steps.
 
     Attributes:
-        title, unit: what it shows, in which unit.
-        hint: what to look for.
-        lines: omitted where the run has no such metric; a chart without lines is omitted.
+        title, unit: heading and unit of the values.
+        hint: how to read it.
+        lines: keys of ``metrics.jsonl`` records by label; lines without values and charts without lines are omitted.
+        band: keys of the lower and upper edge of a band around the first line.
+        kind: kind of the records.
         scale: axis of the values; ``share`` is from 0 to 1, shown in per cent.
     """
 
     title: str
     hint: str
-    lines: tuple[ChartLine, ...]
+    lines: Mapping[str, str]
+    band: tuple[str, str] | None = None
+    kind: Literal["step", "evaluation"] = "step"
     unit: str = ""
     scale: Literal["linear", "log", "share"] = "linear"
 
@@ -60,101 +47,89 @@ CHARTS = (
         title="Reward",
         hint="Mean of each step's trajectories, between the worst and the best. It should rise; a band of zero width "
         "leaves nothing to learn from.",
-        lines=(ChartLine(name="mean", key="reward_mean", band=("reward_min", "reward_max")),),
+        lines={"mean": "reward_mean"},
+        band=("reward_min", "reward_max"),
     ),
     Chart(
         title="Held-out accuracy",
         hint="Mean reward on rows that are never trained on; a lost trajectory counts as wrong.",
+        lines={"accuracy": "accuracy"},
+        kind="evaluation",
         scale="share",
-        lines=(ChartLine(name="accuracy", key="accuracy", kind="evaluation"),),
     ),
     Chart(
         title="Response length",
         hint="Sampled and inserted tokens. A mean at the upper edge means that answers are cut off.",
+        lines={"response": "response_tokens_mean", "sampled": "sampled_tokens_mean"},
+        band=("response_tokens_min", "response_tokens_max"),
         unit="tokens",
-        lines=(
-            ChartLine(name="response", key="response_tokens_mean", band=("response_tokens_min", "response_tokens_max")),
-            ChartLine(name="sampled", key="sampled_tokens_mean"),
-        ),
     ),
     Chart(
         title="Turns and tool calls",
         hint="Means per trajectory.",
-        lines=(
-            ChartLine(name="turns", key="turns_mean", band=("turns_min", "turns_max")),
-            ChartLine(name="tool calls", key="tool_calls_mean"),
-        ),
+        lines={"turns": "turns_mean", "tool calls": "tool_calls_mean"},
+        band=("turns_min", "turns_max"),
     ),
     Chart(
         title="Entropy",
-        hint="Of the policy over sampled tokens. It falls as the policy grows sure; near zero early on, exploration "
-        "has ended.",
+        hint="Entropy of the policy over sampled tokens. It falls as the policy becomes certain; near zero early on, "
+        "exploration has ended.",
+        lines={"entropy": "entropy"},
         unit="nats",
-        lines=(ChartLine(name="entropy", key="entropy"),),
     ),
     Chart(
         title="KL",
         hint="From the policy before the step, from the reference, and of the rollout from the learner.",
+        lines={"step": "kl", "reference": "kl_reference", "rollout": "rollout_kl"},
         unit="nats",
-        lines=(
-            ChartLine(name="step", key="kl"),
-            ChartLine(name="reference", key="kl_reference"),
-            ChartLine(name="rollout", key="rollout_kl"),
-        ),
     ),
     Chart(
         title="Engine/learner log-prob gap",
-        hint="How far the engine's log-probs are from the learner's for the same weights. Growth means that the two "
-        "have come apart. In asynchronous modes stale weights are part of it.",
+        hint="Difference between log-probs of engine and learner for the same weights; it should not grow. In "
+        "asynchronous modes stale weights are part of it.",
+        lines={"max": "logprob_gap_max", "mean": "logprob_gap_mean"},
         unit="nats",
         scale="log",
-        lines=(ChartLine(name="max", key="logprob_gap_max"), ChartLine(name="mean", key="logprob_gap_mean")),
     ),
     Chart(
         title="Throughput",
         hint="Tokens sampled by the engines, and tokens trained on by the learner while it works.",
+        lines={"rollout": "rollout_tokens_per_second", "learner": "learner_tokens_per_second"},
         unit="tokens/s",
-        lines=(
-            ChartLine(name="rollout", key="rollout_tokens_per_second"),
-            ChartLine(name="learner", key="learner_tokens_per_second"),
-        ),
     ),
     Chart(
         title="Busy and idle",
-        hint="Share of the time. An idle learner waits for rollouts: add engines, or let it run asynchronously.",
+        hint="Share of the time. An idle learner waits for rollouts: add engines, or train asynchronously.",
+        lines={"learner idle": "learner_idle_share", "engine busy": "engine_busy_share"},
         scale="share",
-        lines=(
-            ChartLine(name="learner idle", key="learner_idle_share"),
-            ChartLine(name="engine busy", key="engine_busy_share"),
-        ),
     ),
     Chart(
-        title="Seconds of a step",
+        title="Seconds per step",
         hint="From one finished step to the next, and its parts.",
+        lines={
+            "step": "step_seconds",
+            "rollout": "rollout_seconds",
+            "learner": "learner_seconds",
+            "weight update": "weight_update_seconds",
+        },
         unit="s",
-        lines=(
-            ChartLine(name="step", key="step_seconds"),
-            ChartLine(name="rollout", key="rollout_seconds"),
-            ChartLine(name="learner", key="learner_seconds"),
-            ChartLine(name="weight update", key="weight_update_seconds"),
-        ),
     ),
     Chart(
         title="Loss and gradient",
-        hint="Policy-gradient losses need not fall; a gradient norm that explodes must be looked at.",
-        lines=(ChartLine(name="loss", key="loss"), ChartLine(name="gradient norm", key="grad_norm")),
+        hint="Policy-gradient losses need not fall; an exploding gradient norm needs attention.",
+        lines={"loss": "loss", "gradient norm": "grad_norm"},
     ),
     Chart(
         title="Clipped tokens",
         hint="Tokens whose ratio left the clip range.",
+        lines={"clipped": "clip_fraction"},
         scale="share",
-        lines=(ChartLine(name="clipped", key="clip_fraction"),),
     ),
     Chart(
         title="Staleness",
         hint="Age of the tokens trained on, in versions of the weights.",
+        lines={"mean": "staleness_mean", "max": "staleness_max"},
         unit="versions",
-        lines=(ChartLine(name="mean", key="staleness_mean"), ChartLine(name="max", key="staleness_max")),
     ),
 )
 
@@ -167,48 +142,46 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     the value of the nearest drawn one, at most ``reach`` away. Metrics that no chart names follow as ``more``, one
     chart each.
     """
-    made = [_lines_of(chart, metrics) for chart in CHARTS]
+    made = [_line_chart(chart, metrics) for chart in CHARTS]
     made += [
         _stack("Dropped trajectories", "Started but not trained on, by reason.", _dropped(metrics)),
         _stack("How trajectories ended", "By reason.", _counts(metrics, "finish_reasons")),
         _stack("Tool errors", "By kind.", _counts(metrics, "tool_errors_by_kind")),
     ]
-    made += [_lines_of(chart, metrics) | {"more": True} for chart in _further(metrics)]
+    made += [_line_chart(chart, metrics) | {"more": True} for chart in _other_charts(metrics)]
     return [chart for chart in made if chart["lines"]]
 
 
-def thinned(points: Sequence[tuple[float, ...]], most: int = MOST_POINTS) -> list[tuple[float, ...]]:
-    """Thin out points ``(x, y, …)``, ordered by x, to about ``most``.
+def thinned(points: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> list[tuple[float, ...]]:
+    """Thin out points ``(x, y, …)``, ordered by x, to about ``limit``.
 
     The first and last point stay, and those with the least and the greatest y of every stretch.
     """
-    if len(points) <= most:
+    if len(points) <= limit:
         return list(points)
-    length = math.ceil(2 * len(points) / most)
+    length = math.ceil(2 * len(points) / limit)
     stretches = (points[begin : begin + length] for begin in range(0, len(points), length))
     extremes = ({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])} for part in stretches)
     return sorted({points[0], points[-1]}.union(*extremes))
 
 
-def _lines_of(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    lines = [drawn for line in chart.lines if (drawn := _line(line, metrics))]
+def _line_chart(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    records = [record for record in metrics if record["kind"] == chart.kind]
+    lines = []
+    for number, (name, key) in enumerate(chart.lines.items()):
+        keys = (key, *((chart.band or ()) if number == 0 else ()))
+        points = [
+            (float(r["step"]), *(float(r[key]) for key in keys))
+            for r in records
+            if all(is_number(r.get(key)) for key in keys)
+        ]
+        if points:
+            kept = thinned(points)
+            named = dict(zip(("x", "y", "low", "high"), zip(*kept, strict=True), strict=False))
+            rounded = {axis: [float(f"{value:.6g}") for value in column] for axis, column in named.items()}
+            lines.append({"name": name} | rounded | _reach([x for x, *_ in points], [x for x, *_ in kept]))
     head = {"title": chart.title, "hint": chart.hint, "unit": chart.unit, "scale": chart.scale}
     return head | {"kind": "lines", "lines": lines}
-
-
-def _line(line: ChartLine, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    keys = (line.key, *(line.band or ()))
-    points = [
-        (float(r["step"]), *(float(r[key]) for key in keys))
-        for r in metrics
-        if r["kind"] == line.kind and all(is_number(r.get(key)) for key in keys)
-    ]
-    if not points:
-        return None
-    kept = thinned(points)
-    named = dict(zip(("x", "y", "low", "high"), zip(*kept, strict=True), strict=False))
-    drawn = {name: [_short(v) for v in column] for name, column in named.items()}
-    return {"name": line.name} | drawn | _reach([x for x, *_ in points], [x for x, *_ in kept])
 
 
 def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
@@ -217,7 +190,7 @@ def _stack(title: str, hint: str, counts: Mapping[int, Mapping[str, float]]) -> 
     for named in counts.values():
         sums.update(named)
     steps = sorted(counts)
-    every = math.ceil(len(steps) / MOST_BARS) or 1
+    every = math.ceil(len(steps) / MAX_BARS) or 1
     bars = [steps[begin : begin + every] for begin in range(0, len(steps), every)]
     middles = [bar[len(bar) // 2] for bar in bars]
     lines = [
@@ -239,8 +212,8 @@ def _reach(steps: Sequence[float], drawn: Sequence[float]) -> dict[str, float]:
         place = bisect_left(drawn, step)
         return min(abs(step - near) for near in drawn[max(0, place - 1) : place + 1])
 
-    most = max(map(distance, steps), default=0)
-    return {"reach": most} if most else {}
+    reach = max(map(distance, steps), default=0)
+    return {"reach": reach} if reach else {}
 
 
 def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping[str, float]]:
@@ -250,26 +223,30 @@ def _counts(metrics: Iterable[Mapping[str, Any]], key: str) -> dict[int, Mapping
 def _dropped(metrics: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, float]]:
     """Return each step's own drops: the accounting is cumulative."""
     dropped, before = {}, Counter()
-    for step, books in _counts(metrics, "accounting").items():
-        now = Counter({key.removeprefix("dropped/"): n for key, n in books.items() if key.startswith("dropped/")})
+    for step, counts in _counts(metrics, "accounting").items():
+        now = Counter({key.removeprefix("dropped/"): n for key, n in counts.items() if key.startswith("dropped/")})
         dropped[step], before = now - before, now
     return dropped
 
 
-def _further(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def _other_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return a chart for every number that none of :data:`CHARTS` shows."""
-    shown = {key for chart in CHARTS for line in chart.lines for key in (line.key, *(line.band or ()))}
-    keys = dict.fromkeys(key for r in metrics if r["kind"] == "step" for key, v in r.items() if is_number(v))
-    left = [key for key in keys if key not in shown and key not in _CHARTED_ELSEWHERE]
-    return [Chart(title=key, hint="", lines=(ChartLine(name=key, key=key),)) for key in sorted(left)]
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+    shown = {key for chart in CHARTS for key in (*chart.lines.values(), *(chart.band or ()), *_CHARTED_ELSEWHERE)}
+    keys = {key for r in metrics if r["kind"] == "step" for key, value in r.items() if is_number(value)}
+    return [Chart(title=key, hint="", lines={key: key}) for key in sorted(keys - shown)]
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
-    """Draw reward per step and held-out accuracy, from ``metrics.jsonl`` records, to a PNG."""
+    """Draw reward per step and held-out accuracy to a PNG.
+
+    Args:
+        records: records of ``metrics.jsonl``.
+        file: the file to write.
+        title: title of the plot.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -18,43 +18,41 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import is_number
 from jax_agent_rl.observe.report.charts import charts
-from jax_agent_rl.observe.report.run_data import RunData, decoder, read_run, value_at
+from jax_agent_rl.observe.report.run_data import RunData, config_value, decoder, read_run
 from jax_agent_rl.observe.report.timeline import timeline
-from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
-from jax_agent_rl.observe.trees import forest
+from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
+from jax_agent_rl.observe.run_dir import is_number
 from jax_agent_rl.utils.files import write_atomically, writing
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
-MOST = 2000
-"""Trajectories on a page by default."""
+MAX_TRAJECTORIES = 2000
 _NOT_WRITTEN = "{file} could not be written ({reason}); choose another file with --out"
-SCRIPTS = ("dom.js", "charts.js", "timeline.js", "tokens.js", "tree.js", "browser.js", "main.js")
+SCRIPTS = ("dom.js", "charts.js", "tokens.js", "browser.js", "main.js")
 """In order; each relies only on those before it."""
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def write_report(run: Path, out: Path | None = None, *, most: int = MOST) -> Path:
+def write_report(run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECTORIES) -> Path:
     """Write the report of a run folder, whether the run has finished, is going on or has failed.
 
     Args:
         run: the run folder.
         out: the file; None: ``report.html`` in the run folder.
-        most: trajectories on the page, fewer where they are long (see :func:`~jax_agent_rl.observe.selection.choose`);
-            0: all.
+        limit: number of trajectories on the page, fewer where they are long (see
+            :func:`~jax_agent_rl.observe.selection.choose`); 0: all.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: ``most`` is negative.
+        ConfigError: ``limit`` is negative.
         DataError: not a run folder.
         StorageError: the file cannot be written.
     """
-    if most < 0:
-        raise ConfigError(f"--most {most}: must be 0 (all trajectories) or more")
-    text = render_report(read_run(run, most=most))
+    if limit < 0:
+        raise ConfigError(f"--limit {limit}: must be 0 (all trajectories) or more")
+    text = render_report(read_run(run, limit=limit))
     file = out or run / "report.html"
     with writing(file, message=_NOT_WRITTEN):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,24 +88,24 @@ def _overview(data: RunData) -> dict[str, Any]:
     evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
     rewards = [r["reward_mean"] for r in steps if is_number(r.get("reward_mean"))]
     accuracies = [r["accuracy"] for r in evaluations if is_number(r.get("accuracy"))]
-    books = (steps[-1].get("accounting") or {}) if steps else {}
-    wanted = value_at(data.config, "trainer", "steps")
+    accounting = (steps[-1].get("accounting") or {}) if steps else {}
+    wanted = config_value(data.config, "trainer", "steps")
     facts = {
-        "model": Path(str(value_at(data.config, "model", "path") or "?")).name,
-        "algorithm": value_at(data.config, "algorithm", "adv_estimator"),
-        "trainer": value_at(data.config, "trainer", "mode"),
-        "engine": value_at(data.config, "rollout", "backend"),
+        "model": Path(str(config_value(data.config, "model", "path") or "?")).name,
+        "algorithm": config_value(data.config, "algorithm", "adv_estimator"),
+        "trainer": config_value(data.config, "trainer", "mode"),
+        "engine": config_value(data.config, "rollout", "backend"),
     }
     return {
         "name": data.name,
-        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "created": time.strftime("%Y-%m-%d %H:%M"),
         "state": "finished" if data.summary else "not finished",
         "facts": {key: value for key, value in facts.items() if value},
         "step": steps[-1]["step"] if steps else 0,
         "steps": wanted if isinstance(wanted, int) else None,
         "reward": [rewards[0], rewards[-1]] if rewards else None,
         "accuracy": [accuracies[0], accuracies[-1]] if accuracies else None,
-        "books": {key: books[key] for key in ("started", "trained", "dropped", "in_flight") if key in books},
+        "accounting": {k: accounting[k] for k in ("started", "trained", "dropped", "in_flight") if k in accounting},
         "total": data.total,
     }
 
@@ -130,18 +128,18 @@ def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping
         index: data read when the page opens.
         trajectories: data read one by one when looked at; each is a line of a JSON array.
     """
-    folder = files("jax_agent_rl.observe.report") / "page"
-    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    page_dir = files("jax_agent_rl.observe.report") / "page"
+    script = "\n".join((page_dir / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
     parts = {
         "TITLE": html.escape(title),
         "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
+        "STYLE": (page_dir / "page.css").read_text(encoding="utf-8"),
         "INDEX": to_json(index),
         "TRAJECTORIES": "[\n" + ",\n".join(map(to_json, trajectories)) + "\n]",
         "SCRIPT": script,
     }
-    first, *rest = (folder / "page.html").read_text(encoding="utf-8").split("{{")
+    first, *rest = (page_dir / "page.html").read_text(encoding="utf-8").split("{{")
     pieces = [first]  # no str.replace: a value may contain a placeholder
     for piece in rest:
         name, text = piece.split("}}", 1)

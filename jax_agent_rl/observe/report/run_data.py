@@ -10,9 +10,8 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import DataError, ModelError
-from jax_agent_rl.observe.metrics import Records, RunFolder, metrics_of, traces_of, trajectories_of
-from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
-from jax_agent_rl.observe.trajectories import Decode
+from jax_agent_rl.observe.run_dir import Decode, Records, RunDir, read_metrics, read_traces, read_trajectories
+from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +39,31 @@ class RunData:
     notes: list[str] = field(default_factory=list)
 
 
-def read_run(run: Path, *, most: int) -> RunData:
+def read_run(run: Path, *, limit: int) -> RunData:
     """Read a run folder.
 
     Args:
         run: the folder.
-        most: trajectories to keep, see :func:`~jax_agent_rl.observe.selection.choose`; 0 keeps all.
+        limit: number of trajectories to keep, see :func:`~jax_agent_rl.observe.selection.choose`; 0 keeps all.
 
     Raises:
         DataError: the folder holds neither metrics nor trajectories nor a configuration.
     """
     files = [run / name for name in ("config.json", "metrics.jsonl", "trajectories.jsonl")]
     if not any(file.is_file() for file in files):
-        raise DataError(f"{run} is no run folder: there is no {', no '.join(file.name for file in files)} in it")
-    folder, notes = RunFolder(run), []
-    metrics, traces = metrics_of(folder.metrics), traces_of(folder.traces)
-    recorded = trajectories_of(folder.trajectories)
-    trajectories, total = _read_trajectories(recorded, most, notes)
+        raise DataError(f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}")
+    run_dir, notes = RunDir(run), []
+    metrics, traces = read_metrics(run_dir.metrics), read_traces(run_dir.traces)
+    recorded = read_trajectories(run_dir.trajectories)
+    trajectories, total = _read_trajectories(recorded, limit, notes)
     data = RunData(
         name=run.resolve().name,
-        config=_read_object(folder.config, notes),
+        config=_read_object(run_dir.config, notes),
         metrics=list(metrics),
         trajectories=trajectories,
         total=total,
         traces=list(traces),
-        summary=_read_object(folder.summary, notes) if folder.summary.exists() else {},
+        summary=_read_object(run_dir.summary, notes) if run_dir.summary.exists() else {},
         notes=notes,
     )
     for records in (metrics, recorded, traces):
@@ -72,18 +71,24 @@ def read_run(run: Path, *, most: int) -> RunData:
     return data
 
 
-def value_at(config: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return a value of a configuration, or None."""
+def config_value(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """Return a value of a configuration, or None.
+
+    Args:
+        config: the configuration as recorded, of any shape.
+        section: name of the section.
+        key: name of the key in it.
+    """
     found = config.get(section)
     return found.get(key) if isinstance(found, Mapping) else None
 
 
 def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     """Return the decoder of the run's tokenizer; if that is unreadable, add a note and show ids in brackets."""
-    path = value_at(config, "model", "path")
+    path = config_value(config, "model", "path")
     try:
         if not isinstance(path, str):
-            raise ModelError("its configuration does not say where the model is")
+            raise ModelError("its configuration has no model.path")
         codec = ChatCodec.from_pretrained(path)
     except ModelError as problem:
         notes.append(f"tokens are shown as ids, because the run's tokenizer cannot be read: {problem}")
@@ -91,16 +96,16 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     return lambda ids: codec.decode(ids, skip_special_tokens=False)
 
 
-def _read_trajectories(records: Records, most: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """Read twice if only some are wanted, so that memory holds only those."""
-    facts = [Fact.of(record) for record in records]
-    choice = choose(facts, most)
+def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """Read the file twice, so that only the chosen records are in memory."""
+    facts = [Fact.from_record(record) for record in records]
+    choice = choose(facts, limit)
     if len(choice.places) < len(facts):
         steps = len({facts[place].step for place in choice.places})
-        more = f"a page takes {MOST_TOKENS:,} tokens, --most 0 shows all" if choice.is_full else "--most shows more"
+        more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if choice.is_full else "--limit shows more"
         notes.append(
             f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
-            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, others by chance; {more}"
+            f"{len({fact.step for fact in facts})} steps: the best and the worst of each, and random others; {more}"
         )
     return [record for place, record in enumerate(records) if place in choice.places], len(facts)
 
@@ -109,7 +114,7 @@ def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds no object but a {type(content).__name__}")
+            raise ValueError(f"it contains a {type(content).__name__}, not an object")
     except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}")
         return {}

@@ -1,7 +1,7 @@
 """When engine and learner worked: phases of ``metrics.jsonl`` and traced trajectories, on one time axis.
 
-Times are seconds since the first of them. Pauses longer than :data:`LONGEST_PAUSE` (the run was stopped and resumed)
-are cut out.
+Times are seconds since the first of them. Pauses longer than :data:`MAX_PAUSE_SECONDS` (the run was stopped and
+resumed) are cut out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-LONGEST_PAUSE = 120.0  # seconds
-MOST_TRACES = 400
-"""The newest traced trajectories that are drawn."""
+MAX_PAUSE_SECONDS = 120.0
+MAX_TRACES = 400  # the newest ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +31,7 @@ class TimeAxis:
     cuts: tuple[float, ...]
 
     @classmethod
-    def of(cls, intervals: Iterable[tuple[float, float]]) -> TimeAxis:
+    def from_intervals(cls, intervals: Iterable[tuple[float, float]]) -> TimeAxis:
         """Return the axis of intervals ``(begin, end)``."""
         ordered = sorted(intervals)
         if not ordered:
@@ -40,7 +39,7 @@ class TimeAxis:
         ends = accumulate((end for _, end in ordered), max)
         starts, offsets = [ordered[0][0]], [ordered[0][0]]
         for (begin, _), end in zip(ordered[1:], ends, strict=False):
-            if begin - end > LONGEST_PAUSE:
+            if begin - end > MAX_PAUSE_SECONDS:
                 starts.append(begin)
                 offsets.append(offsets[-1] + begin - end)
         cuts = tuple(begin - off for begin, off in zip(starts[1:], offsets[1:], strict=True))
@@ -67,11 +66,11 @@ def timeline(
         ``phases [{name, from, to, step}]``, ``engine [{from, to, busy, step}]``, ``updates [time]`` of the weights,
         ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``.
     """
-    traces = sorted(traces, key=_began)[-MOST_TRACES:]
+    traces = sorted(traces, key=_began)[-MAX_TRACES:]
     phases = [(name, begin, end, r["step"]) for r in metrics for name, begin, end in r.get("phase_seconds") or ()]
     busy = {r["step"]: r["engine_busy_share"] for r in metrics if "engine_busy_share" in r}
     spans = [(s["start_ns"] / 1e9, s["end_ns"] / 1e9) for t in traces for s in t["spans"]]
-    axis = TimeAxis.of([*((begin, end) for _, begin, end, _ in phases), *spans])
+    axis = TimeAxis.from_intervals([*((begin, end) for _, begin, end, _ in phases), *spans])
     ends = [end for _, _, end, _ in phases] + [end for _, end in spans]
     return {
         "phases": [

@@ -1,7 +1,7 @@
 """The sinks of ``trainer.logger``: TensorBoard, Weights & Biases, Trackio.
 
-All get the names of ``metrics.jsonl`` and the training step as their axis; evaluations are ``evaluation/…``, nested
-counts ``tool_errors_by_kind/timeout``. A resumed run continues the run that each library had. Their packages are
+Metrics keep the names of ``metrics.jsonl``, with the training step as the axis; evaluations are ``evaluation/…``,
+nested counts ``tool_errors_by_kind/timeout``. A resumed run continues the same run in each library. Packages are
 imported only where they are used.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,32 +18,30 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks.background import Sink, SinkThread, SinkThreads
+from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.utils.files import write_atomically
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""The package that each name of ``trainer.logger`` imports; the extra has the name."""
-IDENTITIES = "loggers.json"
-"""The file of the run folder with each library's identity of the run."""
-CLOSING_SECONDS = 60.0
-"""How long sinks may take to hand over what they hold (an upload, say) when a run ends."""
+"""Packages by name in ``trainer.logger``; the extra to install has the same name."""
+IDENTITIES_FILE = "loggers.json"
+CLOSING_SECONDS = 60.0  # enough for an upload
 FLUSH_SECONDS = 10
 STEP = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The run as a sink needs to know it.
+    """The facts about the run that a sink needs.
 
     Attributes:
-        folder: the run folder; its name is the run's.
-        project: the name under which runs are shown together.
+        run_dir: the run folder, whose name is the run's.
+        project: name under which runs are shown together.
         config: the resolved configuration, as JSON.
-        step: the step that the run continues from; later steps are logged again. 0: a new run.
-        identity: the return value of :meth:`MetricSink.open` when the run began; None: it begins now.
+        step: the step from which the run continues; later steps are logged again. 0: a new run.
+        identity: the return value of :meth:`MetricSink.open` when the run began; None: a new run.
     """
 
-    folder: Path
+    run_dir: Path
     project: str
     config: Mapping[str, Any]
     step: int = 0
@@ -57,10 +56,10 @@ class StepScalars(NamedTuple):
 
 
 class MetricSink(Sink[StepScalars], Protocol):
-    """A library that stores metrics. It is opened in its own thread, too."""
+    """A library that stores metrics, opened in its thread."""
 
     def open(self, run: RunFacts) -> Mapping[str, str]:
-        """Begin or continue a run; return what identifies it next time."""
+        """Begin or continue a run; return its identity."""
         ...
 
 
@@ -80,16 +79,15 @@ class TensorBoardSink:
         import yaml
         from tensorboardX import SummaryWriter
 
-        folder = run.folder / "tensorboard"
         self._writer = SummaryWriter(
-            str(folder),
+            str(run.run_dir / "tensorboard"),
             flush_secs=FLUSH_SECONDS,
             purge_step=None if run.identity is None else run.step + 1,
             filename_suffix=f".{run.step}",  # names have a resolution of one second; the next run would overwrite
         )
         if run.identity is None:
             self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
-        return {"folder": folder.name}
+        return {"folder": "tensorboard"}
 
     def write(self, item: StepScalars) -> None:
         for name, value in item.values.items():
@@ -115,10 +113,10 @@ class WandbSink:
         identity = run.identity or {"id": uuid.uuid4().hex}
         self._run = wandb.init(
             project=run.project,
-            name=run.folder.name,
+            name=run.run_dir.name,
             id=identity["id"],
             resume="allow",
-            dir=str(run.folder),
+            dir=str(run.run_dir),
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -142,7 +140,7 @@ class TrackioSink:
     def open(self, run: RunFacts) -> Mapping[str, str]:
         import trackio
 
-        identity = run.identity or {"name": f"{run.folder.name}-{uuid.uuid4().hex[:6]}"}
+        identity = run.identity or {"name": f"{run.run_dir.name}-{uuid.uuid4().hex[:6]}"}
         self._run = trackio.init(
             project=run.project, name=identity["name"], resume="allow", config=dict(run.config), embed=False
         )
@@ -169,60 +167,54 @@ def check_sinks(names: Sequence[str]) -> None:
     Raises:
         ConfigError: a package is missing, with the extra that installs it, or a login is.
     """
-    missing = [name for name in names if not _imports(PACKAGES[name])]
+    missing = []
+    for name in names:
+        try:
+            importlib.import_module(PACKAGES[name])
+        except ImportError:
+            missing.append(name)
     if missing:
-        extras = ",".join(missing)
         raise ConfigError(
-            f"trainer.logger names {', '.join(missing)}, which is not installed: pip install 'jax_agent_rl[{extras}]', "
-            "or remove it"
+            f"trainer.logger names {', '.join(missing)}, which is not installed: "
+            f"pip install 'jax_agent_rl[{','.join(missing)}]', or remove it"
         )
     if "wandb" in names:
-        _require_wandb_login()
+        import wandb
 
-
-def _imports(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    except ImportError:
-        return False
-    return True
-
-
-def _require_wandb_login() -> None:
-    """Refuse online W&B without an API key, rather than prompt for one during start-up."""
-    import wandb
-
-    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
-        return
-    if not wandb.login(prompt=False, verify=False):
-        raise ConfigError(
-            "trainer.logger names wandb, which knows no API key: run 'wandb login', set WANDB_API_KEY, or "
-            "WANDB_MODE=offline"
-        )
+        # or W&B would prompt for a key during start-up
+        offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+        if not offline and not wandb.login(prompt=False, verify=False):
+            raise ConfigError(
+                "trainer.logger names wandb, which has no API key: run 'wandb login', set WANDB_API_KEY, or "
+                "WANDB_MODE=offline"
+            )
 
 
 @contextmanager
-def open_sinks(names: Sequence[str], run: RunFacts, *, say: Callable[[str], None]) -> Iterator[MetricSinks]:
-    """Yield the sinks of a run. Their failures are reported once each and never raised.
+def open_sinks(names: Sequence[str], run: RunFacts, *, print_line: Callable[[str], None]) -> Iterator[MetricSinks]:
+    """Yield the sinks of a run. Each sink's first failure is reported; none is raised.
 
     Args:
-        names: from ``trainer.logger``.
-        run: the run; its ``identity`` is read from the run folder.
-        say: takes a line for the user, from any thread.
+        names: names from ``trainer.logger``.
+        run: the run; identities are read from the run folder.
+        print_line: takes a line for the user, from any thread.
     """
-    file = run.folder / IDENTITIES
-    known: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.exists() else {}
+    file = run.run_dir / IDENTITIES_FILE
+    identities: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.exists() else {}
+    lock = threading.Lock()
 
     def start(name: str, sink: MetricSink) -> None:
-        known[name] = dict(sink.open(replace(run, identity=known.get(name))))
-        write_atomically(file, json.dumps(known, indent=2) + "\n")
-
-    def warn(text: str) -> None:
-        say(f"  warning: {text}; metrics.jsonl has everything")
+        identity = dict(sink.open(replace(run, identity=identities.get(name))))
+        with lock:  # every sink's thread writes this file
+            identities[name] = identity
+            write_atomically(file, json.dumps(identities, indent=2) + "\n")
 
     def feed(name: str) -> SinkThread[StepScalars]:
         sink = SINKS[name]()
-        return SinkThread(name, sink, say=warn, start=lambda: start(name, sink))
+        return SinkThread(name, sink, print_line=warn, start=lambda: start(name, sink))
+
+    def warn(text: str) -> None:
+        print_line(f"  warning: {text}; metrics.jsonl has everything")
 
     sinks = MetricSinks([feed(name) for name in names])
     try:

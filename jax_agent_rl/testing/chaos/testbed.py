@@ -35,8 +35,8 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -290,7 +290,7 @@ async def _trainer(
     )
     return WatchedTrainer(
         runtime=runtime,
-        folder=RunFolder(Path(settings.run_dir)),
+        folder=RunDir(Path(settings.run_dir)),
         checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=_MAX_STEPS),

@@ -22,7 +22,7 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
-from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files, with_probe
+from jax_agent_rl.testing.conformance.models import ModelDirs, weight_files, with_probe
 from jax_agent_rl.testing.conformance.reference import Reference, TransformersReference
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class BackendOptions:
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
     """
 
-    folders: ModelFolders
+    folders: ModelDirs
     max_model_len: int = 256
     max_concurrent: int = 8
     tolerance: float = 1e-3

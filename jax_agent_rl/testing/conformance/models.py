@@ -21,7 +21,7 @@ _PROBE_LENGTH = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFolders:
+class ModelDirs:
     """Hugging Face folders of one architecture, one per weight set.
 
     Attributes:
@@ -41,7 +41,7 @@ class ModelFolders:
     scratch: Path
 
 
-def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
+def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     """Write changed copies of a model (or of a tiny random one) under ``scratch``.
 
     Raises:
@@ -60,7 +60,7 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
     write_changed(base, other)
     write_mixture(base, other, mixed)
     write_adapter(base, adapter, adapted)
-    return ModelFolders(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
+    return ModelDirs(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
 
 
 def write_tiny_model(folder: Path) -> Path:

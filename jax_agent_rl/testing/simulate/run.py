@@ -20,7 +20,7 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.observe.metrics import Learnt, RunFolder
+from jax_agent_rl.observe.run_dir import TokenValues, RunDir
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
@@ -94,7 +94,7 @@ class SimulationResult:
     share_of_ideal: float
 
 
-class _Readings(RunFolder):
+class _Readings(RunDir):
     """A run folder that writes nothing and keeps totals and the record of every step.
 
     Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the learner computed.
@@ -111,7 +111,7 @@ class _Readings(RunFolder):
         self.taken.append((np.array([now, busy, sampled, self._learner.busy_seconds]), record))
 
     def add_trajectories(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt | None = None
+        self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues | None = None
     ) -> None:
         """Ignore them: their content is simulated."""
 

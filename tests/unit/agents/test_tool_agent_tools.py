@@ -9,7 +9,7 @@ from PIL import Image
 from jax_agent_rl.agents import AgentContext, ToolAgent
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.rewards import register_reward, registry, score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import Capabilities

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from jax_agent_rl.cli.config import app
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.config.keys import in_words, keys_of
 from jax_agent_rl.config.loading import read_tree, valid_keys
-from jax_agent_rl.config.reference import find
+from jax_agent_rl.config.reference import describe_type, find, list_keys
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 
@@ -23,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 RECIPES = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p.stem != "tool_server")
 EXAMPLES = sorted((ROOT / "examples").glob("*/config.yaml"))
 SCHEMA = jsonschema.Draft202012Validator(json.loads((ROOT / "configs" / "schema.json").read_text()))
-KEYS = keys_of(Config)
+KEYS = list_keys(Config)
 
 
 def printed(*arguments: str) -> str:
@@ -84,7 +83,7 @@ def test_an_editor_accepts_texts_where_the_configuration_does():
 
 def test_the_page_has_every_key_once():
     rows = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
-    wanted = [k.path for model in (Config, ToolServerSettings) for k in keys_of(model).values() if not k.is_section]
+    wanted = [k.path for model in (Config, ToolServerSettings) for k in list_keys(model).values() if not k.is_section]
     assert sorted(rows) == sorted(wanted)
 
 
@@ -111,14 +110,14 @@ def test_a_shown_configuration_is_the_same_when_it_is_loaded(path: Path, tmp_pat
 
 @pytest.mark.parametrize("model", [Config, ToolServerSettings])
 def test_every_key_and_section_is_described_and_says_what_it_takes(model):
-    keys = keys_of(model)
+    keys = list_keys(model)
     assert [k.path for k in keys.values() if not k.description or "anything" in k.type or "``" in k.description] == []
     assert {k.path for k in keys.values() if not k.is_section or k.default} == set(valid_keys(model))
 
 
 def test_a_key_is_explained_with_its_type_its_default_and_what_it_may_be():
     text = printed("explain", "trainer.mode")
-    assert "sync | one_step_off | fully_async" in text and '"sync"' in text and "roll out all the time" in text
+    assert "sync | one_step_off | fully_async" in text and '"sync"' in text and "roll out continuously" in text
     assert KEYS["data.train"].default is None and "it must be set" in printed("explain", "data.train")
 
 
@@ -162,4 +161,4 @@ def test_types_are_said_in_words(path: str, words: str):
 
 
 def test_a_constant_is_the_only_choice():
-    assert in_words({"const": "a", "type": "string"}) == "a"
+    assert describe_type({"const": "a", "type": "string"}) == "a"

@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.learner.experience import Scores, build_experience
-from jax_agent_rl.observe.metrics import trajectory_record
+from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import trajectory
 
@@ -29,7 +29,7 @@ def test_every_trained_token_has_its_advantage_and_the_learners_log_prob():
     np.testing.assert_array_equal(log["g-0"]["advantages"], [0.5, 0.5])  # dr_grpo: reward minus the group's mean
     np.testing.assert_array_equal(log["g-1"]["advantages"], [-0.5])
     np.testing.assert_array_equal(log["g-0"]["old_logprobs"], [-2, -2])
-    record = trajectory_record(good, step=1, split="train", learnt=log["g-0"])
+    record = trajectory_record(good, step=1, split="train", token_values=log["g-0"])
     assert record["advantages"] == [0.5, 0.0, 0.5] and record["old_logprobs"] == [-2.0, 0.0, -2.0]
 
 
@@ -45,7 +45,7 @@ def test_a_trajectory_of_several_contexts_has_one_number_for_each_sampled_id(cha
     whole = replace(whole, segments=(segment,)) if change == "segments" else replace(whole, history_window=1)
     log = made_of(whole, trajectory([5], [7], index=1))["g-0"]
     numbered = {"advantages": np.arange(1.0, 1 + len(log["advantages"]))}
-    record = trajectory_record(whole, step=1, split="train", learnt=numbered)
+    record = trajectory_record(whole, step=1, split="train", token_values=numbered)
     if change == "segments":
         assert record["segments"][0]["advantages"] == [1, 2] and record["advantages"] == [3, 0, 4, 0, 5, 6]
     else:

@@ -57,7 +57,7 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar():
     with progress:
         progress.phase("step 1: rollout", lambda: "3/8")
         progress.step({"step": 1, **RECORD}, seconds_left=60.0)
-        progress.say("  warning (truncated): [odd] brackets stay")
+        progress.print_line("  warning (truncated): [odd] brackets stay")
     lines = file.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1/8", "warning"]
     assert "[odd] brackets stay" in lines[2] and "━" not in file.getvalue() and "\x1b" not in file.getvalue()

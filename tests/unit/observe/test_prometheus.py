@@ -26,7 +26,7 @@ def test_everything_an_engine_counts_has_a_name_and_says_what_it_is():
     assert set(COUNTED) == {field.name for field in fields(BackendMetrics)}
 
 
-def test_engines_are_told_apart_by_name_under_one_heading():
+def test_engines_differ_by_label_under_one_heading():
     health = Health(ok=True, policy_version=7, running=2, waiting=1, kv_used_share=0.25)
     text = text_of(
         [
@@ -58,7 +58,7 @@ def test_requests_are_counted_by_path_and_status_also_those_whose_client_went_aw
 
 def test_a_run_serves_its_newest_metrics_to_this_machine_until_it_ends():
     said: list[str] = []
-    with serve_trainer(0, say=said.append) as metrics:
+    with serve_trainer(0, print_line=said.append) as metrics:
         url = said[0].rpartition(" ")[2]
         assert url.startswith("http://127.0.0.1:")
         metrics({"kind": "step", "step": 4, "reward_mean": 0.5, "dropped/stale": 2})
@@ -78,5 +78,5 @@ def test_a_port_in_use_is_a_setting_to_change():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"trainer.prometheus_port={port} cannot be used"):
-            with serve_trainer(port, say=print):
+            with serve_trainer(port, print_line=print):
                 pass

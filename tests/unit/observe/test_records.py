@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.metrics import (
-    RunFolder,
-    metrics_of,
+from jax_agent_rl.observe.run_dir import (
+    RunDir,
+    read_metrics,
     read_records,
-    traces_of,
-    trajectories_of,
+    read_traces,
+    read_trajectories,
     trajectory_record,
 )
 from tests.report_runs import make_run
@@ -27,17 +27,17 @@ def put(file: Path, line: bytes, *, at: int) -> None:
 
 @pytest.mark.parametrize("line", DAMAGED)
 def test_a_line_without_an_object_is_left_out_and_counted(tmp_path: Path, line: bytes):
-    folder = RunFolder(make_run(tmp_path / "run"))
+    run_dir = RunDir(make_run(tmp_path / "run"))
     for read, file in (
-        (metrics_of, folder.metrics),
-        (trajectories_of, folder.trajectories),
-        (traces_of, folder.traces),
+        (read_metrics, run_dir.metrics),
+        (read_trajectories, run_dir.trajectories),
+        (read_traces, run_dir.traces),
     ):
         whole = list(read(file))
         put(file, line, at=1)
         records = read(file)
         assert list(records) == whole and (records.damaged, records.invalid) == (1, 0)
-        assert list(records) == whole and records.damaged == 1, "a second reading counts anew"
+        assert list(records) == whole and records.damaged == 1, "a second reading counts again"
         assert records.notes == [f"lines left out of {file.name}: 1 (cut off or damaged)"]
 
 
@@ -67,26 +67,26 @@ def test_a_trajectory_without_what_is_read_of_it_is_left_out_and_counted(tmp_pat
     missing = {key: value for key, value in whole.items() if key != "segments"}
     file = tmp_path / "trajectories.jsonl"
     file.write_text("\n".join(map(json.dumps, [{"a": 1}, whole, whole | broken, missing])))
-    records = trajectories_of(file)
+    records = read_trajectories(file)
     assert list(records) == [whole] and (records.damaged, records.invalid) == (0, 3)
     assert records.notes == ["lines left out of trajectories.jsonl: 3 (not as this version writes them)"]
 
 
 def test_a_file_that_is_not_there_has_no_records_and_nothing_to_say(tmp_path: Path):
-    records = metrics_of(tmp_path / "metrics.jsonl")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert list(records) == [] and records.notes == []
 
 
 @pytest.mark.parametrize("line", [*DAMAGED, b'{"a": 1}'])
 def test_a_run_with_a_damaged_line_is_cut_back_and_loses_that_line(tmp_path: Path, line: bytes):
-    folder = RunFolder(make_run(tmp_path / "run"))
-    for file in (folder.metrics, folder.trajectories, folder.traces):
+    run_dir = RunDir(make_run(tmp_path / "run"))
+    for file in (run_dir.metrics, run_dir.trajectories, run_dir.traces):
         put(file, line, at=1)
-    folder.cut_back(2, evaluated=0)
-    assert [(r["kind"], r["step"]) for r in read_records(folder.metrics)] == [
+    run_dir.cut_back(2, evaluated=0)
+    assert [(r["kind"], r["step"]) for r in read_records(run_dir.metrics)] == [
         ("evaluation", 0),
         ("step", 1),
         ("step", 2),
     ]
-    assert len(folder.metrics.read_text().splitlines()) == 3
-    assert [r["step"] for r in read_records(folder.trajectories)] == [1] * 4 + [2] * 4
+    assert len(run_dir.metrics.read_text().splitlines()) == 3
+    assert [r["step"] for r in read_records(run_dir.trajectories)] == [1] * 4 + [2] * 4

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe import selection
-from jax_agent_rl.observe.metrics import RunFolder, trajectory_record
 from jax_agent_rl.observe.report import command
-from jax_agent_rl.observe.report.charts import MOST_POINTS, charts, thinned
+from jax_agent_rl.observe.report.charts import MAX_POINTS, charts, thinned
 from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
-from jax_agent_rl.observe.report.timeline import LONGEST_PAUSE, TimeAxis, timeline
-from jax_agent_rl.observe.report.tokens import COLUMNS, Prompts, Vocabulary, facts, tokens
-from jax_agent_rl.observe.selection import MOST_TOKENS, Fact, choose
-from jax_agent_rl.observe.trees import forest
+from jax_agent_rl.observe.report.timeline import MAX_PAUSE_SECONDS, TimeAxis, timeline
+from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
+from jax_agent_rl.observe.run_dir import RunDir, trajectory_record
+from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
 from tests.trajectories import call, trajectory
 
@@ -73,7 +72,7 @@ def test_a_chart_has_the_steps_that_have_its_metric():
     assert "Staleness" not in made
 
 
-def test_drops_are_those_of_each_step_although_the_books_count_from_the_start():
+def test_drops_are_those_of_each_step_although_the_accounting_counts_from_the_start():
     metrics = [step_line(step) for step in (1, 2, 5)]
     (chart,) = [c for c in charts(metrics) if c["title"] == "Dropped trajectories"]
     assert chart["kind"] == "stack" and lines_of(chart) == {"zero_variance": ([1, 2, 5], [1, 1, 3])}
@@ -93,7 +92,7 @@ def test_numbers_that_are_none_are_left_out():
 def test_thinning_keeps_the_extremes_the_order_and_few_points(values):
     points = [(float(x), y) for x, y in enumerate(values)]
     kept = thinned(points)
-    assert len(kept) <= max(MOST_POINTS, 1) + 2 and set(kept) <= set(points)
+    assert len(kept) <= max(MAX_POINTS, 1) + 2 and set(kept) <= set(points)
     assert kept == sorted(kept) and len(set(kept)) == len(kept)
     assert {max(values), min(values)} <= {y for _, y in kept}
 
@@ -124,14 +123,14 @@ def test_bars_of_many_steps_are_sums_that_lose_nothing():
 
 
 def test_a_long_pause_is_cut_out_of_the_time_axis():
-    axis = TimeAxis.of([(100, 110), (105, 120), (120 + LONGEST_PAUSE + 1000, 2000)])
-    assert [axis(100), axis(120), axis(120 + LONGEST_PAUSE + 1000)] == [0, 20, 20]
+    axis = TimeAxis.from_intervals([(100, 110), (105, 120), (120 + MAX_PAUSE_SECONDS + 1000, 2000)])
+    assert [axis(100), axis(120), axis(120 + MAX_PAUSE_SECONDS + 1000)] == [0, 20, 20]
     assert axis.cuts == (20,)
 
 
 def test_a_short_pause_stays():
-    axis = TimeAxis.of([(100, 110), (110 + LONGEST_PAUSE, 300)])
-    assert axis(110 + LONGEST_PAUSE) == 10 + LONGEST_PAUSE and axis.cuts == ()
+    axis = TimeAxis.from_intervals([(100, 110), (110 + MAX_PAUSE_SECONDS, 300)])
+    assert axis(110 + MAX_PAUSE_SECONDS) == 10 + MAX_PAUSE_SECONDS and axis.cuts == ()
 
 
 def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
@@ -194,8 +193,8 @@ def test_an_advantage_that_all_tokens_share_is_one_number_also_if_it_is_zero():
 def test_observations_that_were_trained_on_have_their_advantages():
     made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 0, 0, 1])
     made = replace(made, turns=tuple(replace(turn, learn_appended=True) for turn in made.turns))
-    learnt = {"advantages": [0.5, 0.5, -1.0, -2.0, 0.5], "old_logprobs": [-1.0] * 5}
-    record = trajectory_record(made, step=1, split="train", learnt=learnt)
+    token_values = {"advantages": [0.5, 0.5, -1.0, -2.0, 0.5], "old_logprobs": [-1.0] * 5}
+    record = trajectory_record(made, step=1, split="train", token_values=token_values)
     vocabulary = Vocabulary(decode)
     shown = tokens(record, vocabulary, Prompts(vocabulary))
     assert shown["a"] == [500, 500, -1000, -2000, 500] and len(shown["l"]) == len(shown["o"]) == 3
@@ -239,8 +238,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
 
 
 def test_a_negative_sample_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="--most -1"):
-        write_report(make_run(tmp_path / "run"), most=-1)
+    with pytest.raises(ConfigError, match="--limit -1"):
+        write_report(make_run(tmp_path / "run"), limit=-1)
 
 
 def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path):
@@ -289,17 +288,17 @@ def test_a_place_that_cannot_be_written_is_said_with_what_helps(tmp_path: Path, 
 
 
 def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path):
-    data = data_of(make_run(tmp_path / "run", steps=6), most=14)
+    data = data_of(make_run(tmp_path / "run", steps=6), limit=14)
     assert data.total == 24 and len(data.trajectories) == 12
     for step in range(1, 7):
         assert [r["reward"] for r in data.trajectories if r["step"] == step] == [1.0, -1.0]
     assert (
-        "12 of 24 trajectories are shown, from 6 of 6 steps" in data.notes[0] and "--most shows more" in data.notes[0]
+        "12 of 24 trajectories are shown, from 6 of 6 steps" in data.notes[0] and "--limit shows more" in data.notes[0]
     )
 
 
 def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
-    data = data_of(make_run(tmp_path / "run", steps=9), most=7)
+    data = data_of(make_run(tmp_path / "run", steps=9), limit=7)
     assert [r["step"] for r in data.trajectories] == [1, 1, 5, 5, 9, 9]
     assert "6 of 36 trajectories are shown, from 3 of 9 steps" in data.notes[0]
 
@@ -317,30 +316,30 @@ def test_no_more_are_chosen_than_were_asked_for(sizes, most):
 
 
 def test_all_are_chosen_where_nothing_was_asked_for_or_there_are_no_more():
-    facts = [a_fact(1, tokens=MOST_TOKENS), *[a_fact(2)] * 9]
+    facts = [a_fact(1, tokens=MAX_TOKENS), *[a_fact(2)] * 9]
     assert choose(facts, 0) == (set(range(10)), False)
     assert choose(facts[1:], 9) == (set(range(9)), False)
     assert choose([], 5) == (set(), False)
 
 
 def test_long_trajectories_are_fewer_but_there_is_one():
-    facts = [a_fact(step, tokens=MOST_TOKENS // 20, group=f"{step}") for step in range(10) for _ in range(8)]
+    facts = [a_fact(step, tokens=MAX_TOKENS // 20, group=f"{step}") for step in range(10) for _ in range(8)]
     places, is_full = choose(facts, 80)
     assert is_full and 10 <= len(places) < 20
-    assert choose([a_fact(1, tokens=2 * MOST_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)
+    assert choose([a_fact(1, tokens=2 * MAX_TOKENS, reward=r) for r in (0, 1, 0)], 3) == ({1}, True)
 
 
 def test_a_prompt_counts_once_for_its_group():
     alone, together = (
-        [a_fact(1, tokens=0, group=f"{n * k}")._replace(prompt=MOST_TOKENS // 2) for n in range(4)] for k in (1, 0)
+        [a_fact(1, tokens=0, group=f"{n * k}")._replace(prompt=MAX_TOKENS // 2) for n in range(4)] for k in (1, 0)
     )
     assert choose(together, 4) == ({0, 1, 2, 3}, False) and choose(alone, 4).is_full
 
 
 def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(selection, "MOST_TOKENS", 30)
-    data = data_of(make_run(tmp_path / "run"), most=12)
-    assert 1 <= len(data.trajectories) < 12 and "--most 0 shows all" in data.notes[0]
+    monkeypatch.setattr(selection, "MAX_TOKENS", 30)
+    data = data_of(make_run(tmp_path / "run"), limit=12)
+    assert 1 <= len(data.trajectories) < 12 and "--limit 0 shows all" in data.notes[0]
     assert len(data_of(tmp_path / "run").trajectories) == 12
 
 
@@ -367,7 +366,7 @@ def test_json_in_the_page_ends_no_script_and_reads_as_it_was(text):
 def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_path: Path):
     run = make_run(tmp_path / "run")
     bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
-    RunFolder(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
+    RunDir(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
     _, trajectories, _ = Scripts(write_report(run).read_text(encoding="utf-8")).found
     assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 

@@ -13,9 +13,9 @@ from rich.console import Console, RenderableType
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe import report
-from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
+from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, sample
-from jax_agent_rl.observe.trajectories import COLOURS, render, visible
+from jax_agent_rl.observe.view import COLOURS, render, visible
 from jax_agent_rl.trainer.timing import Phases
 from tests.report_runs import decode, members
 from tests.trajectories import trajectory
@@ -51,17 +51,17 @@ def test_all_or_none_can_be_kept():
 
 
 def test_a_run_writes_no_more_of_a_step_than_it_keeps(tmp_path):
-    folder = RunFolder(tmp_path, keep_trajectories=2)
-    folder.add_trajectories(1, "train", members(1))
-    assert [r["reward"] for r in read_records(folder.trajectories)] == [1.0, -1.0]
+    run_dir = RunDir(tmp_path, keep_trajectories=2)
+    run_dir.add_trajectories(1, "train", members(1))
+    assert [r["reward"] for r in read_records(run_dir.trajectories)] == [1.0, -1.0]
 
 
-def test_learnt_numbers_are_laid_out_along_the_response_and_its_segments():
+def test_numbers_per_token_are_laid_out_along_the_response_and_its_segments():
     whole = trajectory([3], [4, 5, 6, 2], mask=[1, 0, 1, 1])
     segment = trajectory([3], [8, 9], mask=[0, 1])
     made = replace(whole, segments=(segment,))
-    learnt = {"advantages": [0.1, 1.0, 2.0, float("nan")]}
-    record = trajectory_record(made, step=1, split="train", learnt=learnt)
+    token_values = {"advantages": [0.1, 1.0, 2.0, float("nan")]}
+    record = trajectory_record(made, step=1, split="train", token_values=token_values)
     assert record["segments"][0]["advantages"] == [0.0, 0.1]
     assert record["advantages"] == [1.0, 0.0, 2.0, None]
     assert "advantages" not in trajectory_record(made, step=1, split="train")

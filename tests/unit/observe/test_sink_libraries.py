@@ -19,16 +19,16 @@ def step(number: int, reward: float) -> dict:
     return {"kind": "step", "step": number, "reward_mean": reward, "tool_errors_by_kind": {"timeout": 2}}
 
 
-def run_and_resume(name: str, folder: Path) -> None:
+def run_and_resume(name: str, run_dir: Path) -> None:
     """Rewards 0.1, 0.2, 0.9 and an evaluation; then 0.3, 0.4 from step 2 on."""
-    folder.mkdir(exist_ok=True)
+    run_dir.mkdir(exist_ok=True)
     said: list[str] = []
     for begin, records in (
         (0, [step(1, 0.1), step(2, 0.2), {"kind": "evaluation", "step": 2, "accuracy": 0.5}, step(3, 0.9)]),
         (2, [step(3, 0.3), step(4, 0.4)]),
     ):
-        facts = RunFacts(folder=folder, project="mine", config=CONFIG, step=begin)
-        with open_sinks([name], facts, say=said.append) as sinks:
+        facts = RunFacts(run_dir=run_dir, project="mine", config=CONFIG, step=begin)
+        with open_sinks([name], facts, print_line=said.append) as sinks:
             for record in records:
                 sinks(record)
         assert said == [] and sinks.lost() == {}
@@ -86,7 +86,7 @@ def test_wandb_online_without_a_key_is_refused_before_anything_starts(tmp_path: 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigError, match="knows no API key: run 'wandb login', set WANDB_API_KEY, or WANDB_MODE"):
+    with pytest.raises(ConfigError, match="has no API key: run 'wandb login', set WANDB_API_KEY, or WANDB_MODE"):
         check_sinks(["wandb"])
 
 

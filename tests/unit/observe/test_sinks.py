@@ -4,14 +4,14 @@ import contextvars
 import json
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.sinks import metrics
-from jax_agent_rl.observe.sinks.background import SinkThread
+from jax_agent_rl.observe.sinks import SinkThread, metrics
 from jax_agent_rl.observe.sinks.metrics import RunFacts, check_sinks, open_sinks, scalars
 
 STEP = {
@@ -50,8 +50,8 @@ class Kept:
         self.closed += 1
 
 
-def facts(folder: Path, step: int = 0) -> RunFacts:
-    return RunFacts(folder=folder, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step)
+def facts(run_dir: Path, step: int = 0) -> RunFacts:
+    return RunFacts(run_dir=run_dir, project="mine", config={"seed": 7, "model": {"path": "m"}}, step=step)
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def kept(monkeypatch) -> Kept:
     return sink
 
 
-def feed(folder: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], list[str]]:
+def feed(run_dir: Path, *records: dict, step: int = 0) -> tuple[dict[str, int], list[str]]:
     """What is lost and what is said."""
     said: list[str] = []
-    with open_sinks(["wandb"], facts(folder, step), say=said.append) as sinks:
+    with open_sinks(["wandb"], facts(run_dir, step), print_line=said.append) as sinks:
         for record in records:
             sinks(record)
     return sinks.lost(), said
@@ -92,6 +92,25 @@ def test_a_run_that_resumes_tells_the_sink_which_run_it_was(kept: Kept, tmp_path
     assert kept.facts and kept.facts.identity == {"id": "first"} and kept.facts.step == 3
 
 
+def test_sinks_that_open_at_the_same_time_record_their_runs_one_after_the_other(tmp_path: Path, monkeypatch):
+    together, write = threading.Barrier(2), metrics.write_atomically
+
+    def write_slowly(file: Path, text: str) -> None:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+            raise AssertionError("two threads write the file at the same time")
+        write(file, text)
+
+    monkeypatch.setattr(metrics, "write_atomically", write_slowly)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(metrics.SINKS, name, Kept)
+    lines: list[str] = []
+    with open_sinks(["wandb", "trackio"], facts(tmp_path), print_line=lines.append):
+        pass
+    assert lines == []
+    assert json.loads((tmp_path / "loggers.json").read_text()) == {n: {"id": "first"} for n in ("wandb", "trackio")}
+
+
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -100,21 +119,21 @@ def test_a_sink_that_fails_is_said_once_counted_and_goes_on(kept: Kept, tmp_path
     lost, said = feed(tmp_path, bad, bad, STEP)
     assert lost == {"wandb": 2} and [step for step, _ in kept.got] == [3] and kept.closed == 1
     (line,) = said
-    assert "wandb failed (ValueError: odd value); the run goes on" in line
+    assert "wandb failed (ValueError: odd value); the run continues" in line
 
 
 def test_a_sink_that_cannot_begin_loses_its_records_and_nothing_else(kept: Kept, tmp_path: Path):
     kept.broken = True
     lost, said = feed(tmp_path, STEP, STEP)
     assert lost == {"wandb": 2} and kept.got == []
-    assert len(said) == 1 and "cannot begin (OSError: no [route] to host)" in said[0]
+    assert len(said) == 1 and "cannot start (OSError: no [route] to host)" in said[0]
     assert not (tmp_path / "loggers.json").exists()
 
 
 def test_a_sink_that_hangs_is_left_behind_and_that_is_said():
     release, said, sink = threading.Event(), [], Kept()
     sink.write = lambda item: release.wait()
-    thread = SinkThread("wandb", sink, say=said.append)
+    thread = SinkThread("wandb", sink, print_line=said.append)
     thread.put({})
     thread.end()
     thread.join(0.05)
@@ -127,7 +146,9 @@ def test_a_sink_runs_in_a_context_of_its_own_unless_it_is_given_one():
     variable, found = contextvars.ContextVar("run"), []
     variable.set("the caller's")
     for context in (None, contextvars.copy_context()):
-        thread = SinkThread("a", Kept(), say=print, start=lambda: found.append(variable.get(None)), context=context)
+        thread = SinkThread(
+            "a", Kept(), print_line=print, start=lambda: found.append(variable.get(None)), context=context
+        )
         thread.end()
         thread.join(10)
     assert found == [None, "the caller's"]

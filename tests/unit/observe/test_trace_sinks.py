@@ -12,7 +12,7 @@ import pytest
 
 from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.metrics import RunFolder, read_records
+from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks import traces as sinks
 from jax_agent_rl.observe.sinks.traces import MAX_FAILURES, TraceSinks, open_tracer, shortened
 from tests.trajectories import EPOCH, SECOND, a_trace
@@ -33,9 +33,9 @@ class Keeps:
 
 
 def test_a_line_of_the_file_holds_the_whole_trace(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    sinks.TraceFileSink(folder.traces, most=100).write(a_trace())
-    (record,) = read_records(folder.traces)
+    run_dir = RunDir(tmp_path)
+    sinks.TraceFileSink(TraceConfig(), run_dir).write(a_trace())
+    (record,) = read_records(run_dir.traces)
     assert (record["trajectory_id"], record["step"], record["sample"], record["rollout"]) == ("train-3-1-2", 3, 1, 2)
     assert [s["name"] for s in record["spans"]] == ["run", "wait", "generate", "tool", "reward"]
     assert record["spans"][3]["start_ns"] == EPOCH + 2 * SECOND
@@ -48,12 +48,12 @@ def test_of_long_texts_both_ends_are_kept_wherever_they_stand():
 
 
 def test_resuming_cuts_traces_back_too(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    sink = sinks.TraceFileSink(folder.traces, most=100)
+    run_dir = RunDir(tmp_path)
+    sink = sinks.TraceFileSink(TraceConfig(), run_dir)
     for step, validate in ((2, False), (3, False), (0, True), (2, True)):
         sink.write(a_trace(step=step, validate=validate))
-    folder.cut_back(2, evaluated=0)
-    assert [(r["step"], r["validate"]) for r in read_records(folder.traces)] == [(2, False), (0, True)]
+    run_dir.cut_back(2, evaluated=0)
+    assert [(r["step"], r["validate"]) for r in read_records(run_dir.traces)] == [(2, False), (0, True)]
 
 
 def test_every_sink_gets_every_trace_and_is_closed():
@@ -86,7 +86,7 @@ def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     assert len(good.taken) == MAX_FAILURES + 3
     assert bad.tried == MAX_FAILURES and threads.lost()["bad"] == MAX_FAILURES + 3
     assert f"{MAX_FAILURES + 3} traces did not reach bad" in caplog.text and "out of reach" in caplog.text
-    assert f"bad failed {MAX_FAILURES} times in a row and gets no more" in caplog.text
+    assert f"bad failed {MAX_FAILURES} times in a row and is disabled" in caplog.text
 
 
 def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
@@ -110,13 +110,13 @@ def test_a_sink_that_hangs_loses_traces_but_nobody_waits_for_it(caplog):
 
 
 async def test_without_sinks_there_is_no_tracer(tmp_path: Path):
-    async with open_tracer(TraceConfig(), RunFolder(tmp_path)) as tracer:
+    async with open_tracer(TraceConfig(), RunDir(tmp_path)) as tracer:
         assert tracer is None
 
 
 async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), folder) as tracer:
+    run_dir = RunDir(tmp_path)
+    async with open_tracer(TraceConfig(sinks=("files",), max_trajectories_per_step=1), run_dir) as tracer:
         for rollout in range(2):
             with tracer.trajectory(
                 trajectory_id=f"t-{rollout}",
@@ -128,7 +128,7 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
                 validate=False,
             ):
                 pass
-    assert [record["trajectory_id"] for record in read_records(folder.traces)] == ["t-0"]
+    assert [record["trajectory_id"] for record in read_records(run_dir.traces)] == ["t-0"]
 
 
 def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
@@ -137,17 +137,17 @@ def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(sinks.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"):
-        sinks.open_sinks(TraceConfig(sinks=("weave",)), RunFolder(tmp_path))
+        sinks.open_sinks(TraceConfig(sinks=("weave",)), RunDir(tmp_path))
 
 
 def test_mlflow_shows_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
-    folder = RunFolder(tmp_path / "run")
-    (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), folder).values()
+    run_dir = RunDir(tmp_path / "run")
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("mlflow",)), run_dir).values()
     opened.write(a_trace())
     opened.close()
-    assert (folder.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert (run_dir.path / "mlflow.db").is_file() and [p.name for p in tmp_path.iterdir()] == ["run"]
     (found,) = mlflow.search_traces(return_type="list", filter_string="tags.rollout = '2'")
     assert found.info.tags["step"] == "3" and found.info.tags["validate"] == "false" and found.info.tags["run"] == "run"
     spans = {s.name: s for s in found.data.spans}
@@ -176,7 +176,7 @@ def test_trackio_keeps_a_trace_with_its_spans(tmp_path: Path, monkeypatch):
             logged.append("finished")
 
     monkeypatch.setattr(trackio, "init", lambda project, **settings: Run())
-    (opened,) = sinks.open_sinks(TraceConfig(sinks=("trackio",)), RunFolder(tmp_path / "run")).values()
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("trackio",)), RunDir(tmp_path / "run")).values()
     opened.write(a_trace())
     opened.close()
     (step, made), end = logged
@@ -253,7 +253,7 @@ def open_weave(tmp_path: Path, monkeypatch, weave_server):
     # What MCP's own OpenTelemetry spans of later tests would be sent to, long after this server is gone.
     monkeypatch.setattr("weave.trace.weave_init._setup_conversation_tracing", lambda *project: None)
     config = TraceConfig(sinks=("weave",), project="team/project")
-    return lambda: sinks.open_sinks(config, RunFolder(tmp_path / "run"))["weave"]
+    return lambda: sinks.open_sinks(config, RunDir(tmp_path / "run"))["weave"]
 
 
 def test_weave_is_sent_a_call_for_each_span(open_weave, weave_server):

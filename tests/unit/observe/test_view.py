@@ -1,15 +1,22 @@
 """Trajectories in the terminal: which are shown and how, what makes no sense, and folders that are damaged."""
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from jax_agent_rl.cli import app
 from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
+from jax_agent_rl.observe.view import COLOURS, outline, render_group, split_groups
+from jax_agent_rl.types import Fork
 from tests.report_runs import make_run
+from tests.trajectories import trajectory
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +71,6 @@ def test_what_is_of_no_effect_on_trees_is_refused(run, options):
 
 
 def test_a_gap_between_engine_and_learner_is_coloured_where_it_is_known():
-    from jax_agent_rl.observe.trajectories import COLOURS
-
     record = {"rollout_logprobs": [-1.0] * 5, "old_logprobs": [-1.001, -1.05, -0.5, -3.0, None]}
     gap = COLOURS["gap"]
     assert [gap(record, at) for at in range(5)] == ["green", "yellow", "dark_orange", "bold red", "dim"]
@@ -89,3 +94,79 @@ def test_notes_do_not_steer_the_terminal(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     (run / "config.json").write_text(json.dumps({"model": {"path": "\x1b[2Jnowhere"}}))
     assert "\\x1b[2Jnowhere" in view(run).stderr and "\x1b" not in view(run).stderr
+
+
+# --- groups as trees ---
+
+STEM = trajectory([3], [10, 11, 7, 12], mask=[1, 1, 0, 1], reward=1.0, index=0)
+FORK = Fork(tree_id="g-0", parent_id="g-0", turns=1)
+BRANCH = replace(trajectory([3], [10, 11, 7, 13, 14], mask=[1, 1, 0, 1, 1], index=1), fork=FORK)
+
+
+def records_of(*trajectories, step: int = 1):
+    made = [trajectory_record(t, step=step, split="train") for t in trajectories]
+    return [json.loads(json.dumps(record)) for record in made]
+
+
+def test_a_record_is_read_back_with_its_fork():
+    (record,) = records_of(BRANCH)
+    again = restore_trajectory(record)
+    assert again.fork == FORK
+    for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions", "reward"):
+        assert getattr(again, name) == getattr(BRANCH, name)
+
+
+def test_common_turns_stand_once_with_the_mean_reward_of_what_followed():
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render_group(records_of(STEM, BRANCH), lambda ids: " ".join(map(str, ids))))
+    head, first, *leaves = console.file.getvalue().splitlines()
+    assert head.split("  ")[:2] == ["g", "2 trajectories, 1 trees, mean reward 0.50, 2 of 7 sampled tokens shared"]
+    assert "turn 1  2 tokens  mean reward 0.50 of 2  10 11" in first
+    assert "turn 2  1 tokens  mean reward 1.00 of 1  g-0 (tree 1) answer  12" in leaves[0]
+    assert "turn 2  2 tokens  mean reward 0.00 of 1  g-1 (tree 1) answer  13 14" in leaves[1]
+
+
+def test_trajectories_that_are_equal_are_both_named():
+    console = Console(file=io.StringIO(), width=160)
+    twin = replace(STEM, trajectory_id="g-5")
+    console.print(render_group(records_of(STEM, twin), str))
+    assert "g-0 (tree 1) answer  g-5 (tree 2) answer" in console.file.getvalue()
+
+
+def test_groups_of_different_steps_are_separate():
+    records = [*records_of(STEM, BRANCH), *records_of(STEM, step=2)]
+    assert [len(group) for group in split_groups(records)] == [2, 1]
+
+
+# --- outlines ---
+
+
+def record(*, turns: int, messages: list[tuple[str, str]]) -> dict:
+    said = [{"role": role, "content": content} for role, content in messages]
+    return {"step": 7, "reward": 0.5, "trajectory_id": "t-1", "turns": [{}] * turns, "messages": said}
+
+
+WORKED = [("system", "Use tools."), ("user", "What is 1 plus 1?"), ("assistant", "[add()]"), ("tool", "2")]
+
+
+def test_worked_examples_of_the_prompt_are_left_out():
+    played = [("user", "What is 2 plus 2?"), ("assistant", "[add()]"), ("tool", "4"), ("assistant", "= 4")]
+    text = outline(record(turns=2, messages=[*WORKED, ("assistant", "= 2"), *played]), title="best")
+    assert text.splitlines() == [
+        "best: step 7, reward 0.50, t-1",
+        "       user  What is 2 plus 2?",
+        "  assistant  [add()]",
+        "       tool  4",
+        "  assistant  = 4",
+    ]
+
+
+def test_long_messages_end_early_and_controls_are_spelt_out():
+    long = outline(record(turns=1, messages=[("user", "a\n\nb"), ("assistant", "\x1b[2J" + "x" * 300)]), title="worst")
+    question, answer = long.splitlines()[1:]
+    assert question.endswith("  a b") and "\x1b" not in long and "\\x1b[2J" in answer
+    assert answer.endswith("x…") and len(answer) == len("  assistant  ") + 100
+
+
+def test_a_trajectory_that_was_never_sampled_shows_its_prompt():
+    assert "What is 1 plus 1?" in outline(record(turns=0, messages=WORKED[:2]), title="worst")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.observe.warnings import has_own_devices, overlap_gain, rules, without_agent
+from jax_agent_rl.observe.warnings import has_own_devices, missing_agent_warning, overlap_gain, rules
 from jax_agent_rl.observe.watch import Rule, SinceLast, SinceStart, Watch
 
 HEALTHY = {
@@ -36,7 +36,7 @@ def watched(config: Config, *records: dict) -> tuple[list[str], Watch]:
     said: list[str] = []
     watch = Watch(rules(config), said.append)
     for step, record in enumerate(records, 1):
-        watch.see({**HEALTHY, "step": step, **record})
+        watch.update({**HEALTHY, "step": step, **record})
     return said, watch
 
 
@@ -54,9 +54,9 @@ def one_rule(**changes) -> tuple[list[str], Watch]:
     return said, Watch([rule], said.append)
 
 
-def see(watch: Watch, *values: float | None, aloud: bool = True) -> None:
+def see(watch: Watch, *values: float | None, silent: bool = False) -> None:
     for step, value in enumerate(values, 1):
-        watch.see({"kind": "step", "step": step, "value": value}, aloud=aloud)
+        watch.update({"kind": "step", "step": step, "value": value}, silent=silent)
 
 
 # --- when ----------------------------------------------------------------------------------------------------------
@@ -89,14 +89,14 @@ def test_a_warning_that_comes_back_is_said_again_and_stays_one_entry():
 def test_steps_that_say_nothing_about_a_rule_and_evaluations_change_nothing():
     said, watch = one_rule(steps=2)
     see(watch, 0.9, None)
-    watch.see({"kind": "evaluation", "step": 2, "value": 0.0})
+    watch.update({"kind": "evaluation", "step": 2, "value": 0.0})
     see(watch, 0.9)
     assert len(said) == 1
 
 
 def test_what_was_said_before_a_restart_is_counted_but_not_said_again():
     said, watch = one_rule(steps=1)
-    see(watch, 0.9, aloud=False)
+    see(watch, 0.9, silent=True)
     see(watch, 0.9)
     assert said == [] and watch.warnings[0].steps == 2
 
@@ -232,12 +232,12 @@ def test_an_engine_has_devices_of_its_own_beside_the_learner_or_elsewhere(overri
 
 def test_rows_without_an_agent_are_counted_where_tools_would_go_unused():
     rows = [{"agent_name": "tool_agent"}, {}, {"agent_name": None}]
-    warned = without_agent(conf(**TOOLS), rows)
+    warned = missing_agent_warning(conf(**TOOLS), rows)
     assert warned and "2 of 3 rows" in warned.message and warned.active
     said, watch = watched(conf(**TOOLS))
-    watch.note(warned)
+    watch.add(warned)
     assert watch.active == ["agent_name_missing"] and said == []
-    assert without_agent(conf(), rows) is None  # no tools
+    assert missing_agent_warning(conf(), rows) is None  # no tools
 
 
 @pytest.mark.parametrize(

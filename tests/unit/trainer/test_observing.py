@@ -67,7 +67,7 @@ async def test_a_run_that_resumes_remembers_what_it_was_warned_of_and_does_not_s
     await observed(training(tmp_path, 4))
     trainer = training(tmp_path, 4)
     lines: list[str] = []
-    trainer.progress.say = lines.append
+    trainer.progress.print_line = lines.append
     with observers(trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress) as found:
         assert [w["name"] for w in found.summary()["warnings"]][:1] == ["zero_variance"] and lines == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import EngineDiedError
-from jax_agent_rl.observe.metrics import read_records
+from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.fake_training import make_trainer, parity

@@ -3,16 +3,16 @@
 function headOf(run, panes, show) {
   const theme = el("button", { class: "icon", title: "light or dark (l)", onclick: toggleTheme }, "◐");
   const help = el("button", { class: "icon", title: "keys (?)", onclick: () => byId("help").showModal() }, "?");
-  const arrow = (pair, say) => (pair[0] === pair[1] ? say(pair[1]) : `${say(pair[0])} → ${say(pair[1])}`);
+  const arrow = (pair, format) => (pair[0] === pair[1] ? format(pair[1]) : `${format(pair[0])} → ${format(pair[1])}`);
   const tiles = [
     ["step", run.steps ? `${run.step} of ${run.steps}` : run.step],
     run.reward ? ["training reward", arrow(run.reward, number)] : null,
     run.accuracy ? ["held-out accuracy", arrow(run.accuracy, percent)] : null,
-    ...Object.entries(run.books).map(([name, value]) => [name.replace("_", " "), value.toLocaleString("en")]),
+    ...Object.entries(run.accounting).map(([name, value]) => [name.replace("_", " "), value.toLocaleString("en")]),
   ];
   byId("head").replaceChildren(
     el("div", { class: "title" }, el("h1", {}, run.name), el("span", { class: "badge" }, run.state), el("span", { class: "facts" }, Object.values(run.facts).join(" · ")),
-      el("span", { class: "right" }, el("span", { class: "facts" }, `made ${run.made}`), theme, help)),
+      el("span", { class: "right" }, el("span", { class: "facts" }, `created ${run.created}`), theme, help)),
     el("div", { class: "tiles" }, tiles.filter(Boolean).map(([name, value]) => el("div", { class: "tile" }, el("b", {}, String(value)), el("span", {}, name)))),
     index.notes.length ? el("ul", { class: "notes" }, index.notes.map((note) => el("li", {}, note))) : "",
     el("nav", { role: "tablist" }, panes.map(([name, title]) => el("button", { role: "tab", id: "tab-" + name, onclick: () => show(name) }, title))),

@@ -24,7 +24,7 @@ def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
-    done = plan(recipe(tmp_path), topology, "--json", "--picture", str(tmp_path / "memory.png"))
+    done = plan(recipe(tmp_path), topology, "--json", "--plot", str(tmp_path / "memory.png"))
     assert done.returncode == 0, done.stderr
     assert "It fits" in done.stdout and done.stderr == ""
     made = json.loads(done.stdout.splitlines()[-1])

@@ -398,10 +398,10 @@ def test_the_toy_weights_differ():
 
 def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
     from jax_agent_rl.testing.conformance.backends import BackendOptions, select_backend
-    from jax_agent_rl.testing.conformance.models import ModelFolders
+    from jax_agent_rl.testing.conformance.models import ModelDirs
 
-    names = [field.name for field in fields(ModelFolders)]
-    options = BackendOptions(folders=ModelFolders(**dict.fromkeys(names, tmp_path)))
+    names = [field.name for field in fields(ModelDirs)]
+    options = BackendOptions(folders=ModelDirs(**dict.fromkeys(names, tmp_path)))
     with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
         select_backend("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):

@@ -1,4 +1,4 @@
-"""A finished journal as the table that the user asked for, written atomically.
+"""Export of a finished journal as one table, written atomically.
 
 ::
 
@@ -15,24 +15,24 @@ and everything else about the trajectory. Values of varying shape are JSON text:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection.journal import Journal
+from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.files import write_atomically, writing
 
 if TYPE_CHECKING:
     import pyarrow
 
-SHARD_BYTES = 256 << 20
-"""Journal bytes per file of a dataset folder, and in memory at a time."""
+SHARD_BYTES = 256 << 20  # journal bytes per file of a dataset folder, and in memory at a time
 CALL_FIELDS = ("name", "arguments", "observation", "error", "reward", "seconds")
 _CARD = """---
 configs:
@@ -43,7 +43,7 @@ configs:
 ---
 
 Trajectories of `{policy}` on `{data}`, collected by `jax-agent-rl rollout`: {kept} of {started} that were started.
-`summary.json` says how.
+`summary.json` has the settings.
 """
 
 
@@ -53,14 +53,14 @@ class Target:
 
     Attributes:
         path: as given by the user.
-        kind: by its suffix; without one, a folder.
+        kind: from its suffix; without one, a folder.
     """
 
     path: Path
-    kind: Literal["parquet", "jsonl", "folder"]
+    kind: Literal["parquet", "jsonl", "dir"]
 
     @classmethod
-    def of(cls, path: Path) -> Target:
+    def from_path(cls, path: Path) -> Target:
         """Return the target of a path; raises ConfigError for an unknown suffix."""
         match path.suffix:
             case ".parquet":
@@ -68,7 +68,7 @@ class Target:
             case ".jsonl":
                 return cls(path, "jsonl")
             case "":
-                return cls(path, "folder")
+                return cls(path, "dir")
         raise ConfigError(f"--out {path}: write FILE.parquet, FILE.jsonl, or a FOLDER (a name without an ending)")
 
     @property
@@ -83,24 +83,29 @@ class Target:
 
     @property
     def is_taken(self) -> bool:
-        """Whether something else is there."""
-        if self.kind == "folder":
+        """True if something exists at the path."""
+        if self.kind == "dir":
             return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
         return self.path.exists()
 
     def _beside(self, name: str) -> Path:
-        return self.path / name if self.kind == "folder" else Path(f"{self.path}.{name.lstrip('.')}")
+        return self.path / name if self.kind == "dir" else Path(f"{self.path}.{name.lstrip('.')}")
 
 
 def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
-    """Write everything in the order of the prompts, then the summary; remove the journal last.
+    """Write all prompts in their order, then the summary; remove the journal last.
+
+    Args:
+        target: where to write.
+        journal: the finished journal.
+        summary: content of the summary file.
 
     Raises:
         StorageError: the disk is full; nothing was replaced, and the journal remains.
     """
     numbers = sorted(journal.sizes)
-    if target.kind == "folder":
-        _write_folder(target.path, journal, numbers, summary)
+    if target.kind == "dir":
+        _write_dir(target.path, journal, numbers, summary)
     else:
         temporary = target.path.with_name(target.path.name + ".tmp")
         with writing(target.path):
@@ -110,16 +115,16 @@ def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
     target.journal.unlink()
 
 
-def _write_folder(folder: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]) -> None:
+def _write_dir(path: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]) -> None:
     shards = list(_portions(numbers, journal.sizes)) or [[]]
-    temporary, final = folder / ".data", folder / "data"
-    with writing(folder):
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that died here
+    temporary, final = path / ".data", path / "data"
+    with writing(path):
+        shutil.rmtree(temporary, ignore_errors=True)  # from a process that was killed here
         temporary.mkdir()
         for index, shard in enumerate(shards):
             _write_parquet(temporary / f"train-{index:05}-of-{len(shards):05}.parquet", journal, shard)
         temporary.rename(final)
-    write_atomically(folder / "README.md", _CARD.format_map(summary))
+    write_atomically(path / "README.md", _CARD.format_map(summary))
 
 
 def _write_parquet(file: Path, journal: Journal, numbers: Sequence[int]) -> None:
@@ -154,87 +159,58 @@ def _portions(numbers: Sequence[int], sizes: Mapping[int, int]) -> Iterator[list
         yield portion
 
 
-def schema() -> pyarrow.Schema:
-    """Return names and types of the columns."""
+@functools.cache
+def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajectory], Any]]]:
+    """Return name, type and content of the columns, which is a function of a trajectory and one of its sequences."""
     import pyarrow as pa
 
-    ids, bits = pa.list_(pa.int32()), pa.list_(pa.int8())
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    call = pa.struct([(name, pa.float64() if name in ("reward", "seconds") else pa.string()) for name in CALL_FIELDS])
-    return pa.schema(
-        [
-            ("row", pa.int64()),  # number of the prompt in its file, from 0
-            ("data_source", pa.string()),
-            ("agent_name", pa.string()),
-            ("group_id", pa.string()),
-            ("trajectory_id", pa.string()),
-            ("sequence", pa.int32()),
-            ("prompt_ids", ids),
-            ("response_ids", ids),
-            ("response_mask", bits),  # 1: sampled by the policy
-            ("loss_mask", bits),  # 1: carries loss; differs with agent.mask_observations=false
-            ("rollout_logprobs", pa.list_(pa.float32())),  # 0 where not sampled
-            ("policy_versions", ids),  # -1 where not sampled
-            ("num_turns", pa.int32()),
-            ("stop_reasons", pa.list_(pa.string())),  # of each turn's generation
-            ("finish_reason", pa.string()),
-            ("no_loss", pa.string()),  # why none of it carries loss, or null
-            ("reward", pa.float64()),
-            ("reward_parts", pa.string()),
-            ("ground_truth", pa.string()),
-            ("extra_info", pa.string()),
-            ("messages", pa.list_(message)),
-            ("tool_calls", pa.list_(call)),
-            ("media", pa.string()),  # numbers of images and videos in the prompt, by kind
-            ("fork_parent", pa.string()),  # branches of trees: parent, and what they inherited
-            ("fork_turns", pa.int32()),
-            ("fork_tokens", pa.int32()),
-        ]
-    )
+    text, integer, number, ids = pa.string(), pa.int32(), pa.float64(), pa.list_(pa.int32())
+    message = pa.struct([("role", text), ("content", text)])
+    call = pa.struct([(name, number if name in ("reward", "seconds") else text) for name in CALL_FIELDS])
+    return [
+        ("data_source", text, lambda t, s: str(t.row.get("data_source"))),
+        ("agent_name", text, lambda t, s: t.agent_name),
+        ("group_id", text, lambda t, s: t.group_id),
+        ("trajectory_id", text, lambda t, s: t.trajectory_id),
+        ("prompt_ids", ids, lambda t, s: list(s.prompt_ids)),
+        ("response_ids", ids, lambda t, s: list(s.response_ids)),
+        ("response_mask", pa.list_(pa.int8()), lambda t, s: list(s.response_mask)),  # 1: sampled by the policy
+        # 1: carries loss; differs with agent.mask_observations=false
+        ("loss_mask", pa.list_(pa.int8()), lambda t, s: list(s.loss_mask)),
+        ("rollout_logprobs", pa.list_(pa.float32()), lambda t, s: list(s.rollout_logprobs)),  # 0 where not sampled
+        ("policy_versions", ids, lambda t, s: list(s.policy_versions)),  # -1 where not sampled
+        ("num_turns", integer, lambda t, s: s.num_turns),
+        ("stop_reasons", pa.list_(text), lambda t, s: [str(turn.output.stop_reason) for turn in s.turns]),
+        ("finish_reason", text, lambda t, s: str(s.finish_reason)),
+        ("no_loss", text, lambda t, s: t.no_loss and str(t.no_loss)),  # why none of it carries loss, or null
+        ("reward", number, lambda t, s: t.reward),
+        ("reward_parts", text, lambda t, s: _json(t.reward_parts)),
+        ("ground_truth", text, lambda t, s: _json((t.row.get("reward_model") or {}).get("ground_truth"))),
+        ("extra_info", text, lambda t, s: _json(t.row.get("extra_info") or {})),
+        ("messages", pa.list_(message), lambda t, s: [_message(one) for one in t.messages]),
+        ("tool_calls", pa.list_(call), lambda t, s: [_call(one) for one in t.tool_calls]),
+        # numbers of images and videos in the prompt, by kind
+        ("media", text, lambda t, s: _json({kind: len(items) for kind, items in s.prompt_media.items()})),
+        ("fork_parent", text, lambda t, s: t.fork and t.fork.parent_id),  # branches: parent, and what they inherited
+        ("fork_turns", integer, lambda t, s: t.fork and t.fork.turns),
+        ("fork_tokens", integer, lambda t, s: t.fork and t.fork.tokens),
+    ]
+
+
+def schema() -> pyarrow.Schema:
+    """Return names and types of the columns; ``row`` is the number of the prompt in its file, from 0."""
+    import pyarrow as pa
+
+    return pa.schema([("row", pa.int64()), ("sequence", pa.int32()), *((name, kind) for name, kind, _ in _columns())])
 
 
 def records(group: Group, number: int) -> list[dict[str, Any]]:
     """Return the rows of a group; ``number`` is that of the prompt in its file."""
     return [
-        {"row": number, "sequence": position, **_of_trajectory(trajectory), **_of_sequence(sequence)}
+        {"row": number, "sequence": position, **{name: value(trajectory, part) for name, _, value in _columns()}}
         for trajectory in group.trajectories
-        for position, sequence in enumerate(trajectory.sequences)
+        for position, part in enumerate(trajectory.sequences)
     ]
-
-
-def _of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    row, fork = trajectory.row, trajectory.fork
-    return {
-        "data_source": str(row.get("data_source")),
-        "agent_name": trajectory.agent_name,
-        "group_id": trajectory.group_id,
-        "trajectory_id": trajectory.trajectory_id,
-        "no_loss": trajectory.no_loss and str(trajectory.no_loss),
-        "reward": trajectory.reward,
-        "reward_parts": _json(trajectory.reward_parts),
-        "ground_truth": _json((row.get("reward_model") or {}).get("ground_truth")),
-        "extra_info": _json(row.get("extra_info") or {}),
-        "messages": [_message(message) for message in trajectory.messages],
-        "tool_calls": [_call(call) for call in trajectory.tool_calls],
-        "fork_parent": fork and fork.parent_id,
-        "fork_turns": fork and fork.turns,
-        "fork_tokens": fork and fork.tokens,
-    }
-
-
-def _of_sequence(sequence: Trajectory) -> dict[str, Any]:
-    return {
-        "prompt_ids": list(sequence.prompt_ids),
-        "response_ids": list(sequence.response_ids),
-        "response_mask": list(sequence.response_mask),
-        "loss_mask": list(sequence.loss_mask),
-        "rollout_logprobs": list(sequence.rollout_logprobs),
-        "policy_versions": list(sequence.policy_versions),
-        "num_turns": sequence.num_turns,
-        "stop_reasons": [str(turn.output.stop_reason) for turn in sequence.turns],
-        "finish_reason": str(sequence.finish_reason),
-        "media": _json({kind: len(items) for kind, items in sequence.prompt_media.items()}),
-    }
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:

@@ -6,54 +6,54 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_agent_rl.observe.metrics import RunFolder, read_records, trajectory_record
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
-from jax_agent_rl.observe.trajectories import best_and_worst, render
+from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
+from jax_agent_rl.observe.view import best_and_worst, render
 from tests.report_runs import make_run
 from tests.trajectories import trajectory
 
 
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
-    folder.add_metrics({"kind": "step", "step": 1})
-    with folder.metrics.open("a") as stream:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.add_metrics({"kind": "step", "step": 1})
+    with run_dir.metrics.open("a") as stream:
         stream.write('{"kind": "step", "st')
-    assert read_records(folder.metrics) == [{"kind": "step", "step": 1}]
+    assert read_records(run_dir.metrics) == [{"kind": "step", "step": 1}]
 
 
 def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     for step in (1, 2, 3):
-        folder.add_metrics({"kind": "step", "step": step})
-        folder.add_trajectories(step, "train", [trajectory([3], [4, 2])])
-    folder.cut_back(2, evaluated=0)
-    assert [r["step"] for r in read_records(folder.metrics)] == [1, 2]
-    assert [r["step"] for r in read_records(folder.trajectories)] == [1, 2]
+        run_dir.add_metrics({"kind": "step", "step": step})
+        run_dir.add_trajectories(step, "train", [trajectory([3], [4, 2])])
+    run_dir.cut_back(2, evaluated=0)
+    assert [r["step"] for r in read_records(run_dir.metrics)] == [1, 2]
+    assert [r["step"] for r in read_records(run_dir.trajectories)] == [1, 2]
 
 
 def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
-    folder = RunFolder(make_run(tmp_path / "run"))
-    folder.write_json(folder.summary, {"steps": 3})
-    assert '"state":"finished"' in write_report(folder.path).read_text()
-    folder.cut_back(3, evaluated=0)
-    assert '"state":"not finished"' in write_report(folder.path).read_text()
+    run_dir = RunDir(make_run(tmp_path / "run"))
+    run_dir.write_json(run_dir.summary, {"steps": 3})
+    assert '"state":"finished"' in write_report(run_dir.path).read_text()
+    run_dir.cut_back(3, evaluated=0)
+    assert '"state":"not finished"' in write_report(run_dir.path).read_text()
 
 
 def test_an_evaluation_that_will_be_made_again_is_cut_back_too(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     for step in (0, 2):
-        folder.add_metrics({"kind": "step", "step": step})
-        folder.add_metrics({"kind": "evaluation", "step": step})
-        folder.add_trajectories(step, "heldout", [trajectory([3], [4, 2])])
-    folder.cut_back(2, evaluated=0)
-    assert [(r["kind"], r["step"]) for r in read_records(folder.metrics)] == [
+        run_dir.add_metrics({"kind": "step", "step": step})
+        run_dir.add_metrics({"kind": "evaluation", "step": step})
+        run_dir.add_trajectories(step, "heldout", [trajectory([3], [4, 2])])
+    run_dir.cut_back(2, evaluated=0)
+    assert [(r["kind"], r["step"]) for r in read_records(run_dir.metrics)] == [
         ("step", 0),
         ("evaluation", 0),
         ("step", 2),
     ]
-    assert [r["step"] for r in read_records(folder.trajectories)] == [0]
+    assert [r["step"] for r in read_records(run_dir.trajectories)] == [0]
 
 
 def test_a_record_holds_everything_training_used():
@@ -63,7 +63,7 @@ def test_a_record_holds_everything_training_used():
     assert [turn["sampled"] for turn in record["turns"]] == [1, 1]
 
 
-def test_sampled_and_inserted_tokens_are_told_apart_on_paper_too():
+def test_sampled_and_inserted_tokens_differ_without_colours_too():
     record = trajectory_record(trajectory([3], [4, 5, 2], mask=[1, 0, 1]), step=1, split="train")
     console = Console(file=io.StringIO(), width=100, no_color=True)
     console.print(render(record, lambda ids: "".join(f"<{i}>" for i in ids)))
@@ -76,7 +76,7 @@ def test_best_and_worst_are_by_reward():
     assert (best["id"], worst["id"]) == (4, 3)
 
 
-def test_the_plot_is_a_picture_even_without_steps(tmp_path: Path):
+def test_the_plot_is_an_image_even_without_steps(tmp_path: Path):
     reward_plot([{"kind": "evaluation", "step": 0, "accuracy": 0.3}], tmp_path / "p.png", title="t")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 

@@ -68,7 +68,13 @@ class Journal:
         return self.kept + self.dropped.total()
 
     def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
-        """Record a finished prompt."""
+        """Record a finished prompt.
+
+        Args:
+            number: number of the prompt.
+            records: its rows; empty if every trajectory was lost.
+            dropped: lost trajectories by reason.
+        """
         line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
         offset = self._stream.seek(0, 2)
         self._append(line)
@@ -96,7 +102,7 @@ class Journal:
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{self.file}: another process collects into it; choose another --out") from None
+            raise ConfigError(f"{self.file}: another process writes to it; choose another --out") from None
 
     def _read(self, settings: Mapping[str, Any]) -> None:
         self._stream.seek(0)
@@ -131,6 +137,11 @@ class Journal:
 def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
     """Compare the settings of two collections as JSON, key by key.
 
+    Args:
+        settings: settings of this collection.
+        before: recorded settings.
+        where: file in which they are recorded.
+
     Raises:
         ConfigError: they differ; names the keys and both values.
     """
@@ -139,8 +150,8 @@ def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: 
     if differing:
         named = "; ".join(f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5])
         raise ConfigError(
-            f"{where} holds trajectories that were collected otherwise ({named}); choose another --out, or give the "
-            "same settings to go on there"
+            f"{where} contains trajectories collected with other settings ({named}); choose another --out, or use the "
+            "same settings to continue"
         )
 
 

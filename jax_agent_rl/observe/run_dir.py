@@ -14,11 +14,11 @@ import numpy as np
 
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.reasons import FinishReason, StopReason
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.types import Fork, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
 
 Numbers = Sequence[float] | np.ndarray
-Learnt = Mapping[str, Mapping[str, Numbers]]
+TokenValues = Mapping[str, Mapping[str, Numbers]]
 """By trajectory id, named numbers per token with loss."""
 DISAGREEMENT = "disagreement.json"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -29,9 +29,11 @@ _FINISH_REASONS, _STOP_REASONS = tuple(FinishReason), tuple(StopReason)
 _SPAN_KEYS = {"name", "about", "start_ns", "end_ns", "attributes", "error"}
 
 Record = dict[str, Any]
+Decode = Callable[[Sequence[int]], str]
+"""Turns ids into text, special tokens included."""
 
 
-class RunFolder:
+class RunDir:
     """Names and writes the files of one run.
 
     ``config.json, metrics.jsonl, trajectories.jsonl, traces.jsonl, summary.json, reward.png, checkpoints/``, and
@@ -39,7 +41,7 @@ class RunFolder:
 
     Args:
         path: created if it does not exist.
-        keep_trajectories: most that are written per step and split, see :func:`jax_agent_rl.observe.selection.sample`.
+        keep_trajectories: maximum number written per step and split, see :func:`jax_agent_rl.observe.selection.sample`.
     """
 
     def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
@@ -62,7 +64,7 @@ class RunFolder:
         append_records(self.metrics, [record])
 
     def add_trajectories(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], *, learnt: Learnt = _NOTHING
+        self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues = _NOTHING
     ) -> None:
         """Append trajectories, or a sample of them.
 
@@ -70,14 +72,17 @@ class RunFolder:
             step: the step they were trained in, or evaluated after.
             split: ``train`` or ``heldout``.
             trajectories: all of that step and split.
-            learnt: ``UpdateResult.tokens``.
+            token_values: ``UpdateResult.tokens``.
         """
         kept = sample(
             trajectories, self.keep_trajectories, reward=lambda t: t.reward, group=lambda t: t.group_id, seed=step
         )
         append_records(
             self.trajectories,
-            (trajectory_record(t, step=step, split=split, learnt=learnt.get(t.trajectory_id, {})) for t in kept),
+            (
+                trajectory_record(t, step=step, split=split, token_values=token_values.get(t.trajectory_id, {}))
+                for t in kept
+            ),
         )
 
     def cut_back(self, step: int, *, evaluated: int) -> None:
@@ -104,7 +109,7 @@ class RunFolder:
 
 
 def trajectory_record(
-    trajectory: Trajectory, *, step: int, split: str, learnt: Mapping[str, Numbers] = _NOTHING
+    trajectory: Trajectory, *, step: int, split: str, token_values: Mapping[str, Numbers] = _NOTHING
 ) -> dict[str, Any]:
     """Return a trajectory as JSON: ids, mask, log-probs, versions, reward, messages.
 
@@ -114,18 +119,18 @@ def trajectory_record(
         trajectory: what is recorded.
         step: its training step.
         split: ``train`` or ``heldout``.
-        learnt: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along ``response_ids``,
-            0 where there is no loss, null where unknown.
+        token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along
+            ``response_ids``, 0 where there is no loss, null where unknown.
     """
     record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=(), prompt_media={}))}
     record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
     at, record["segments"] = 0, []
     for segment in trajectory.segments:
         end = at + sum(segment.loss_mask)
-        part = {name: values[at:end] for name, values in learnt.items()}
-        record["segments"].append(trajectory_record(segment, step=step, split=split, learnt=part))
+        part = {name: values[at:end] for name, values in token_values.items()}
+        record["segments"].append(trajectory_record(segment, step=step, split=split, token_values=part))
         at = end
-    record |= {name: _laid_out(values[at:], trajectory.loss_mask) for name, values in learnt.items()}
+    record |= {name: _expand(values[at:], trajectory.loss_mask) for name, values in token_values.items()}
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),
@@ -146,7 +151,38 @@ def trajectory_record(
     return record
 
 
-def _laid_out(values: Numbers, mask: Sequence[int]) -> list[float | None]:
+def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
+    """Restore a trajectory from its record: ids, rewards and forks."""
+    return Trajectory.from_turns(
+        prompt_ids=record["prompt_ids"],
+        turns=list(_turns(record)),
+        trajectory_id=record["trajectory_id"],
+        group_id=record["group_id"],
+        agent_name=record["agent_name"],
+        finish_reason=FinishReason(record["finish_reason"]),
+        reward=record["reward"],
+        segments=tuple(restore_trajectory(segment) for segment in record["segments"]),
+        fork=Fork(**record["fork"]) if record["fork"] else None,
+        history_window=record["history_window"],
+    )
+
+
+def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
+    at = 0
+    for turn in record["turns"]:
+        end = at + turn["sampled"]
+        output = TokenOutput(
+            token_ids=tuple(record["response_ids"][at:end]),
+            log_probs=tuple(record["rollout_logprobs"][at:end]),
+            policy_versions=tuple(record["policy_versions"][at:end]),
+            stop_reason=StopReason(turn["stop_reason"]),
+            context_digest="",
+        )
+        at = end + turn["appended"]
+        yield Turn(output=output, appended_ids=tuple(record["response_ids"][end:at]))
+
+
+def _expand(values: Numbers, mask: Sequence[int]) -> list[float | None]:
     """Spread one number per id with loss to one per response id."""
     rest = iter(values)
     placed = (float(next(rest)) if mine else 0.0 for mine in mask)
@@ -167,7 +203,7 @@ def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass(kw_only=True)
 class Records:
-    """The records of a JSON Lines file, as far as they can be read: its run may be going on, cut off or damaged.
+    """The records of a JSON Lines file, as far as they can be read: the file may be growing, truncated or damaged.
 
     Every iteration reads the file again and holds one record at a time. Lines that are no record of its kind are
     skipped and counted; :attr:`notes` reports them.
@@ -204,18 +240,18 @@ class Records:
         return [f"lines left out of {self.file.name}: {n} ({reason})" for reason, n in reasons.items() if n]
 
 
-def metrics_of(file: Path) -> Records:
+def read_metrics(file: Path) -> Records:
     """Return the records of ``metrics.jsonl``; each has its ``kind`` and ``step``."""
     return Records(file=file, is_valid=lambda record: isinstance(record.get("kind"), str) and has_step(record))
 
 
-def trajectories_of(file: Path) -> Records:
+def read_trajectories(file: Path) -> Records:
     """Return the records of ``trajectories.jsonl``, see :func:`trajectory_record`."""
     return Records(file=file, is_valid=_is_trajectory)
 
 
-def traces_of(file: Path) -> Records:
-    """Return the records of ``traces.jsonl``, see :func:`jax_agent_rl.observe.sinks.traces.trace_record`."""
+def read_traces(file: Path) -> Records:
+    """Return the records of ``traces.jsonl``, see :class:`jax_agent_rl.observe.sinks.traces.TraceFileSink`."""
     return Records(file=file, is_valid=_is_trace)
 
 

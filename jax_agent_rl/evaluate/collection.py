@@ -22,9 +22,9 @@ from rich.console import Console
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection.files import Target, records, write
-from jax_agent_rl.evaluate.collection.journal import Journal, require_same
-from jax_agent_rl.observe.progress import Progress, duration, say
+from jax_agent_rl.evaluate.export import Target, records, write
+from jax_agent_rl.evaluate.journal import Journal, require_same
+from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.groups import training_sampling
@@ -123,19 +123,25 @@ class _Collection:
 
 
 async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console) -> dict[str, Any]:
-    """Collect what is missing and write the file; return the summary, which is also written beside it.
+    """Collect what is missing and write the file; return the summary, which is also written next to it.
+
+    Args:
+        subject: the policy.
+        request: the options.
+        out: ``FILE.parquet``, ``FILE.jsonl`` or a folder.
+        console: shows progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something, such as ``out``.
         EngineDiedError, NothingToTrainError: no server is left, or everything is lost; the journal remains.
         asyncio.CancelledError: interrupted; the journal remains.
     """
-    target, config = Target.of(out), subject.config
+    target, config = Target.from_path(out), subject.config
     sampling, file = request.sampling(config), request.file(config)
     group_size = request.group_size or config.rollout.group_size
     settings = _settings(subject, request, file, group_size, sampling)
     if finished := _finished(target, settings):
-        say(console, f"{out} is complete already: nothing to do")
+        print_line(console, f"{out} is complete already: nothing to do")
         return finished
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = str(file), request.limit
@@ -148,7 +154,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
                 ).run()
         except BaseException:
             if done := len(journal.sizes):
-                progress.say(f"{done} prompts are in {target.journal}; the same command goes on from there")
+                progress.print_line(f"{done} prompts are in {target.journal}; the same command continues from there")
             raise
         summary = {
             "policy": subject.name,
@@ -167,7 +173,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
 def _show(progress: Progress, journal: Journal, rows: int) -> None:
     before, begin = len(journal.sizes), time.monotonic()
     if before:
-        progress.say(f"going on: {before} of {rows} prompts are done")
+        progress.print_line(f"continuing: {before} of {rows} prompts are done")
 
     def count() -> str:
         done = len(journal.sizes)

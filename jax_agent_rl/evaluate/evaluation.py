@@ -20,8 +20,8 @@ from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
-from jax_agent_rl.observe.metrics import RunFolder
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
@@ -36,7 +36,7 @@ class EvaluationRequest:
     Attributes:
         samples: trajectories per row.
         ks: values of k for pass@k, ascending.
-        pass_reward: least reward of a trajectory that passes.
+        pass_reward: minimum reward of a trajectory that passes.
         temperature: None: chosen by :func:`sampling`.
         top_p, top_k: see :class:`~jax_agent_rl.types.SamplingParams`.
         data: file of rows; replaces ``data.eval``.
@@ -78,36 +78,40 @@ def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
         raise ConfigError(f"--temperature, --top-p, --top-k: {error}") from None
 
 
-def source_of(config: Config, request: EvaluationRequest) -> Source:
+def select_rows(config: Config, request: EvaluationRequest) -> Source:
     """Return the rows to evaluate; raises ConfigError if none are named."""
     limits = [limit for limit in (request.limit, None if request.data else config.data.eval_limit) if limit]
     file = request.data or config.data.eval
     if file is None:
-        raise ConfigError("nothing says which rows: data.eval is not set; give --data FILE (.jsonl or .parquet)")
+        raise ConfigError("no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)")
     return str(file), min(limits, default=None)
 
 
 async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:
     """Sample and score; return the summary, which is also ``summary.json`` in ``out``.
 
-    ``out`` has the layout of a run folder, so ``view`` shows its trajectories.
+    Args:
+        subject: the policy.
+        request: the options.
+        out: folder to write, with the layout of a run folder, so that ``view`` shows its trajectories.
+        console: shows progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
         EngineDiedError, NothingToTrainError: no server is left, or every trajectory was lost.
     """
     config = subject.config.model_copy(update={"run_dir": str(out)})
-    chosen, source = sampling(config, request), source_of(config, request)
+    chosen, source = sampling(config, request), select_rows(config, request)
     begin = time.monotonic()
     with Progress(console, total_steps=0) as progress:
         async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
-            folder = RunFolder(out)
+            run_dir = RunDir(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
-            folder.write_json(folder.config, recorded.model_dump(mode="json"))
-            groups = await _sample(rollouts, subject, request, chosen, folder, progress)
+            run_dir.write_json(run_dir.config, recorded.model_dump(mode="json"))
+            groups = await _sample(rollouts, subject, request, chosen, run_dir, progress)
             weights = sorted({v for t in all_trajectories(groups) for v in t.policy_versions if v >= 0})
     seconds = time.monotonic() - begin
-    folder.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
+    run_dir.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
     summary = {
         "policy": subject.name,
         "policy_versions": weights,
@@ -128,7 +132,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
             seed=config.seed,
         ),
     }
-    folder.write_json(folder.summary, summary)
+    run_dir.write_json(run_dir.summary, summary)
     return summary
 
 
@@ -137,7 +141,7 @@ async def _sample(
     subject: ServedPolicy,
     request: EvaluationRequest,
     chosen: SamplingParams,
-    folder: RunFolder,
+    run_dir: RunDir,
     progress: Progress,
 ) -> Sequence[Group]:
     """Sample for every row, with the seeds of the held-out evaluation after this step, whose samples come first."""
@@ -147,10 +151,10 @@ async def _sample(
         nonlocal done, rewards
         done += request.samples
         rewards += sum(group.rewards)
-        folder.add_trajectories(subject.step, "heldout", group.trajectories)
+        run_dir.add_trajectories(subject.step, "heldout", group.trajectories)
 
     total = len(rollouts.rows) * request.samples
-    progress.phase("playing", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}")
+    progress.phase("sampling", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}")
     groups = await gather(
         evaluator,
         rollouts.client,

@@ -1,4 +1,4 @@
-"""Trajectories for the page: every token with its text and numbers, in few bytes.
+"""Trajectories for the page: every token with its text and numbers, in few bytes, and groups as trees of turns.
 
 A token is its place in a vocabulary that all trajectories share; masks are lengths of turns; log-probs are thousandths;
 versions are run-length encoded. A token takes about 25 bytes; ``observe.selection`` limits their number.
@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import stop_reasons, tool_errors
-from jax_agent_rl.observe.trajectories import Decode
+from jax_agent_rl.trajectory_graph import TrajectoryGraph
 
-_BROKEN = "\ufffd"
-"""What decoders write for bytes that form no whole character."""
+_BROKEN = "\ufffd"  # decoders' replacement of an incomplete character
+_SNIPPET = 160  # characters of a turn in a tree
 
 
 class Vocabulary:
@@ -82,7 +83,7 @@ COLUMNS = (
 def facts(record: Mapping[str, Any]) -> list[Any]:
     """Return what the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
     sampled = sum(record["response_mask"])
-    learnt = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
+    trained = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
     fork = record.get("fork")
     return [
         record["trajectory_id"],
@@ -98,18 +99,24 @@ def facts(record: Mapping[str, Any]) -> list[Any]:
         record["finish_reason"],
         stop_reasons(record),
         fork["parent_id"] if fork else None,
-        round(sum(learnt) / len(learnt), 4) if learnt else None,
+        round(sum(trained) / len(trained), 4) if trained else None,
     ]
 
 
 def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) -> dict[str, Any]:
     """Return the tokens of one trajectory.
 
-    Keys: ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are
-    part of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
-    thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a`` advantages
-    of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the same for each
-    segment.
+    Args:
+        record: see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
+        vocabulary: takes its ids.
+        prompts: takes its prompt.
+
+    Returns:
+        ``p`` number of the prompt; ``t`` places of the response's ids; ``x`` texts by position, of tokens that are part
+        of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
+        thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a``
+        advantages of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the
+        same for each segment.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
@@ -130,6 +137,40 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         g=[_gap(record["rollout_logprobs"][at], old[at]) for at in mine] if old else None,
         segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
     )
+
+
+def forest(records: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, list[dict[str, Any]]]:
+    """Return trees, by ``"<split>/<step>/<group id>"``, of groups with at least two trajectories, for the report.
+
+    A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories, ends: those that end
+    there, text}``; trajectories are numbers of records.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, record in enumerate(records):
+        groups.setdefault(f"{record['split']}/{record['step']}/{record['group_id']}", []).append(number)
+    return {
+        name: _nodes([records[n] for n in numbers], numbers, decode)
+        for name, numbers in groups.items()
+        if len(numbers) > 1
+    }
+
+
+def _nodes(records: Sequence[Mapping[str, Any]], numbers: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+    graph = TrajectoryGraph.of([restore_trajectory(record) for record in records])
+    ends: dict[int, list[int]] = {}
+    for number, path in zip(numbers, graph.paths, strict=True):
+        ends.setdefault(path[-1], []).append(number)
+    return [
+        {
+            "up": -1 if node.parent is None else node.parent,
+            "turn": node.turn + 1,
+            "n": len(node.ids),
+            "at": [numbers[member] for member in node.members],
+            "text": decode(node.ids[:_SNIPPET])[:_SNIPPET],
+        }
+        | ({"ends": ends[place]} if place in ends else {})
+        for place, node in enumerate(graph.nodes)
+    ]
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig, build
 from jax_agent_rl.errors import EngineDiedError, NothingToTrainError, RewardError
-from jax_agent_rl.evaluate.collection.journal import Journal
-from jax_agent_rl.evaluate.collection.run import _Collection
+from jax_agent_rl.evaluate.collection import _Collection
+from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.sampling import Rollouts
@@ -59,8 +59,8 @@ class Stage:
 
 
 def balanced(stage: Stage, journal: Journal) -> bool:
-    books = stage.collector.accounting
-    return not books.in_flight and books.started == books.trained + books.dropped.total()
+    accounting = stage.collector.accounting
+    return not accounting.in_flight and accounting.started == accounting.trained + accounting.dropped.total()
 
 
 async def test_every_row_is_collected_once(tmp_path):

@@ -8,9 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.collection import files
-from jax_agent_rl.evaluate.collection.files import Target, records, schema, write
-from jax_agent_rl.evaluate.collection.journal import Journal
+from jax_agent_rl.evaluate import export
+from jax_agent_rl.evaluate.export import Target, records, schema, write
+from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.types import Fork, Group
 from tests.trajectories import call, trajectory
 
@@ -44,7 +44,7 @@ def written(target: Target, *groups: Group) -> None:
 
 
 def test_parquet_holds_the_exact_ids_in_the_order_of_the_prompts(tmp_path: Path):
-    written(Target.of(tmp_path / "out.parquet"), group(2), group(0), group(1))
+    written(Target.from_path(tmp_path / "out.parquet"), group(2), group(0), group(1))
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     assert table.schema.equals(schema()) and table["row"].to_pylist() == [0, 1, 2]
     (first, *_) = table.to_pylist()
@@ -58,8 +58,8 @@ def test_parquet_holds_the_exact_ids_in_the_order_of_the_prompts(tmp_path: Path)
 
 
 def test_json_lines_hold_the_same_as_parquet(tmp_path: Path):
-    written(Target.of(tmp_path / "out.parquet"), group(0), group(1))
-    written(Target.of(tmp_path / "out.jsonl"), group(0), group(1))
+    written(Target.from_path(tmp_path / "out.parquet"), group(0), group(1))
+    written(Target.from_path(tmp_path / "out.jsonl"), group(0), group(1))
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert lines == pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
 
@@ -70,7 +70,7 @@ def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_m
     made = replace(call(), name=half, arguments={"text": half}, observation=half)
     member = trajectory([1], [10], group="rollout-0-0", calls=[[made]], messages=[{"role": "user", "content": half}])
     member = replace(member, row={"data_source": half, "extra_info": {half: half}})
-    written(Target.of(tmp_path / name), Group(group_id="rollout-0-0", trajectories=(member,)))
+    written(Target.from_path(tmp_path / name), Group(group_id="rollout-0-0", trajectories=(member,)))
     if name == "out.jsonl":
         row = json.loads((tmp_path / name).read_text())
     else:
@@ -82,8 +82,8 @@ def test_half_a_surrogate_pair_that_a_model_or_a_tool_wrote_becomes_a_question_m
 
 
 def test_a_folder_is_cut_into_shards_that_its_card_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "SHARD_BYTES", 1)
-    written(Target.of(tmp_path / "out"), group(1), group(0), group(2))
+    monkeypatch.setattr(export, "SHARD_BYTES", 1)
+    written(Target.from_path(tmp_path / "out"), group(1), group(0), group(2))
     shards = sorted((tmp_path / "out" / "data").iterdir())
     assert [shard.name for shard in shards] == [f"train-{i:05}-of-00003.parquet" for i in range(3)]
     assert [pyarrow.parquet.read_table(shard)["row"].to_pylist() for shard in shards] == [[0], [1], [2]]
@@ -112,4 +112,4 @@ def test_every_record_has_just_the_columns():
 
 def test_an_ending_that_means_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"FILE\.parquet, FILE\.jsonl, or a FOLDER"):
-        Target.of(Path("out.csv"))
+        Target.from_path(Path("out.csv"))
