@@ -32,8 +32,7 @@ from jax_agent_rl.jetstream.attention import decode_attention
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache, empty_cache
-from jax_agent_rl.jetstream.page_ops import gathered, write_back
+from jax_agent_rl.jetstream.kv_cache import KVCache, empty_cache, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.fetch import fetch_quickstart_model
@@ -126,7 +125,7 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
     q, one = jnp.ones((batch, heads, group, config.head_dim)), jnp.ones((batch, heads, config.head_dim))
     paged = jax.jit(
         lambda cache, slots: write_back(
-            cache, gathered(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
+            cache, gather_pages(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
         ),
         donate_argnums=0,
     )

@@ -34,7 +34,7 @@ import numpy as np
 
 from jax_agent_rl.config.mesh import EngineMeshConfig, MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
-from jax_agent_rl.jetstream.layout import make_engine_mesh
+from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored

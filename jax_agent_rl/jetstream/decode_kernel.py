@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.jetstream.kv import LayerKV
+from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.models.tree_mask import MASK_VALUE
 
 LANES, ROWS = 128, 32

@@ -8,7 +8,7 @@ reads each weight once.
 Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few slots this is
 two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
 
-On a mesh (``jetstream.layout``) heads, feed-forward units, experts and the vocabulary are sharded, activations are
+On a mesh (``jetstream.sharding``) heads, feed-forward units, experts and the vocabulary are sharded, activations are
 replicated, and devices all-reduce twice per layer. No split or reshape below cuts across devices.
 """
 
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank, one_hot
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import ACTIVATIONS, mrope_tables, place_features, rms_norm, rope_tables, rotate
@@ -278,7 +278,7 @@ def _chunk_layer(
     rows, window = len(starts), config.sliding_window if windowed else None
     q, k, v = _project(config, layer, x, *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
-    own = stored(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
+    own = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
     mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
     mixed = mixed.reshape(-1, x.shape[1])
     return _finish_layer(config, layer, x, layer.multiply("o", mixed), mesh), own

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.forward import EngineParams, chunk_layers, embed_tokens
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache, restored
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import Names, tensor_names
@@ -58,7 +58,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]
     for hidden, kept in layers:
-        keys, values = restored(kept, jnp.dtype(jnp.float32))
+        keys, values = from_cache(kept, jnp.dtype(jnp.float32))
         outputs.append(
             LayerOutput(
                 hidden=np.asarray(hidden, np.float32).T,

@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV
-from jax_agent_rl.jetstream.page_ops import aligned, gathered, write_back
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.layout import ImageInputs
@@ -65,7 +64,7 @@ def decode(
         log-probs; one array, because one copy to the host is cheaper than two.
     """
     span = slots.pages.shape[1] * cache.length
-    pages, worked = (slots.pages, cache) if in_place else (None, gathered(cache, slots.pages, slots.positions))
+    pages, worked = (slots.pages, cache) if in_place else (None, gather_pages(cache, slots.pages, slots.positions))
 
     def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         here = jnp.minimum(positions, span - 1)
@@ -139,7 +138,7 @@ def compute_chunks(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.written` to write.
+    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.write_pages` to write.
 
     A program that both reads and writes a donated cache makes the compiler copy all of it, so these are two.
 
@@ -159,9 +158,9 @@ def compute_chunks(
     Returns:
         The pages ``into``.
     """
-    rows = gathered(cache, before, starts)
+    rows = gather_pages(cache, before, starts)
     new = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
-    return aligned(cache, new, starts, into[:, 0])
+    return align_to_pages(cache, new, starts, into[:, 0])
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
 from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension, make_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
@@ -185,11 +185,10 @@ class Scheduler:
     def metrics(self) -> BackendMetrics:
         return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)
 
-    def health(self, version: int) -> Health:
-        """Report health while serving weights of this version."""
+    def health(self) -> Health:
         return Health(
             ok=True,
-            policy_version=version,
+            policy_version=self.version,
             running=len(self.running),
             waiting=self.waiting,
             kv_used_share=self.table.used_share,

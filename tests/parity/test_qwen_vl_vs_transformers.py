@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_chunks
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.vision.image_processor import ProcessedImage

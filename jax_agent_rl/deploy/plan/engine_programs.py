@@ -17,7 +17,7 @@ from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
-from jax_agent_rl.jetstream.weight_loading import staging_mesh
+from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.layout import engine_config, make_engine_mesh
+from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.mesh import Device
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings

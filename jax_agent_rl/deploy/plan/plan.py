@@ -16,7 +16,7 @@ from jax_agent_rl.deploy.plan.learner_programs import described, learner_invento
 from jax_agent_rl.deploy.plan.roofline import StepTime, step_of
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.jetstream.layout import parameter_places
+from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.mesh import Device
@@ -150,7 +150,7 @@ def inventory(config: Config, model: DecoderConfig, where: DevicePlacement) -> I
     made, published, holds = learner.inventory, learner.published, learner.holds
     if where.engines:
         mesh = where.engines[0]  # the others are like it
-        shapes, there = model.parameter_shapes(), parameter_places(model, mesh)
+        shapes, there = model.parameter_shapes(), learner_shardings(model, mesh)
         if config.rollout.placement == "separate":  # from files, read for these very devices
             published, holds = described(shapes, there), frozenset()
         elif len(where.engines) > 1:  # copied for each of them
