@@ -236,7 +236,7 @@ class JetStreamBackend:
         await self._thread.call(lambda: self._core.update_weights(update))
 
     async def reset_prefix_cache(self) -> None:
-        await self._thread.call(lambda: self._core.scheduler.table.reset())
+        await self._thread.call(lambda: self._core.scheduler.block_manager.reset())
 
     async def sleep(self) -> None:
         """Move weights to the host and drop the KV cache; running requests are aborted, new ones wait."""

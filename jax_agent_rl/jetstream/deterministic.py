@@ -27,7 +27,6 @@ from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.decode_batch import (
     DecodeBatch,
     Extension,
-    idle_decode_batch,
     make_decode_batch,
     pad_decode_batch,
 )
@@ -99,7 +98,7 @@ class DeterministicEngine(JaxEngine):
     def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
         """Compile and run the one program."""
         print_line("compiling the one program (1 of 1)")
-        slots = idle_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages, 0)
+        slots = make_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages)
         cache, _, _ = self.decode(params, cache, slots, self.shapes.decode_steps, 1)
         return self._end_warm_up(cache, print_line)
 

@@ -21,7 +21,7 @@ from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, idle_decode_batch, pad_decode_batch
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, make_decode_batch, pad_decode_batch
 from jax_agent_rl.jetstream.driver_interface import DriverInterface
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
@@ -156,7 +156,7 @@ class JaxEngine(DriverInterface):
             for table, first in ((before, 0), (into, extension.start // page)):
                 own = extension.pages[first : first + table.shape[1]]
                 table[i, : len(own)] = own
-        program = programs.chunks_program(self.config, self.split)
+        program = functools.partial(programs.compute_chunks, self.config, self.split)
         images = self._image_inputs(extensions, rows, size)
         adapter = None
         if self._stacks is not None:
@@ -261,7 +261,7 @@ class JaxEngine(DriverInterface):
         total, steps = len(decode) + len(prefill), self.shapes.decode_steps
         for number, (width, span) in enumerate(decode, 1):
             print_line(f"compiling decode {width} slots of {span} positions ({number} of {total})")
-            slots = idle_decode_batch(width, self.shapes.context_pages, span - steps)
+            slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
             cache, _, _ = self.decode(params, cache, slots, steps, 1)
         for number, (rows, size, span) in enumerate(prefill, len(decode) + 1):
             print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")

@@ -256,7 +256,7 @@ class SlotTable:
         """Share of slots taken, in [0, 1]."""
         return len(self._ids) / self._slots
 
-    def release(self, slot: int, *, session_ends: bool) -> None:
+    def free(self, slot: int, *, session_ends: bool) -> None:
         """Free a slot whose request has ended."""
         del self._ids[slot]
         heapq.heappush(self._free, slot)
@@ -275,7 +275,7 @@ class ExternalScheduler(Scheduler):
         super().__post_init__()
         self._key = jax.random.key(self.seed)
 
-    def _make_table(self) -> SlotTable:
+    def _make_block_manager(self) -> SlotTable:
         return SlotTable(self.engine.max_concurrent_decodes)
 
     def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
@@ -333,7 +333,7 @@ class ExternalScheduler(Scheduler):
 
     def _prefill(self, run: RunningRequest) -> object:
         prompt = np.asarray(run.request.prompt_ids, np.int32)
-        slot = cast(SlotTable, self.table).take(prompt[:-1])
+        slot = cast(SlotTable, self.block_manager).take(prompt[:-1])
         assert slot is not None  # fewer requests run than there are slots
         run.context = slot
         self.running[run.request.request_id] = run

@@ -264,7 +264,7 @@ def _compiled(
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
     if (identity := _identity(function)) is not None:
-        described = [(x.shape, x.dtype, _place_of(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
+        described = [(x.shape, x.dtype, _sharding_or(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
         leaves, tree = jax.tree.flatten(out)
         key = (identity, donate, tuple(described), jax.tree.structure(args), tuple(leaves), tree)
     if (program := _shared.get(key) if key else None) is not None:
@@ -290,7 +290,7 @@ def _as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else np.asarray(x)
 
 
-def _place_of(x: Any, place: NamedSharding) -> NamedSharding:
+def _sharding_or(x: Any, place: NamedSharding) -> NamedSharding:
     """Return an argument's sharding, or ``place`` if it is on no device yet."""
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
 
@@ -301,7 +301,7 @@ def traced(
     """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`; arguments may be shapes."""
     jitted = jax.jit(
         function,
-        in_shardings=jax.tree.map(lambda x: _place_of(x, place), args),
+        in_shardings=jax.tree.map(lambda x: _sharding_or(x, place), args),
         out_shardings=out,
         donate_argnums=donate,
         keep_unused=True,  # unused arguments may be donated
@@ -312,8 +312,3 @@ def traced(
 def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, in_place: bool) -> Callable[..., Any]:
     """Bind the static arguments of :func:`decode`."""
     return functools.partial(decode, config, max_steps, mesh, in_place)
-
-
-def chunks_program(config: DecoderConfig, mesh: Mesh | None) -> Callable[..., Any]:
-    """Bind the static arguments of :func:`compute_chunks`."""
-    return functools.partial(compute_chunks, config, mesh)

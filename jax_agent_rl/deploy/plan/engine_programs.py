@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.inventory import Inventory, Phase, Program
-from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
@@ -85,7 +85,7 @@ def engine_inventory(
     engine = kind(model, shapes, **precision, mesh=mesh, table=table)
     weights, cache = engine.load_params(published), engine.init_cache()
     last = shapes.cache_length - shapes.decode_steps
-    slots = idle_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
+    slots = make_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
     engine.decode(weights, cache, slots, shapes.decode_steps, 1)
     size = shapes.chunk_buckets[-1]
     chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))

@@ -238,7 +238,7 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(stage: Stage, m
     await stage.serve(BEFORE)
     await rollouts(stage.backend, LLAMA)  # fills the cache
     with monkeypatch.context() as patched:
-        patched.setattr(stage.backend._core.scheduler.table, "reset", lambda: None)
+        patched.setattr(stage.backend._core.scheduler.block_manager, "reset", lambda: None)
         made = await stage.diagnosed(older={"version 0": BEFORE})
     await stage.backend.reset_prefix_cache()
     assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, made.line
