@@ -196,7 +196,7 @@ def conformance(
     engine: Annotated[
         str, typer.Option(help="What serves behind the rollout server that is started, or in the Ray actor.")
     ] = "jetstream",
-    brought: Annotated[
+    external_engine: Annotated[
         str | None, typer.Option(help="For jetstream: the engine that rollout.jetstream.engine_factory would name.")
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
@@ -218,7 +218,7 @@ def conformance(
         url=url,
         token=token_from(token_env, key="--token-env"),
         engine=engine,
-        brought=brought,
+        external_engine=external_engine,
         adapters=adapters,
         tolerance=tolerance,
         max_model_len=max_model_len,

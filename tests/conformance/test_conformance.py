@@ -34,9 +34,11 @@ def jetstream(request):
     return make_subject("jetstream", request.getfixturevalue("options"))
 
 
-def brought(request):
+def external_engine(request):
     pytest.importorskip("torch")
-    options = replace(request.getfixturevalue("options"), brought="tests.later_api:bring", max_concurrent=4)
+    options = replace(
+        request.getfixturevalue("options"), external_engine="tests.later_api:make_external_engine", max_concurrent=4
+    )
     return make_subject("jetstream", options)
 
 
@@ -112,7 +114,7 @@ def ray_vllm(request):
     return make_subject("ray", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
-EMBEDDED = [jetstream, jetstream_int8, jetstream_int8_cache, brought]
+EMBEDDED = [jetstream, jetstream_int8, jetstream_int8_cache, external_engine]
 SUBJECTS = [toy, *EMBEDDED, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
 ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)]
 

@@ -183,8 +183,8 @@ def _speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
         yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
         yield f"rollout.backend={plan.config.rollout.backend}: how fast its engines are is not planned here"
-    if (brought := plan.config.rollout.jetstream.engine_factory) is not None:
-        yield f"rollout.jetstream.engine_factory={brought}: planned as if it were the built-in engine"
+    if (external := plan.config.rollout.jetstream.engine_factory) is not None:
+        yield f"rollout.jetstream.engine_factory={external}: planned as if it were the built-in engine"
     if price is not None:
         of = "cost" if plan.placement.engines else "cost of the learner"
         yield f"{of}: {least}{cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"

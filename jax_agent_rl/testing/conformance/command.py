@@ -28,7 +28,7 @@ def run_command(
     url: str | None,
     token: str | None,
     engine: str,
-    brought: str | None = None,
+    external_engine: str | None = None,
     adapters: bool = False,
     tolerance: float,
     max_model_len: int,
@@ -44,7 +44,7 @@ def run_command(
         url: address of a running rollout server, for ``remote``.
         token: that server's token.
         engine: backend behind the server or in the Ray actor that the suite starts.
-        brought: for ``jetstream``, the engine that ``rollout.jetstream.engine_factory`` would name.
+        external_engine: for ``jetstream``, the engine that ``rollout.jetstream.engine_factory`` would name.
         adapters: whether to serve and test a LoRA adapter.
         tolerance: largest log-prob error, in nats.
         max_model_len: context length to serve with.
@@ -60,8 +60,10 @@ def run_command(
             f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
             f"compare with; got --backend {backend}, --model {model}"
         )
-    if brought is not None and "jetstream" not in (backend, engine):
-        raise ConfigError(f"--brought {brought} is an engine of backend jetstream; got --backend {backend}")
+    if external_engine is not None and "jetstream" not in (backend, engine):
+        raise ConfigError(
+            f"--external-engine {external_engine} is an engine of backend jetstream; got --backend {backend}"
+        )
     if engine in ("remote", "ray"):
         raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
@@ -76,7 +78,7 @@ def run_command(
             url=url,
             token=token,
             engine=engine,
-            brought=brought,
+            external_engine=external_engine,
             adapters=adapters,
         )
         report = asyncio.run(run_suite(make_subject(backend, options), only=only, say=say))

@@ -51,7 +51,7 @@ class SubjectOptions:
         url: address of a running rollout server, for ``remote``; None starts one on loopback.
         token: the server's token, if it needs one.
         engine: name of the backend behind the server that is started, or in the Ray actor.
-        brought: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None for the
+        external_engine: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None for the
             built-in one.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
@@ -66,7 +66,7 @@ class SubjectOptions:
     url: str | None = None
     token: str | None = None
     engine: str = "jetstream"
-    brought: str | None = None
+    external_engine: str | None = None
     quantize: EightBits | None = None
     kv_dtype: EightBits | None = None
     adapters: bool = False
@@ -221,7 +221,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
         patch_buckets=(64,),
     )
     vision_processor = VisionProcessor.of(config, folders[BASE])
-    brought = load_engine_function(options.brought) if options.brought else None
+    external_engine = load_engine_function(options.external_engine) if options.external_engine else None
     adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
     tokenizer = _tokenizer(folders[BASE])
 
@@ -231,7 +231,7 @@ def jetstream(options: SubjectOptions) -> BackendUnderTest:
             config,
             params,
             shapes,
-            external_engine=brought,
+            external_engine=external_engine,
             vision_processor=vision_processor,
             decode_text=decode,
             quantize=options.quantize,
