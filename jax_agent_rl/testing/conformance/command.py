@@ -61,9 +61,7 @@ def run_command(
             f"compare with; got --backend {backend}, --model {model}"
         )
     if external_engine is not None and "jetstream" not in (backend, engine):
-        raise ConfigError(
-            f"--external-engine {external_engine} is an engine of backend jetstream; got --backend {backend}"
-        )
+        raise ConfigError(f"--external-engine {external_engine} needs backend jetstream; got --backend {backend}")
     if engine in ("remote", "ray"):
         raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:

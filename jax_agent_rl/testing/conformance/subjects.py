@@ -51,8 +51,7 @@ class SubjectOptions:
         url: address of a running rollout server, for ``remote``; None starts one on loopback.
         token: the server's token, if it needs one.
         engine: name of the backend behind the server that is started, or in the Ray actor.
-        external_engine: for ``jetstream``: the engine that ``rollout.jetstream.engine_factory`` would name; None for the
-            built-in one.
+        external_engine: what ``rollout.jetstream.engine_factory`` would name; None for the built-in engine.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
