@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from jax_agent_rl.agreement.causes import Cause
-from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView
+from jax_agent_rl.agreement.diagnosis import EngineView
+from jax_agent_rl.agreement.report import Cause, Diagnosis
 from jax_agent_rl.agreement.tolerances import JAX_ENGINE
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
