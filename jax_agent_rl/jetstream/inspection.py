@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.forward import EngineParams, chunk_layers, embed_tokens
+from jax_agent_rl.jetstream.forward import EngineParams, embed_tokens, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
@@ -54,8 +54,8 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV]]]:
         # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
-        layers = chunk_layers(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
-        return embed_tokens(config, params, ids), list(layers)
+        layers = prefill_chunks(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
+        return embed_tokens(config, params, ids), layers
 
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]

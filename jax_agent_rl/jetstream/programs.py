@@ -159,7 +159,8 @@ def compute_chunks(
         The pages ``into``.
     """
     rows = gather_pages(cache, before, starts)
-    new = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
+    layers = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
+    new = tuple(kv for _, kv in layers)
     return align_to_pages(cache, new, starts, into[:, 0])
 
 
