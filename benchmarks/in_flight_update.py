@@ -6,8 +6,8 @@ SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, r
 at most 240), the same for all. New weights are published after every n-th sampled id, n so that there are so many
 updates; each moves every weight by ``--step`` up or down, which is what a step of Adam at that learning rate does.
 
-``keep``: generations go on with the KV of the old weights. ``recompute``: they are interrupted and resumed, their whole
-context computed anew. ``wait``: they end first, and no other begins before that (``trainer.in_flight_update``).
+``keep``: generations continue with the KV of the old weights. ``recompute``: they are interrupted and resumed, their
+whole context computed again. ``wait``: they finish first, and no other starts before (``trainer.in_flight_update``).
 
 ``seconds_per_update`` is the time on top of the same work without updates; ``recomputed_ids`` are prompt ids computed
 on top. ``logprob_gap`` is the mean distance, over the ids sampled after a change within their own response, between the

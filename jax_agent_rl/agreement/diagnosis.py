@@ -138,12 +138,12 @@ def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
 def _check_learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResult:
     """Test, where a plain pass agrees with the engine, whether the learner's own pass does not."""
     own = [context.learner - context.rollout for context in subject.contexts if context.learner is not None]
-    apart = Comparison.of(np.concatenate(own)) if own else None
-    if apart is not None and apart.largest > max(10 * gap.largest, 1e-5):
+    packed = Comparison.of(np.concatenate(own)) if own else None
+    if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
         detail = (
             f"a plain pass over the learner's parameters agrees with the engine (mean {gap.mean:.1e}, largest "
-            f"{gap.largest:.1e} nats), the learner's packed pass does not (mean {apart.mean:.1e}, largest "
-            f"{apart.largest:.1e})"
+            f"{gap.largest:.1e} nats), the learner's packed pass does not (mean {packed.mean:.1e}, largest "
+            f"{packed.largest:.1e})"
         )
         return HypothesisResult("learner", "found", detail, gap)
     detail = f"nothing is wrong in the contexts examined (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"

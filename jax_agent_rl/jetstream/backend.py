@@ -176,7 +176,9 @@ class JetStreamBackend:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         if request.request_id in self._streams:
-            raise BackendError(f"request {request.request_id!r} is already running; ids must be unique while they live")
+            raise BackendError(
+                f"request {request.request_id!r} is already running; ids of running requests must be unique"
+            )
         sink = self._streams[request.request_id] = ChunkSink()
         finished = False
         try:

@@ -147,10 +147,10 @@ def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.A
         positions: int32 [R], of the first step. Pages from there on belong to one row only.
         steps: static.
     """
-    size, most = cache.length, pages.shape[1]
-    count = min(most, count_pages(steps, size))
+    size, row_pages = cache.length, pages.shape[1]
+    count = min(row_pages, count_pages(steps, size))
     first = positions // size
-    begin = jnp.minimum(first, most - count)
+    begin = jnp.minimum(first, row_pages - count)
     index = begin[:, None] + jnp.arange(count)
     mine = jnp.where(index >= first[:, None], jnp.take_along_axis(pages, index, axis=1), NULL_PAGE)
 

@@ -254,8 +254,8 @@ class ProgramTable:
 
 
 _shared: dict[tuple, Callable[..., Any]] = {}
-MAX_SHARED = 512
-"""Most programs shared by engines of this process, e.g. a restarted one or an evaluation's; then all are dropped.
+MAX_SHARED_PROGRAMS = 512
+"""Programs shared by engines of this process, such as a restarted one or an evaluation's; beyond that all are dropped.
 Engines run in threads of their own, so each access is one atomic operation."""
 
 
@@ -273,7 +273,7 @@ def _compiled(
     with cache_hits() as hits:
         program = traced(function, donate, *args, place=place, out=out).lower().compile()
     if key is not None:
-        if len(_shared) >= MAX_SHARED:
+        if len(_shared) >= MAX_SHARED_PROGRAMS:
             _shared.clear()
         _shared[key] = program
     return program, bool(hits)

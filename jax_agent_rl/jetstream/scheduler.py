@@ -117,7 +117,7 @@ class Scheduler:
                 "shorten the prompt or raise rollout.max_model_len"
             )
         if request.request_id in self._known:
-            raise BackendError(f"{name} is already running; request ids must be unique while they live")
+            raise BackendError(f"{name} is already running; request ids must be unique")
         if request.lora is not None and request.lora not in self.engine.adapters:
             raise BackendError(
                 f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self.engine.adapters)} (rollout.adapters)"

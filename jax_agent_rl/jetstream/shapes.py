@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_CHUNK = 2048
-"""Most ids of a prompt computed together, enough to keep any device busy."""
+"""Ids of a prompt computed together, enough to keep any device busy."""
 SLOT_COUNTS = (2, 8, 16, 32, 128, 512, 2048)
 """Each count is a program to compile. They are densest where groups spend most steps."""
 

@@ -44,7 +44,7 @@ class ImageReader:
 
     Args:
         vision_processor: the model's; None for an engine without images.
-        max_patches: of one image: what the engine's largest program takes.
+        max_patches: of one image, as the engine's largest program takes.
     """
 
     def __init__(self, vision_processor: VisionProcessor | None, *, max_patches: int) -> None:
@@ -224,11 +224,11 @@ def _scattered(chunks: jax.Array, encoded: jax.Array, index: jax.Array, row: jax
     return chunks.at[row].set(jnp.where(index[:, None] >= 0, encoded[index].astype(chunks.dtype), chunks[row]))
 
 
-def _batches(images: Sequence[ProcessedImage], most: int) -> Iterator[list[ProcessedImage]]:
-    """Yield images in order, as many together as have at most ``most`` patches."""
+def _batches(images: Sequence[ProcessedImage], max_patches: int) -> Iterator[list[ProcessedImage]]:
+    """Yield images in order, batched to at most ``max_patches`` patches."""
     batch: list[ProcessedImage] = []
     for image in images:
-        if batch and sum(len(i.patches) for i in (*batch, image)) > most:
+        if batch and sum(len(i.patches) for i in (*batch, image)) > max_patches:
             yield batch
             batch = []
         batch.append(image)
