@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from common import running
 from paced import (
     LENGTHS,
     PROMPT,
@@ -123,11 +124,8 @@ async def measure(arguments: argparse.Namespace, url: str) -> dict:
         max_model_len=max_context_len(LENGTHS, max(arguments.turns)),
         step_seconds=arguments.step_ms / 1000,
     )
-    await backend.start()
-    try:
+    async with running(backend):
         return {f"turns_{turns}": await compare(backend, url, turns, arguments) for turns in arguments.turns}
-    finally:
-        await backend.close()
 
 
 def main() -> None:

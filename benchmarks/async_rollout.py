@@ -37,6 +37,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from common import running
 from paced import (
     OBSERVATION,
     PROMPT,
@@ -267,12 +268,9 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str
             max_model_len=max_context_len(LENGTHS, arguments.turns),
             step_seconds=arguments.step_ms / 1000,
         )
-        await backend.start()
-        try:
+        async with running(backend):
             with tempfile.TemporaryDirectory() as folder:
                 results[mode] = await train(mode, backend, url, Path(folder), arguments)
-        finally:
-            await backend.close()
         print(f"{mode}: {json.dumps(results[mode])}", flush=True)
     return results
 

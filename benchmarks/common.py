@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def load_quickstart() -> tuple[DecoderConfig, Params]:
 def random_ids(*shape: int, seed: int = 0) -> np.ndarray:
     """Draw int64 ids of SmolLM2's vocabulary."""
     return np.random.default_rng(seed).integers(3, 49000, shape)
+
+
+@contextlib.asynccontextmanager
+async def running(backend: JetStreamBackend) -> AsyncIterator[JetStreamBackend]:
+    """Start a backend, and close it in the end."""
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
 
 
 async def rollout(backend: JetStreamBackend, prompts: np.ndarray, max_tokens: int) -> tuple[list[TokenOutput], float]:

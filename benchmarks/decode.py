@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from common import argument_parser, cpu, load_quickstart, random_ids, read_bandwidth, rollout, sgemm_flops
+from common import argument_parser, cpu, load_quickstart, random_ids, read_bandwidth, rollout, running, sgemm_flops
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -77,16 +77,13 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
         decode_steps=32,
         prefill_buckets=(32, 96),
     )
-    backend = JetStreamBackend(config, params, shapes, compile_ahead=True)
-    await backend.start()
     seconds = []
-    for prompts in random_ids(REPEATS, batch, PROMPT):
-        outputs, taken = await rollout(backend, prompts, NEW)
-        seconds.append(taken)
-        assert all(len(output.token_ids) == NEW for output in outputs)
-    recompilations = (await backend.metrics()).recompilations
-    await backend.close()
-    return batch * NEW / min(seconds), recompilations
+    async with running(JetStreamBackend(config, params, shapes, compile_ahead=True)) as backend:
+        for prompts in random_ids(REPEATS, batch, PROMPT):
+            outputs, taken = await rollout(backend, prompts, NEW)
+            seconds.append(taken)
+            assert all(len(output.token_ids) == NEW for output in outputs)
+        return batch * NEW / min(seconds), (await backend.metrics()).recompilations
 
 
 def step_floor(config, batch: int, positions: int, bandwidth: float, flops: float) -> float:

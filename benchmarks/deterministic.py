@@ -16,7 +16,7 @@ import json
 import time
 
 import numpy as np
-from common import argument_parser, load_quickstart, random_ids, rollout
+from common import argument_parser, load_quickstart, random_ids, rollout, running
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.deterministic import DeterministicScorer
@@ -40,16 +40,14 @@ async def measure(batch: int) -> dict[str, float]:
     prompts = random_ids(batch, PROMPT)
     seconds, gaps, scoring = {}, {}, 0.0
     for name, own_table in (("deterministic", table), ("fast", None)):
-        backend = JetStreamBackend(model, params, shapes, deterministic=own_table)
-        await backend.start()
-        outputs, seconds[name] = await rollout(backend, prompts, NEW)
+        async with running(JetStreamBackend(model, params, shapes, deterministic=own_table)) as backend:
+            outputs, seconds[name] = await rollout(backend, prompts, NEW)
         contexts = [[*p, *o.token_ids] for p, o in zip(prompts.tolist(), outputs, strict=True)]
         begin = time.perf_counter()
         scores = score(params, contexts)
         scoring = scoring or time.perf_counter() - begin
         pairs = zip(outputs, scores, strict=True)
         gaps[name] = max(float(np.abs(np.float32(o.log_probs) - s[PROMPT - 1 :]).max()) for o, s in pairs)
-        await backend.close()
     return {
         "batch": batch,
         "fast_seconds": seconds["fast"],

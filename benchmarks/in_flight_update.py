@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import argument_parser, load_quickstart, random_ids
+from common import argument_parser, load_quickstart, random_ids, running
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -69,8 +69,7 @@ async def measure(
     backend: JetStreamBackend, prompts: np.ndarray, lengths: Sequence[int], weights: Sequence[dict], name: str
 ) -> tuple[list[TokenOutput], dict[str, float]]:
     """Run all requests at once, on an engine of their own; return outputs and figures."""
-    await backend.start()
-    try:
+    async with running(backend):
         client = LLMServerClient([AsyncServer(backend)])
         publications = Publications(client, weights, MODES[name], sum(lengths) / len(weights))
         requests = [
@@ -91,8 +90,6 @@ async def measure(
         metrics = await backend.metrics()
         assert metrics.recompilations == 0
         return outputs, {"seconds": seconds, "prefilled": metrics.prefill_tokens}
-    finally:
-        await backend.close()
 
 
 def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights: Sequence[dict]) -> float | None:
