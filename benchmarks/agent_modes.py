@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from common import running
 from paced import (
     LENGTHS,
     PROMPT,
@@ -31,9 +32,9 @@ from paced import (
     LetterCodec,
     PacedBackend,
     TurnLengths,
-    add_serve,
     agent_settings,
-    longest_context,
+    max_context_len,
+    paced_parser,
     serve,
     tool_seconds,
     tool_server,
@@ -54,7 +55,7 @@ def latencies_of(median: float) -> Draws:
 
 
 async def rollout(context: AgentContext, names: Sequence[str]) -> float:
-    """Seconds for the trajectories of these names."""
+    """Return the seconds that the trajectories of these names take."""
     agent = ServerToolAgent(context)
     row = {"prompt": PROMPT}
 
@@ -71,7 +72,7 @@ async def rollout(context: AgentContext, names: Sequence[str]) -> float:
 
 
 def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, latencies: Draws) -> dict[str, float]:
-    """Seconds of each mode if only the drawn lengths and latencies cost anything."""
+    """Return the seconds of each mode if only the drawn lengths and latencies cost anything."""
     decoding = (
         np.array([[turn_length(LENGTHS, name, turn) for turn in range(turns + 1)] for name in names]) * step_seconds
     )
@@ -83,7 +84,7 @@ def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, late
 
 
 async def compare(backend: PacedBackend, url: str, turns: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Both modes, in turns, on the same draws; new draws for each repeat."""
+    """Measure both modes, in turns, on the same draws; new draws for each repeat."""
     seconds, ideal, busy = ({"async": 0.0, "sync": 0.0} for _ in range(3))
     for repeat in range(arguments.repeats):
         names = [f"{repeat}-{number}" for number in range(arguments.trajectories)]
@@ -119,24 +120,20 @@ async def compare(backend: PacedBackend, url: str, turns: int, arguments: argpar
 async def measure(arguments: argparse.Namespace, url: str) -> dict:
     backend = PacedBackend(
         slots=arguments.trajectories,
-        max_model_len=longest_context(LENGTHS, max(arguments.turns)),
+        max_model_len=max_context_len(LENGTHS, max(arguments.turns)),
         step_seconds=arguments.step_ms / 1000,
     )
-    await backend.start()
-    try:
+    async with running(backend):
         return {f"turns_{turns}": await compare(backend, url, turns, arguments) for turns in arguments.turns}
-    finally:
-        await backend.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = paced_parser(__doc__)
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=10.0, help="milliseconds of a decode step, at least")
     parser.add_argument("--latency", type=float, default=1.0, help="median seconds of a tool call")
-    add_serve(parser)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(latencies_of(arguments.latency))

@@ -1,4 +1,4 @@
-"""What each trainer makes of rollouts with tools that take their time: samples per second, and who waits.
+"""Every trainer on rollouts with slow tools: samples per second, and how long engine and learner wait.
 
     python benchmarks/async_rollout.py [--modes sync one_step_off fully_async] [--turns 3] [--steps 4] [--staleness 4]
 
@@ -37,6 +37,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from common import running
 from paced import (
     OBSERVATION,
     PROMPT,
@@ -44,9 +45,9 @@ from paced import (
     LetterCodec,
     PacedBackend,
     TurnLengths,
-    add_serve,
     agent_settings,
-    longest_context,
+    max_context_len,
+    paced_parser,
     serve,
     small_model,
     tool_server,
@@ -77,12 +78,12 @@ LENGTHS = Draws(median=40, least=1, most=400)
 LATENCIES = Draws(median=0.63, least=0.2, most=2.0)
 WARM_UP = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 """Steps until the pipeline is full."""
-ENDLESS = 1000
-"""Steps the trainers believe in: a run that comes to its end lets the pipeline run dry."""
+TOTAL_STEPS = 1000
+"""Configured steps, never reached: the last ones of a run let the pipeline run dry."""
 
 
-def place(trajectory_id: str) -> str:
-    """Which row of the run, and which member of its group: the same for all trainers."""
+def draw_name(trajectory_id: str) -> str:
+    """Return the row of the run and the member of its group, the same for all trainers."""
     label, step, index, member = trajectory_id.split("-")
     return f"{int(step) - (label == 'train')}-{index}-{member}"  # synchronous steps are counted from 1
 
@@ -102,7 +103,7 @@ class PacedLearner:
         return self.params
 
     def seconds(self, batch: Sequence[Trajectory]) -> float:
-        """For this batch."""
+        """Return the seconds an update with this batch takes."""
         return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
 
     def update(
@@ -121,12 +122,12 @@ async def score(trajectory: Trajectory) -> Trajectory:
 
 
 def overlap(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keys of ``trainer`` that make this mode."""
+    """Return the keys of ``trainer`` that select this mode."""
     return {"mode": mode} | ({"max_staleness": arguments.staleness} if mode == "fully_async" else {})
 
 
 def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -> config.Config:
-    """The configuration of a run in this mode."""
+    """Return the configuration of a run in this mode."""
     return config.build(
         {
             "run_dir": str(folder),
@@ -137,18 +138,18 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
                 "prompts_per_step": arguments.rows,
                 "group_size": arguments.group_size,
                 "max_in_flight": arguments.in_flight,
-                "max_model_len": longest_context(LENGTHS, arguments.turns),
+                "max_model_len": max_context_len(LENGTHS, arguments.turns),
             },
-            "learner": {"pack_length": longest_context(LENGTHS, arguments.turns)},
-            "trainer": {**overlap(mode, arguments), "steps": ENDLESS, "checkpoint_every": 0},
+            "learner": {"pack_length": max_context_len(LENGTHS, arguments.turns)},
+            "trainer": {**overlap(mode, arguments), "steps": TOTAL_STEPS, "checkpoint_every": 0},
         }
     )
 
 
 def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> Trainer:
-    """As ``jax-agent-rl train`` makes it, around the paced engine and learner."""
+    """Make the trainer of ``jax-agent-rl train``, around the paced engine and learner."""
     run, codec = settings(mode, url, folder, arguments), LetterCodec()
-    client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=place)
+    client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=draw_name)
     context = AgentContext(client=client, codec=codec, limits=run.agent, max_model_len=run.rollout.max_model_len)
     collector, evaluator = (
         RolloutCollector(context, score=score, max_in_flight=run.rollout.max_in_flight, seed=run.seed) for _ in range(2)
@@ -175,7 +176,7 @@ def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, argum
 
 
 async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    """Some steps of a trainer whose pipeline is full, and what they came to."""
+    """Measure some steps of a trainer whose pipeline is full."""
     trainer = make_trainer(mode, backend, url, folder, arguments)
     runtime, warm_up = trainer.runtime, WARM_UP[mode]
     try:
@@ -207,7 +208,7 @@ def summary(
     seconds: float,
     engine_seconds: float,
 ) -> dict[str, float]:
-    """What is compared.
+    """Return the figures that are compared.
 
     Args:
         batches: of each step.
@@ -233,7 +234,7 @@ def summary(
 
 
 def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
-    """Seconds of a step by simulation, with other draws of the same kind."""
+    """Return the seconds of a step by simulation, with other draws of the same kind."""
     assumptions = load_assumptions(
         None,
         [
@@ -259,26 +260,23 @@ def simulated(mode: str, url: str, arguments: argparse.Namespace) -> float:
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Every mode, each with an engine of its own."""
+    """Measure every mode, each with an engine of its own."""
     results = {}
     for mode in arguments.modes:
         backend = PacedBackend(
             slots=arguments.slots,
-            max_model_len=longest_context(LENGTHS, arguments.turns),
+            max_model_len=max_context_len(LENGTHS, arguments.turns),
             step_seconds=arguments.step_ms / 1000,
         )
-        await backend.start()
-        try:
+        async with running(backend):
             with tempfile.TemporaryDirectory() as folder:
                 results[mode] = await train(mode, backend, url, Path(folder), arguments)
-        finally:
-            await backend.close()
         print(f"{mode}: {json.dumps(results[mode])}", flush=True)
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = paced_parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--turns", type=int, default=3, help="tool calls of a trajectory")
     parser.add_argument("--steps", type=int, default=4, help="training steps that are measured")
@@ -289,10 +287,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64, help="most that decode at the same time")
     parser.add_argument("--step-ms", type=float, default=25.0, help="milliseconds of a decode step, at least")
     parser.add_argument("--learner-tokens-per-second", type=float, default=2000.0)
-    add_serve(parser)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(LATENCIES, place)
+        serve(LATENCIES, draw_name)
         return
     use_compilation_cache()
     with tool_server() as url:

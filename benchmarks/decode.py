@@ -15,25 +15,19 @@ is one JSON object: per batch size ``tokens_per_second``, ``ratio_vs_vllm`` (nul
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-from machine import read_bandwidth, sgemm_flops
+from common import argument_parser, cpu, load_quickstart, random_ids, read_bandwidth, rollout, running, sgemm_flops
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime import use_compilation_cache
-from jax_agent_rl.types import SamplingParams
 
 PROMPT, NEW, REPEATS = 96, 128, 3
 
@@ -59,7 +53,7 @@ print("RESULT" + json.dumps(result))
 
 
 def vllm_speeds(python: Path, model: Path, batches: list[int]) -> dict[int, float]:
-    """Tokens per second of vLLM by batch size."""
+    """Measure tokens per second of vLLM by batch size."""
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -75,7 +69,7 @@ def vllm_speeds(python: Path, model: Path, batches: list[int]) -> dict[int, floa
 
 
 async def our_speed(config, params, batch: int) -> tuple[float, int]:
-    """Tokens per second of the engine, and its recompilations."""
+    """Measure tokens per second of the engine, and its recompilations."""
     shapes = EngineShapes(
         max_model_len=PROMPT + NEW,
         max_concurrent_decodes=batch,
@@ -83,30 +77,17 @@ async def our_speed(config, params, batch: int) -> tuple[float, int]:
         decode_steps=32,
         prefill_buckets=(32, 96),
     )
-    backend = JetStreamBackend(config, params, shapes, compile_ahead=True)
-    await backend.start()
-    rng = np.random.default_rng(0)
     seconds = []
-    for repeat in range(REPEATS):
-        requests = [
-            GenerateRequest(
-                request_id=f"{repeat}-{i}",
-                prompt_ids=tuple(rng.integers(3, 49000, PROMPT).tolist()),
-                sampling=SamplingParams(max_tokens=NEW, ignore_eos=True),
-            )
-            for i in range(batch)
-        ]
-        begin = time.perf_counter()
-        outputs = await asyncio.gather(*map(backend.generate, requests))
-        seconds.append(time.perf_counter() - begin)
-        assert all(len(output.token_ids) == NEW for output in outputs)
-    recompilations = (await backend.metrics()).recompilations
-    await backend.close()
-    return batch * NEW / min(seconds), recompilations
+    async with running(JetStreamBackend(config, params, shapes, compile_ahead=True)) as backend:
+        for prompts in random_ids(REPEATS, batch, PROMPT):
+            outputs, taken = await rollout(backend, prompts, NEW)
+            seconds.append(taken)
+            assert all(len(output.token_ids) == NEW for output in outputs)
+        return batch * NEW / min(seconds), (await backend.metrics()).recompilations
 
 
 def step_floor(config, batch: int, positions: int, bandwidth: float, flops: float) -> float:
-    """The shortest time the machine allows for one step of ``batch`` contexts of so many positions."""
+    """Return the shortest time the machine allows for one step of ``batch`` contexts of so many positions."""
     shapes = config.parameter_shapes()
     weights = sum(int(np.prod(s)) for s in [*shapes["layers"].values(), shapes["embed"]])
     cached = 2 * batch * positions * config.num_layers * config.num_kv_heads * config.head_dim
@@ -114,26 +95,26 @@ def step_floor(config, batch: int, positions: int, bandwidth: float, flops: floa
 
 
 def floor_seconds(config, batch: int, bandwidth: float, flops: float) -> float:
-    """The shortest time the machine allows for the whole job, see the module's docstring."""
+    """Return the shortest time the machine allows for the whole job, see the module's docstring."""
     body = sum(int(np.prod(s)) for s in config.parameter_shapes()["layers"].values())
     steps = (step_floor(config, batch, PROMPT + step, bandwidth, flops) for step in range(NEW))
     return batch * (PROMPT - 1) * 2 * body / flops + sum(steps)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     default = Path(".venv-vllm/bin/python")
     parser.add_argument("--vllm-python", type=Path, default=default if default.exists() else None)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     arguments = parser.parse_args()
-    use_compilation_cache()
-    model = fetch_quickstart_model()
     bandwidth, flops = read_bandwidth(), sgemm_flops()
-    print(f"machine: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
-    theirs = vllm_speeds(arguments.vllm_python, model, arguments.batches) if arguments.vllm_python else {}
-    if not theirs:
+    print(f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
+    theirs: dict[int, float] = {}
+    if arguments.vllm_python:
+        theirs = vllm_speeds(arguments.vllm_python, fetch_quickstart_model(), arguments.batches)
+    else:
         print("no vLLM environment: ratio_vs_vllm is null (see --help)", file=sys.stderr)
-    config, params = load_hf(model)
+    config, params = load_quickstart()
     result = {"bandwidth_gb_s": bandwidth / 1e9, "sgemm_gflop_s": flops / 1e9}
     for batch in arguments.batches:
         speed, recompilations = asyncio.run(our_speed(config, params, batch))

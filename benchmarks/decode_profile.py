@@ -1,4 +1,4 @@
-"""Where one decode step goes: milliseconds per part, and the whole step's share of what the machine allows.
+"""Profile of one decode step: milliseconds per part, and the whole step's share of what the machine allows.
 
     python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
 
@@ -8,7 +8,7 @@ device:
 - ``products``: the matrix products of all layers, without anything between them; ``head``: the one with the vocabulary.
 - ``attention``: everything between the projections, with the new token's place in the cache.
 - ``sampling``: one id for each slot.
-- ``between``: what is left of the step: norms, rotation, activations, residuals, embedding, the loop.
+- ``between``: the rest of the step: norms, rotation, activations, residuals, embedding, the loop.
 - ``rows``: pages gathered before a dispatch's steps and written back after them, for each step.
 
 ``floor`` reads all weights and the cache once and computes two operations a weight and id, whichever takes longer, as
@@ -17,7 +17,6 @@ in ``decode.py``. The last line is one JSON object. Figures depend on the CPU's 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from typing import Any
@@ -25,27 +24,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import argument_parser, best_seconds, cpu, load_quickstart, read_bandwidth, sgemm_flops
 from decode import step_floor
-from machine import best_seconds, cpu, read_bandwidth, sgemm_flops
 
 from jax_agent_rl.jetstream.attention import decode_attention
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache, empty_cache
-from jax_agent_rl.jetstream.page_ops import gathered, write_back
+from jax_agent_rl.jetstream.kv_cache import KVCache, empty_cache, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.models.quantized import product
-from jax_agent_rl.runtime import use_compilation_cache
 
 STEPS, REPEATS = 16, 3
 
 
-def seconds_a_step(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
-    """Seconds of ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats it."""
+def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
+    """Time ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats it."""
 
     @jax.jit
     def loop(state: Any, *arguments: Any) -> Any:
@@ -55,7 +50,7 @@ def seconds_a_step(part: Callable[..., Any], state: Any, *arguments: Any) -> flo
 
 
 def products(step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
-    """Every layer's, each of what the one before gave, so that none is left out or moved out of the loop."""
+    """Chain every layer's products, so that none is left out or moved out of the loop."""
     for layer in params.layers:
         qkv = product(layer["qkv"], x).reshape(-1, x.shape[1])
         x = product(layer["o"], qkv[: layer["o"].shape[1]])
@@ -93,7 +88,7 @@ def draw(step: jax.Array, logits: jax.Array, slots: DecodeBatch) -> jax.Array:
 
 
 def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> float:
-    """Seconds of a step of the engine's own program."""
+    """Time a step of the engine's own program."""
     cache = engine.init_cache()
 
     def dispatch() -> None:
@@ -105,7 +100,7 @@ def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> f
 
 
 def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> dict[str, float]:
-    """Seconds of each part of a step, and ``step``."""
+    """Time each part of a step, and the whole ``step``."""
     shapes = EngineShapes(
         max_model_len=positions,
         max_concurrent_decodes=batch,
@@ -126,7 +121,7 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
     q, one = jnp.ones((batch, heads, group, config.head_dim)), jnp.ones((batch, heads, config.head_dim))
     paged = jax.jit(
         lambda cache, slots: write_back(
-            cache, gathered(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
+            cache, gather_pages(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
         ),
         donate_argnums=0,
     )
@@ -137,10 +132,10 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
         cache = jax.block_until_ready(paged(cache, slots))
 
     found = {
-        "products": seconds_a_step(products, x, params),
-        "head": seconds_a_step(head, x, params),
-        "attention": seconds_a_step(attention, (q, rows), (one, one), slots.positions),
-        "sampling": seconds_a_step(draw, jnp.ones((config.vocab_size, batch)), slots),
+        "products": step_seconds(products, x, params),
+        "head": step_seconds(head, x, params),
+        "attention": step_seconds(attention, (q, rows), (one, one), slots.positions),
+        "sampling": step_seconds(draw, jnp.ones((config.vocab_size, batch)), slots),
         "rows": best_seconds(rows_once, REPEATS) / STEPS,
     }
     step = whole_step(engine, params, slots)
@@ -148,12 +143,11 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--positions", type=int, default=256)
     arguments = parser.parse_args()
-    use_compilation_cache()
-    config, weights = load_hf(fetch_quickstart_model())
+    config, weights = load_quickstart()
     bandwidth, flops = read_bandwidth(), sgemm_flops()
     print(f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
     result: dict[str, Any] = {"cpu": cpu(), "positions": arguments.positions}

@@ -1,4 +1,4 @@
-"""What ``rollout.deterministic`` costs: rollout and old log-probs by one program, against the fast engine.
+"""Cost of ``rollout.deterministic``: rollout and old log-probs by one program, against the fast engine.
 
     python benchmarks/deterministic.py [--batch 8]
 
@@ -11,41 +11,23 @@ log-probs are from the scorer's: ``deterministic_gap`` must be 0.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
 
 import numpy as np
+from common import argument_parser, load_quickstart, random_ids, rollout, running
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.deterministic import DeterministicScorer
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import ProgramTable
-from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime import use_compilation_cache
-from jax_agent_rl.types import SamplingParams, TokenOutput
 
 PROMPT, NEW = 96, 48
 
 
-async def rollout(backend: JetStreamBackend, prompts: list[list[int]]) -> tuple[list[TokenOutput], float]:
-    """What a started backend samples, and in how many seconds."""
-    sampling = SamplingParams(max_tokens=NEW, ignore_eos=True)
-    begin = time.perf_counter()
-    outputs = await asyncio.gather(
-        *(
-            backend.generate(GenerateRequest(request_id=str(i), prompt_ids=tuple(prompt), sampling=sampling))
-            for i, prompt in enumerate(prompts)
-        )
-    )
-    return outputs, time.perf_counter() - begin
-
-
 async def measure(batch: int) -> dict[str, float]:
-    model, params = load_hf(fetch_quickstart_model())
+    model, params = load_quickstart()
     shapes = EngineShapes(
         max_model_len=160,
         max_concurrent_decodes=batch,
@@ -55,20 +37,17 @@ async def measure(batch: int) -> dict[str, float]:
     )
     table = ProgramTable()
     score = DeterministicScorer(model, shapes, dtype="float32", table=table, temperature=1.0)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 49000, PROMPT).tolist() for _ in range(batch)]
+    prompts = random_ids(batch, PROMPT)
     seconds, gaps, scoring = {}, {}, 0.0
-    for name, kept in (("deterministic", table), ("fast", None)):
-        backend = JetStreamBackend(model, params, shapes, deterministic=kept)
-        await backend.start()
-        outputs, seconds[name] = await rollout(backend, prompts)
-        contexts = [[*p, *o.token_ids] for p, o in zip(prompts, outputs, strict=True)]
+    for name, own_table in (("deterministic", table), ("fast", None)):
+        async with running(JetStreamBackend(model, params, shapes, deterministic=own_table)) as backend:
+            outputs, seconds[name] = await rollout(backend, prompts, NEW)
+        contexts = [[*p, *o.token_ids] for p, o in zip(prompts.tolist(), outputs, strict=True)]
         begin = time.perf_counter()
         scores = score(params, contexts)
         scoring = scoring or time.perf_counter() - begin
         pairs = zip(outputs, scores, strict=True)
         gaps[name] = max(float(np.abs(np.float32(o.log_probs) - s[PROMPT - 1 :]).max()) for o, s in pairs)
-        await backend.close()
     return {
         "batch": batch,
         "fast_seconds": seconds["fast"],
@@ -82,9 +61,8 @@ async def measure(batch: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--batch", type=int, default=8, help="Requests, and slots of the engine.")
-    use_compilation_cache()
     print(json.dumps(asyncio.run(measure(parser.parse_args().batch))))
 
 

@@ -1,4 +1,4 @@
-"""What running generations do when weights change: what each way costs, and how far its log-probs are from exact ones.
+"""Weight updates during generation: what each mode costs, and how far its log-probs are from exact ones.
 
     python benchmarks/in_flight_update.py [--requests 24] [--updates 4] [--step 1e-5]
 
@@ -6,8 +6,8 @@ SmolLM2-135M in float32 on the JAX engine, 8 slots; prompts of 160 random ids, r
 at most 240), the same for all. New weights are published after every n-th sampled id, n so that there are so many
 updates; each moves every weight by ``--step`` up or down, which is what a step of Adam at that learning rate does.
 
-``keep``: generations go on with the KV of the old weights. ``recompute``: they are interrupted and resumed, their whole
-context computed anew. ``wait``: they end first, and no other begins before that (``trainer.in_flight_update``).
+``keep``: generations continue with the KV of the old weights. ``recompute``: they are interrupted and resumed, their
+whole context computed again. ``wait``: they finish first, and no other starts before (``trainer.in_flight_update``).
 
 ``seconds_per_update`` is the time on top of the same work without updates; ``recomputed_ids`` are prompt ids computed
 on top. ``logprob_gap`` is the mean distance, over the ids sampled after a change within their own response, between the
@@ -17,7 +17,6 @@ The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import json
@@ -28,78 +27,73 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import argument_parser, load_quickstart, random_ids, running
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.decoder import hidden_states, logits
-from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.testing.simulate.workload import Draws
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
-PROMPT, SLOT_COUNTS, LONGEST = 160, 8, 240
-LENGTHS = Draws(median=60, least=1, most=LONGEST)
-WAYS = {"none": None, "keep": PauseMode.KEEP, "recompute": PauseMode.ABORT, "wait": PauseMode.WAIT}
+PROMPT, SLOTS, MAX_NEW = 160, 8, 240
+LENGTHS = Draws(median=60, least=1, most=MAX_NEW)
+MODES = {"none": None, "keep": PauseMode.KEEP, "recompute": PauseMode.ABORT, "wait": PauseMode.WAIT}
 
 
 class Publications:
-    """Counts sampled ids; publishes the next version whenever so many were sampled."""
+    """Publishes the next version after every ``every`` sampled ids."""
 
     def __init__(self, client: LLMServerClient, weights: Sequence[dict], mode: PauseMode | None, every: float) -> None:
         self._client, self._weights, self._mode, self._every = client, weights, mode, every
         self._sampled = 0
-        self._due = asyncio.Event()
+        self._event = asyncio.Event()
 
-    def hear(self, ids: Sequence[int]) -> None:
+    def count(self, ids: Sequence[int]) -> None:
         self._sampled += len(ids)
-        self._due.set()
+        self._event.set()
 
     async def run(self) -> None:
-        """Until the last version is published."""
+        """Run until the last version is published."""
         for version in range(1, len(self._weights)):
             while self._sampled < version * self._every:
-                self._due.clear()
-                await self._due.wait()
+                self._event.clear()
+                await self._event.wait()
             update = WeightUpdate(version=version, kind="arrays", payload=self._weights[version])
             await self._client.update_weights(update, mode=self._mode)
 
 
-async def play(
-    backend: JetStreamBackend, prompts: np.ndarray, lengths: Sequence[int], weights: Sequence[dict], way: str
+async def measure(
+    backend: JetStreamBackend, prompts: np.ndarray, lengths: Sequence[int], weights: Sequence[dict], name: str
 ) -> tuple[list[TokenOutput], dict[str, float]]:
-    """All requests at once, on an engine of its own; outputs and figures."""
-    await backend.start()
-    try:
+    """Run all requests at once, on an engine of their own; return outputs and figures."""
+    async with running(backend):
         client = LLMServerClient([AsyncServer(backend)])
-        news = Publications(client, weights, WAYS[way], sum(lengths) / len(weights))
-        asks = [
+        publications = Publications(client, weights, MODES[name], sum(lengths) / len(weights))
+        requests = [
             client.generate(
                 f"r{i}",
                 prompt_ids=prompt.tolist(),
                 sampling_params=SamplingParams(max_tokens=length, ignore_eos=True, seed=i),
-                on_ids=news.hear,
+                on_ids=publications.count,
             )
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         begin = time.perf_counter()
-        publishing = asyncio.create_task(news.run()) if way != "none" else None
-        outputs = await asyncio.gather(*asks)
+        publishing = asyncio.create_task(publications.run()) if name != "none" else None
+        outputs = await asyncio.gather(*requests)
         seconds = time.perf_counter() - begin
         if publishing is not None:
             await publishing
         metrics = await backend.metrics()
         assert metrics.recompilations == 0
         return outputs, {"seconds": seconds, "prefilled": metrics.prefill_tokens}
-    finally:
-        await backend.close()
 
 
 def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights: Sequence[dict]) -> float | None:
-    """Mean |log-prob of the engine - of a full pass| over ids sampled after a change within their response."""
+    """Return the mean |log-prob of the engine - of a full pass| of ids sampled after a change in their response."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def logprobs(model: Any, params: dict, ids_T: jax.Array) -> jax.Array:
@@ -111,7 +105,7 @@ def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights
     distances: list[np.ndarray] = []
     for prompt, output in zip(prompts, outputs, strict=True):
         versions = np.asarray(output.policy_versions)
-        ids = np.zeros(PROMPT + LONGEST, np.int32)  # padded, so that one program does
+        ids = np.zeros(PROMPT + MAX_NEW, np.int32)  # padded, for one program
         ids[: PROMPT + len(versions)] = np.concatenate([prompt, output.token_ids])
         for version in sorted(set(versions[versions > versions[0]].tolist())):
             exact = np.asarray(logprobs(model, weights[version], jnp.asarray(ids)))[PROMPT - 1 :][: len(versions)]
@@ -120,8 +114,8 @@ def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights
     return float(np.concatenate(distances).mean()) if distances else None
 
 
-def stepped(params: dict, size: float, key: jax.Array) -> dict:
-    """Every weight moved by ``size`` in a random direction."""
+def perturb(params: dict, size: float, key: jax.Array) -> dict:
+    """Move every weight by ``size`` in a random direction."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     moved = [x + size * jax.random.rademacher(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
@@ -129,32 +123,31 @@ def stepped(params: dict, size: float, key: jax.Array) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--step", type=float, default=1e-5)
     arguments = parser.parse_args()
-    use_compilation_cache()
-    model, params = load_hf(fetch_quickstart_model())
+    model, params = load_quickstart()
     weights = [params]
     for number in range(arguments.updates):
-        weights.append(stepped(weights[-1], arguments.step, jax.random.key(number)))
-    prompts = np.random.default_rng(0).integers(3, 49000, (arguments.requests, PROMPT))
+        weights.append(perturb(weights[-1], arguments.step, jax.random.key(number)))
+    prompts = random_ids(arguments.requests, PROMPT)
     lengths = [round(LENGTHS.at("length", str(i), 0)) for i in range(arguments.requests)]
     shapes = EngineShapes(
-        max_model_len=PROMPT + LONGEST,
-        max_concurrent_decodes=SLOT_COUNTS,
-        kv_cache_tokens=arguments.requests * (PROMPT + LONGEST + 32),
+        max_model_len=PROMPT + MAX_NEW,
+        max_concurrent_decodes=SLOTS,
+        kv_cache_tokens=arguments.requests * (PROMPT + MAX_NEW + 32),
         decode_steps=4,
         prefill_buckets=(128, 256),
     )
     results: dict[str, dict[str, float | None]] = {}
-    for way in WAYS:
+    for name in MODES:
         outputs, figures = asyncio.run(
-            play(JetStreamBackend(model, params, shapes, compile_ahead=True), prompts, lengths, weights, way)
+            measure(JetStreamBackend(model, params, shapes, compile_ahead=True), prompts, lengths, weights, name)
         )
         base = results.get("none", figures)
-        results[way] = {
+        results[name] = {
             "seconds": round(figures["seconds"], 2),
             "ratio_vs_none": round(figures["seconds"] / base["seconds"], 3),
             "seconds_per_update": round((figures["seconds"] - base["seconds"]) / arguments.updates, 2),
@@ -162,7 +155,7 @@ def main() -> None:
             "logprob_gap": gap(model, prompts, outputs, weights),
             "prefilled": figures["prefilled"],
         }
-        print(f"{way:10}", results[way], flush=True)
+        print(f"{name:10}", results[name], flush=True)
     print(json.dumps(results))
 
 

@@ -15,45 +15,38 @@ import json
 from typing import Any
 
 import numpy as np
-from machine import best_seconds, cpu, sgemm_flops
-from samples import sample
+from common import argument_parser, best_seconds, cpu, make_learner, make_trajectory, random_ids, sgemm_flops
 
-from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import Group
 
 ROWS, LENGTH, REPEATS = 8, 256, 3
 
 
 def sequences() -> np.ndarray:
-    """int64 [ROWS, LENGTH] random ids, no common prefix."""
-    return np.random.default_rng(0).integers(3, 49000, (ROWS, LENGTH))
+    """Return int64 [ROWS, LENGTH], random ids without a common prefix."""
+    return random_ids(ROWS, LENGTH)
 
 
 def learner_and_group(ids: np.ndarray, **settings: Any) -> tuple[Learner, Group]:
-    """A learner of two micro-batches to an update, and what it learns from."""
-    config, params = load_hf(fetch_quickstart_model())
+    """Return a learner of two micro-batches per update, and a group to learn from."""
     common = {"pack_length": LENGTH, "micro_batch_size": ROWS // 2, "share_prefixes": False, "learning_rate": 1e-6}
-    own = LearnerConfig(**common, **settings)
-    learner = Learner(config, params, algorithm=AlgorithmConfig(), config=own, temperature=1.0)
-    members = (sample(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))
-    return learner, Group(group_id="g", trajectories=tuple(members))
+    members = (make_trajectory(row[:1], row[1:], group="g", index=i) for i, row in enumerate(ids.tolist()))
+    return make_learner(**common, **settings), Group(group_id="g", trajectories=tuple(members))
 
 
-def our_seconds(ids: np.ndarray) -> tuple[float, int]:
-    """Seconds of one update, and programs compiled after the first."""
+def measure(ids: np.ndarray) -> tuple[float, int, float]:
+    """Return seconds of one update, programs compiled after the first, and operations of an update."""
     learner, group = learner_and_group(ids)
     learner.update([group])
     compiled = learner.programs_compiled
     seconds = best_seconds(lambda: learner.update([group]), REPEATS)
-    return seconds, learner.programs_compiled - compiled
+    return seconds, learner.programs_compiled - compiled, counted_flops(learner.model.parameter_shapes())
 
 
 def transformers_seconds(ids: np.ndarray) -> float:
-    """Seconds of forward, backward, clip and AdamW on the same batch (the faster of one batch and two halves)."""
+    """Time forward, backward, clip and AdamW on the same batch (the faster of one batch and two halves)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +68,7 @@ def transformers_seconds(ids: np.ndarray) -> float:
 
 
 def counted_flops(shapes: dict) -> float:
-    """Operations of a step: 6 per weight and token (the head only where a token is scored), and attention."""
+    """Count operations of a step: 6 per weight and token (the head only where a token is scored), and attention."""
     body = sum(int(np.prod(s)) for s in shapes["layers"].values())
     head = int(np.prod(shapes["embed"]))
     hidden, layers = shapes["embed"][1], shapes["layers"]["q"][0]
@@ -84,18 +77,17 @@ def counted_flops(shapes: dict) -> float:
 
 
 def main() -> None:
-    use_compilation_cache()
+    argument_parser(__doc__).parse_args()
     ids = sequences()
     peak = sgemm_flops()
     theirs = transformers_seconds(ids)
     print(f"transformers: {ids.size / theirs:.0f} tokens/s", flush=True)
-    ours, recompilations = our_seconds(ids)
-    config, _ = load_hf(fetch_quickstart_model())
+    ours, recompilations, flops = measure(ids)
     result = {
         "tokens_per_second": round(ids.size / ours, 1),
         "transformers_tokens_per_second": round(ids.size / theirs, 1),
         "ratio_vs_transformers": round(theirs / ours, 2),
-        "share_of_sgemm": round(counted_flops(config.parameter_shapes()) / ours / peak, 3),
+        "share_of_sgemm": round(flops / ours / peak, 3),
         "sgemm_gflop_s": round(peak / 1e9, 1),
         "recompilations": recompilations,
         "cpu": cpu(),

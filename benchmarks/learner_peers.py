@@ -32,17 +32,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from machine import cpu
+from common import argument_parser, cpu, first_gradient, make_learner
 from safetensors.numpy import load_file
 from shared_prefix import OWN, SAMPLES, SHARED, SIDES, groups
 
-from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.advantages.outcome import grpo
-from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import hf_tensors, load_hf
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.types import Group
 
 PEERS = Path(__file__).parent / "peers"
@@ -65,7 +61,7 @@ class Measured:
 
 
 def write_batch(batch: list[Group], file: Path) -> None:
-    """What peers read: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
+    """Write what peers read: ids [N, P] and [N, C], advantages [N] float32, and the optimizer's numbers."""
     members = [t for group in batch for t in group.trajectories]
     np.savez(
         file,
@@ -77,14 +73,10 @@ def write_batch(batch: list[Group], file: Path) -> None:
 
 
 def ours(side: Mapping[str, Any], batch: list[Group], updates: int) -> Measured:
-    """``Learner.update``, from trajectories to new parameters."""
-    config, params = load_hf(fetch_quickstart_model())
-    settings = LearnerConfig(**side, **OPTIMIZER)
-    learner = Learner(config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
+    """Measure ``Learner.update``, from trajectories to new parameters."""
+    learner = make_learner(**side, **OPTIMIZER)
     metrics = learner.update(batch).metrics
-    moment = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
-    # AdamW's first moment is by now the clipped gradient times 1 - b1.
-    gradient = {name: value / (1 - settings.adam_b1) for name, value in hf_tensors(config, moment)}
+    gradient = dict(hf_tensors(learner.model, first_gradient(learner, OPTIMIZER["adam_b1"])))
     seconds = []
     for _ in range(updates - 1):
         begin = time.perf_counter()
@@ -96,7 +88,7 @@ def ours(side: Mapping[str, Any], batch: list[Group], updates: int) -> Measured:
 
 
 def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
-    """A peer's script in its environment."""
+    """Run a peer's script in its environment."""
     gradients = file.with_name("gradients.safetensors")
     options = {"model": fetch_quickstart_model(), "batch": file, "updates": updates, "gradients": gradients}
     command = [python, str(PEERS / script), *(f"--{name}={value}" for name, value in options.items())]
@@ -115,20 +107,20 @@ def peer(python: str, script: str, *, file: Path, updates: int) -> Measured:
 
 
 def differences(side: Measured, reference: Measured) -> dict[str, float]:
-    """How far two first updates are apart: gradients relative to the largest element, values to theirs if above 1."""
+    """Compare two first updates: gradients relative to the largest element, values to theirs if above 1."""
     if side.gradient.keys() != reference.gradient.keys():
         raise ValueError(f"other parameters: {sorted(side.gradient.keys() ^ reference.gradient.keys())[:4]}")
     largest = max(float(np.abs(value).max()) for value in reference.gradient.values())
-    apart = max(float(np.abs(side.gradient[name] - value).max()) for name, value in reference.gradient.items())
+    gradient = max(float(np.abs(side.gradient[name] - value).max()) for name, value in reference.gradient.items())
     values = {
         f"{name}_diff": abs(side.values[name] - value) / max(1.0, abs(value))
         for name, value in reference.values.items()
     }
-    return {"max_grad_diff": apart / largest, **values}
+    return {"max_grad_diff": gradient / largest, **values}
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
-    """Every side, one after the other."""
+    """Measure every side, one after the other."""
     batch = groups(1)
     measured = {}
     with tempfile.TemporaryDirectory(prefix="learner_peers-") as folder:
@@ -145,7 +137,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Measured]:
 
 
 def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """The figures: tokens and samples count what is given, computed once or not."""
+    """Return the figures; tokens and samples count what is given, computed once or not."""
     result: dict[str, Any] = {}
     for name, side in measured.items():
         result[f"{name}_samples_per_second"] = round(SAMPLES / side.seconds, 3)
@@ -164,7 +156,7 @@ def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--trl-python", help="interpreter of TRL's environment; without it TRL is left out")
     parser.add_argument("--tunix-python", help="interpreter of google-tunix' environment; without it it is left out")
     parser.add_argument("--updates", type=int, default=5, help="updates of each side; the first is not timed")
@@ -172,7 +164,6 @@ def main() -> None:
     if arguments.updates < 2:
         parser.error("--updates must be at least 2: the first one warms up")
     jax.config.update("jax_platforms", "cpu")
-    use_compilation_cache()
     load = os.getloadavg()[0]
     result = report(measure_all(arguments))
     print(json.dumps(result | {"load_before": round(load, 2), "cpu": cpu()}))

@@ -1,4 +1,4 @@
-"""Where one learner step goes: milliseconds per part, for the step that ``learner.py`` measures.
+"""Profile of one learner step: milliseconds per part, for the step that ``learner.py`` measures.
 
     python benchmarks/learner_profile.py [--remat dots] [--repeats 3]
 
@@ -14,14 +14,13 @@ shapes they have in the step:
 - ``rematerialisation``: what ``remat`` adds to that pass.
 - ``optimizer``: norm, clip and AdamW.
 - ``packing``: from trajectories to arrays, and advantages.
-- ``other``: what is left of the step: the loss, sums of gradients, dispatch, transfers.
+- ``other``: the rest of the step: the loss, sums of gradients, dispatch, transfers.
 
 The last line is one JSON object. Figures depend on the CPU's vectors, so it is part of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections.abc import Callable
@@ -29,8 +28,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common import argument_parser, best_seconds, cpu, sgemm_flops
 from learner import LENGTH, ROWS, counted_flops, learner_and_group, sequences
-from machine import best_seconds, cpu, sgemm_flops
 
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.learner import Learner
@@ -39,7 +38,6 @@ from jax_agent_rl.learner.objective import KEPT_LOGITS, TARGETS_PER_CHUNK
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.decoder import hidden_states
 from jax_agent_rl.models.tree_mask import TreeMask
-from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import Group
 
 MICRO_BATCHES = 2
@@ -56,16 +54,16 @@ def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape)
 
 
-def seconds_of(repeats: int, program: Callable[..., Any], *arguments: Any) -> float:
-    """Seconds of a jitted program, for all micro-batches of a step."""
+def program_seconds(repeats: int, program: Callable[..., Any], *arguments: Any) -> float:
+    """Time a jitted program, for all micro-batches of a step."""
     run = jax.jit(program)
     return MICRO_BATCHES * best_seconds(lambda: run(*arguments), repeats)
 
 
 def product_seconds(timed: Callable[..., float], shapes: dict) -> dict[str, dict[str, float]]:
-    """Seconds of the products of layers and head by direction."""
+    """Time the products of layers and head by direction."""
 
-    def all_of(out: int, size: int) -> dict[str, float]:
+    def directions(out: int, size: int) -> dict[str, float]:
         arguments = normal(TOKENS, size), normal(out, size), normal(TOKENS, out)
         return {name: timed(product, *arguments) for name, product in PRODUCTS.items()}
 
@@ -73,8 +71,8 @@ def product_seconds(timed: Callable[..., float], shapes: dict) -> dict[str, dict
     for shape in shapes["layers"].values():
         if len(shape) == 3:
             count, out, size = shape
-            layers = {name: layers[name] + count * one for name, one in all_of(out, size).items()}
-    return {"layers": layers, "head": all_of(*shapes["embed"])}
+            layers = {name: layers[name] + count * one for name, one in directions(out, size).items()}
+    return {"layers": layers, "head": directions(*shapes["embed"])}
 
 
 def attention_seconds(timed: Callable[..., float], model: Any) -> dict[str, float]:
@@ -109,7 +107,7 @@ def logprob_seconds(timed: Callable[..., float], head: jax.Array) -> dict[str, f
 
 
 def body_seconds(timed: Callable[..., float], learner: Learner, remat: str) -> dict[str, float]:
-    """Seconds of everything but the head, forward and backward."""
+    """Time everything but the head, forward and backward."""
     rows = ROWS // MICRO_BATCHES
     positions = jnp.broadcast_to(jnp.arange(LENGTH), (rows, LENGTH))
     ends, ids = jnp.full((rows, LENGTH), LENGTH, jnp.int32), jnp.zeros((rows, LENGTH), jnp.int32)
@@ -132,17 +130,16 @@ def optimizer_seconds(learner: Learner, batch: Batch, repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--remat", default="dots", choices=("none", "dots", "full"))
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    use_compilation_cache()
     learner, group = learner_and_group(sequences(), remat=arguments.remat)
     print(json.dumps(profile(learner, group, arguments.repeats)))
 
 
 def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
-    timed = functools.partial(seconds_of, repeats)
+    timed = functools.partial(program_seconds, repeats)
     shapes = learner.model.parameter_shapes()
     peak = sgemm_flops()
     print(f"{cpu()}: sgemm {peak / 1e9:.0f} GFLOP/s", flush=True)
@@ -153,8 +150,8 @@ def profile(learner: Learner, group: Group, repeats: int) -> dict[str, Any]:
         print(f"{name:32s} {1000 * seconds:8.1f} ms", flush=True)
 
     products = product_seconds(timed, shapes)
-    for where, directions in products.items():
-        for direction, seconds in directions.items():
+    for where, by_direction in products.items():
+        for direction, seconds in by_direction.items():
             show(f"products/{where}/{direction}", seconds)
     attention = attention_seconds(timed, learner.model)
     logprobs = logprob_seconds(timed, learner.params["embed"])

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import jax
 import uvicorn
+from common import argument_parser
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -50,25 +51,20 @@ LENGTHS = Draws(median=100, least=1, most=1024)
 
 
 def turn_length(lengths: Draws, name: str, turn: int) -> int:
-    """Ids in this turn of a trajectory."""
+    """Return the ids in this turn of a trajectory."""
     return round(lengths.at("length", name, turn))
 
 
 def tool_seconds(latencies: Draws, name: str, turn: int) -> float:
-    """Of the call that ends this turn."""
+    """Return the latency of the call that ends this turn."""
     return latencies.at("latency", name, turn)
-
-
-def same_name(trajectory_id: str) -> str:
-    """Draws by the trajectory id itself."""
-    return trajectory_id
 
 
 # --- the tool server ----------------------------------------------------------------------------------------------
 
 
-def serve(latencies: Draws, work: Work = same_name) -> None:
-    """Answers each action after its latency; those of a batch side by side. Prints its port."""
+def serve(latencies: Draws, work: Work = str) -> None:
+    """Answer each action after its latency, those of a batch concurrently; print the port."""
 
     async def run(trajectory_id: str, step: int) -> None:
         await asyncio.sleep(tool_seconds(latencies, work(trajectory_id), step))
@@ -90,7 +86,7 @@ def serve(latencies: Draws, work: Work = same_name) -> None:
 
 @contextlib.contextmanager
 def tool_server(*arguments: object) -> Iterator[str]:
-    """Runs this program again with ``--serve`` and these arguments, beside it, and yields the server's URL."""
+    """Run this program again with ``--serve`` and these arguments, and yield the server's URL."""
     command = [sys.executable, sys.argv[0], "--serve", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -100,9 +96,11 @@ def tool_server(*arguments: object) -> Iterator[str]:
             server.terminate()
 
 
-def add_serve(parser: argparse.ArgumentParser) -> None:
-    """For :func:`tool_server`."""
+def paced_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the option that :func:`tool_server` passes."""
+    parser = argument_parser(docstring)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ class LetterCodec:
 
 
 def small_model() -> tuple[DecoderConfig, dict]:
-    """One layer of random weights, in float32."""
+    """Return one layer of random weights, in float32."""
     config = DecoderConfig(
         vocab_size=3 + LETTERS,
         hidden_size=64,
@@ -181,14 +179,14 @@ class PacedBackend(JetStreamBackend):
 
     @property
     def pace(self) -> tuple[float, float]:
-        """Seconds the decode steps so far should take, and did. More: the machine was too slow, and measures itself."""
+        """Seconds the decode steps so far should have taken, and took; more if the machine was too slow."""
         return self._engine.planned, self._engine.taken
 
 
 class TurnLengths(LLMServerClient):
-    """Ends each turn at its drawn length: a random model has no idea of one."""
+    """Ends each turn at its drawn length, as a random model does not."""
 
-    def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = same_name):
+    def __init__(self, servers: Sequence[AsyncServer], *, lengths: Draws, work: Work = str):
         super().__init__(servers)
         self._lengths, self._work = lengths, work
         self._turns: dict[str, int] = {}
@@ -202,25 +200,25 @@ class TurnLengths(LLMServerClient):
         return await super().generate(request_id, sampling_params=sampling, **fields)
 
 
-def longest_response(lengths: Draws, turns: int) -> int:
-    """Ids after the prompt in a trajectory with so many tool calls, at most."""
+def max_response_len(lengths: Draws, turns: int) -> int:
+    """Return the most ids after the prompt in a trajectory with so many tool calls."""
     return (turns + 1) * (int(lengths.most) + MAX_OBSERVATION)
 
 
-def longest_context(lengths: Draws, turns: int) -> int:
-    """Ids of a trajectory with so many tool calls, at most."""
-    return MAX_PROMPT + longest_response(lengths, turns)
+def max_context_len(lengths: Draws, turns: int) -> int:
+    """Return the most ids of a trajectory with so many tool calls."""
+    return MAX_PROMPT + max_response_len(lengths, turns)
 
 
 def agent_settings(url: str, lengths: Draws, turns: int, **more: object) -> dict[str, object]:
-    """``agent`` of a configuration: exactly so many tool calls, answered by the server at ``url``."""
+    """Return ``agent`` of a configuration: exactly so many tool calls, answered by the server at ``url``."""
     return {
         "tool_server_url": url,
         "tool_call_timeout": 600,
         "max_turns": turns,
         "min_turns": turns,
         "max_prompt_length": MAX_PROMPT,
-        "max_response_length": longest_response(lengths, turns),
+        "max_response_length": max_response_len(lengths, turns),
         "tool_prompt": "none",
         **more,
     }

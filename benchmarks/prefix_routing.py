@@ -1,10 +1,10 @@
-"""What it is worth that the members of a group are sent where their prompt was computed: in virtual time, no engine.
+"""Gain of routing a group's members to the engine that computed their prompt, in virtual time without an engine.
 
     python benchmarks/prefix_routing.py [--servers 8] [--prompt 4096]
 
 Groups of 8 with a common prompt, 16 requests per server in flight, log-normal response lengths; the real client and
-balancer over simulated engines, which share prefixes either way. In the one run the client is told so, in the other it
-is not and goes by load alone. The last line is one JSON object: ``prefill_ratio``, prompt ids computed with prefix
+balancer over simulated engines, which share prefixes in both runs. In one run the engines declare it, in the other
+the client routes by load alone. The last line is one JSON object: ``prefill_ratio``, prompt ids computed with prefix
 routing over those without, and ``speedup``, of the time to the last response.
 """
 
@@ -30,7 +30,7 @@ LENGTHS = Draws(median=200, sigma=1.0, least=1, most=2000)
 
 
 async def measure(servers: int, prompt: int, *, routed: bool) -> tuple[int, float]:
-    """Prompt ids computed, and virtual seconds."""
+    """Return prompt ids computed, and virtual seconds."""
     engines = [SimulatedEngine(SPEED, max_model_len=prompt + 2000) for _ in range(servers)]
     for engine in engines:
         engine.capabilities = replace(engine.capabilities, prefix_reuse=routed)
@@ -48,7 +48,7 @@ async def measure(servers: int, prompt: int, *, routed: bool) -> tuple[int, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=4096)
     arguments = parser.parse_args()

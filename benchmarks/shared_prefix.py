@@ -9,21 +9,14 @@ gradients of the first update (read from AdamW's first moment), relative to the 
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
 import jax
 import numpy as np
-import optax
-from machine import best_seconds
-from samples import sample
+from common import argument_parser, best_seconds, first_gradient, make_learner, make_trajectory, random_ids
 
-from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.types import Group
 
 SAMPLES, SHARED, OWN, REPEATS = 8, 256, 40, 4
@@ -34,33 +27,29 @@ SIDES = {
 
 
 def groups(count: int) -> list[Group]:
-    """Groups of random ids; half of each group's samples are rewarded."""
-    rng = np.random.default_rng(0)
-    made = []
-    for number in range(count):
-        prompt = rng.integers(3, 49000, SHARED).tolist()
-        own = [rng.integers(3, 49000, OWN).tolist() for _ in range(SAMPLES)]
-        members = tuple(sample(prompt, ids, group=f"g{number}", index=i) for i, ids in enumerate(own))
-        made.append(Group(group_id=f"g{number}", trajectories=members))
-    return made
+    """Make groups of random ids; half of each group's samples are rewarded."""
+    prompts, completions = random_ids(count, SHARED), random_ids(count, SAMPLES, OWN, seed=1)
+    return [
+        Group(
+            group_id=name,
+            trajectories=tuple(make_trajectory(prompt, ids, group=name, index=i) for i, ids in enumerate(own)),
+        )
+        for name, prompt, own in zip(map(str, range(count)), prompts.tolist(), completions.tolist(), strict=True)
+    ]
 
 
 def measure(side: dict[str, Any], batch: list[Group]) -> tuple[float, list[np.ndarray], float]:
-    """Seconds of one update, the first update's gradient, and tokens computed per update."""
-    config, params = load_hf(fetch_quickstart_model())
-    settings = LearnerConfig(**side, learning_rate=1e-9, max_grad_norm=1e9)  # nothing moves, nothing is clipped
-    learner = Learner(config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
+    """Return seconds of one update, the first update's gradient, and tokens computed per update."""
+    learner = make_learner(**side, learning_rate=1e-9, max_grad_norm=1e9)  # nothing moves, nothing is clipped
     computed = learner.update(batch).metrics["computed_tokens"]
-    moment = optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu")
-    gradient = [np.asarray(leaf) / (1 - settings.adam_b1) for leaf in jax.tree.leaves(moment)]
+    gradient = jax.tree.leaves(first_gradient(learner, LearnerConfig().adam_b1))
     return best_seconds(lambda: learner.update(batch), REPEATS), gradient, computed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--groups", type=int, default=1, help="groups in one update")
     arguments = parser.parse_args()
-    use_compilation_cache()
     batch = groups(arguments.groups)
     samples = arguments.groups * SAMPLES
     seconds, gradients = {}, {}

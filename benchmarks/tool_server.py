@@ -45,7 +45,7 @@ ACTIONS = [
 
 @dataclass(kw_only=True)
 class Report:
-    """What happened."""
+    """The outcome of a soak test."""
 
     trajectories: int = 0
     actions: int = 0
@@ -58,7 +58,7 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong; empty if nothing is."""
+        """Descriptions of what is wrong; empty if nothing is."""
         found = []
         if self.environments["opened"] != self.environments["closed"] + self.environments["lost"]:
             found.append(f"environments were not closed exactly once: {self.environments}")
@@ -78,7 +78,7 @@ async def soak(
     idle_seconds: float = 10.0,
     seed: int = 0,
 ) -> Report:
-    """Runs it.
+    """Run the soak test.
 
     Args:
         seconds: for how long trajectories are begun.
@@ -116,7 +116,7 @@ async def soak(
             if killing is not None:
                 killing.cancel()
                 await asyncio.gather(killing, return_exceptions=True)
-            await _until_nothing_is_open(session)
+            await _wait_until_closed(session)
             report.environments = await _environments(session)
             known = before | set(server.worker_pids)
             report.processes_left = len(set(tree(os.getpid())) - known)
@@ -126,7 +126,7 @@ async def soak(
 
 
 async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Random, until: float, name: str) -> None:
-    """One trajectory after another."""
+    """Run one trajectory after another."""
     weights, actions = zip(*ACTIONS, strict=True)
     count = 0
     while time.monotonic() < until:
@@ -135,11 +135,11 @@ async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Ra
         report.trajectories += 1
         for _ in range(rng.randint(1, 5)):
             action = rng.choices(actions, weights)[0]
-            goes_away = rng.random() < 0.02
-            answer = await _post(session, trajectory, action, seconds=rng.uniform(0, 1) if goes_away else None)
+            disconnects = rng.random() < 0.02
+            answer = await _post(session, trajectory, action, seconds=rng.uniform(0, 1) if disconnects else None)
             report.actions += 1
             if answer is None or answer["dones"][0]:
-                report.errors["went away" if answer is None else answer["errors"][0]] += 1
+                report.errors["disconnected" if answer is None else answer["errors"][0]] += 1
                 break
         if rng.random() < 0.95:  # the others are left to become idle
             await _post(session, trajectory, "", finish=True)
@@ -148,7 +148,7 @@ async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Ra
 async def _post(
     session: aiohttp.ClientSession, trajectory: str, action: str, *, finish: bool = False, seconds: float | None = None
 ) -> dict | None:
-    """The answer; None when the client gave up after ``seconds``."""
+    """Return the answer; None when the client gave up after ``seconds``."""
     body = {"trajectory_ids": [trajectory], "actions": [action], "finish": [finish]}
     timeout = aiohttp.ClientTimeout(total=seconds)
     try:
@@ -160,7 +160,7 @@ async def _post(
 
 
 async def _warm_up(session: aiohttp.ClientSession, workers: int) -> None:
-    """Every worker has run both tools, and let go of them."""
+    """Run and finish both tools in every worker."""
     for n in range(8 * workers):
         for _, action in ACTIONS[:2]:
             await _post(session, f"warm-{n}", action)
@@ -175,8 +175,8 @@ async def _kill(server: ToolServer, every: float) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-async def _until_nothing_is_open(session: aiohttp.ClientSession) -> None:
-    """Until the last is idle for long enough, and every worker is back; gives up after a minute."""
+async def _wait_until_closed(session: aiohttp.ClientSession) -> None:
+    """Wait until every environment is closed and every worker is back, for at most a minute."""
     for _ in range(600):
         async with session.get("/health") as response:
             if response.status == 200 and not (await response.json())["open_environments"]:
@@ -196,12 +196,9 @@ async def _environments(session: aiohttp.ClientSession) -> dict[str, float]:
 
 
 def _descriptors(server: ToolServer) -> int:
-    """The workers' open descriptors but for sockets: connections are kept for a while, and their number varies."""
-    return sum(_is_kept(fd) for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def _is_kept(fd: Path) -> bool:
-    return not os.readlink(fd).startswith("socket:")
+    """Count the workers' open descriptors except sockets, as connections are kept alive and vary in number."""
+    files = (fd for pid in server.worker_pids for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(not os.readlink(fd).startswith("socket:") for fd in files)
 
 
 def _memory_mb(server: ToolServer) -> int:
@@ -210,8 +207,7 @@ def _memory_mb(server: ToolServer) -> int:
 
 
 def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description="Soak test of the tool server.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--trajectories", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)

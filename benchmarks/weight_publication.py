@@ -1,8 +1,8 @@
-"""How long new weights take from the learner's memory into an engine's, for each way they can go.
+"""Time of a weight update from the learner's memory to an engine's, by each route.
 
     python benchmarks/weight_publication.py [--rounds 3]
 
-SmolLM2-135M in float32. The ways take turns, round by round, in one process; of each the shortest time counts, from the
+SmolLM2-135M in float32. The routes take turns, round by round, in one process; the shortest time counts, from the
 learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
 
     arrays            learner and engine on one device, one program
@@ -11,13 +11,12 @@ learner's arrays to arrays in the engine's layout. On CPUs six devices are simul
     upload            the same files over HTTP on loopback
     tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
 
-The yardstick is numpy copying as many bytes. The last line is one JSON object: per way ``seconds_per_billion``
+The yardstick is numpy copying as many bytes. The last line is one JSON object: per route ``seconds_per_billion``
 parameters, ``gb_per_s`` and ``share_of_memcpy``.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -31,16 +30,15 @@ os.environ.setdefault("NPROC", "16")  # simulated devices wait for each other in
 
 import jax
 import numpy as np
+from common import argument_parser, load_quickstart
 
 from jax_agent_rl.config.mesh import EngineMeshConfig, MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
-from jax_agent_rl.jetstream.layout import make_engine_mesh
+from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.fetch import fetch_quickstart_model
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
@@ -52,8 +50,8 @@ SHAPES = EngineShapes(
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class Taker:
-    """Of a backend what takes weights; nothing is sampled, so no program for it is compiled."""
+class WeightReceiver:
+    """The part of a backend that takes weights; no program that samples is compiled."""
 
     capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=FILES)
 
@@ -79,49 +77,51 @@ class Taker:
 
 
 async def measure(rounds: int) -> dict[str, dict[str, float]]:
-    model, whole = load_hf(fetch_quickstart_model())
+    model, whole = load_quickstart()
     split = jax.tree.map(place, whole, parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes()))
     count = sum(x.size for x in jax.tree.leaves(whole))
     files = WeightFiles(model, probe_ids=[list(range(3, 35))])
     root = tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     one, spread = EngineMeshConfig(), EngineMeshConfig(tensor=3)
-    takers = {name: Taker(model, whole, one) for name in ("arrays", "files", "upload")}
-    takers |= {name: Taker(model, split, spread, device_offset=3) for name in ("arrays_resharded", "tensorstore")}
-    server = RolloutServer(takers["upload"])  # type: ignore[arg-type]
+    receivers = {name: WeightReceiver(model, whole, one) for name in ("arrays", "files", "upload")}
+    receivers |= {
+        name: WeightReceiver(model, split, spread, device_offset=3) for name in ("arrays_resharded", "tensorstore")
+    }
+    server = RolloutServer(receivers["upload"])  # type: ignore[arg-type]
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)
     await remote.start()
 
-    def written(version: int) -> WeightUpdate:
+    def write_files(version: int) -> WeightUpdate:
         paths = files.write(whole, version)
         return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
 
-    def shards(version: int) -> WeightUpdate:
+    def write_shards(version: int) -> WeightUpdate:
         folder = stored.version_folder(root, version)
         stored.write_part(folder, split, part=0)
         digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
 
-    ways: dict[str, tuple[Callable[[int], WeightUpdate], Callable[[WeightUpdate], Awaitable[None]]]] = {
-        "arrays": (lambda v: WeightUpdate(version=v, kind="arrays", payload=whole), takers["arrays"].update_weights),
+    routes: dict[str, tuple[Callable[[int], WeightUpdate], Callable[[WeightUpdate], Awaitable[None]]]] = {
+        "arrays": (lambda v: WeightUpdate(version=v, kind="arrays", payload=whole), receivers["arrays"].update_weights),
         "arrays_resharded": (
             lambda v: WeightUpdate(version=v, kind="arrays", payload=split),
-            takers["arrays_resharded"].update_weights,
+            receivers["arrays_resharded"].update_weights,
         ),
-        "files": (written, takers["files"].update_weights),
-        "upload": (written, remote.update_weights),
-        "tensorstore": (shards, takers["tensorstore"].update_weights),
+        "files": (write_files, receivers["files"].update_weights),
+        "upload": (write_files, remote.update_weights),
+        "tensorstore": (write_shards, receivers["tensorstore"].update_weights),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
+    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *routes)}
     source, target = np.ones(count, np.float32), np.zeros(count, np.float32)
     for version in range(1, rounds + 2):  # the first round compiles
         begin = time.perf_counter()
         np.copyto(target, source)
         seconds["memcpy"].append(time.perf_counter() - begin)
-        for name, (make, take) in ways.items():
+        for name, (make, send) in routes.items():
             begin = time.perf_counter()
-            await take(make(version))
+            await send(make(version))
             seconds[name].append(time.perf_counter() - begin)
     await remote.close()
     await server.close()
@@ -139,7 +139,7 @@ async def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     result = asyncio.run(measure(parser.parse_args().rounds))
     for name, numbers in result.items():

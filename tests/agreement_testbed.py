@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
-from jax_agent_rl.agreement.subject import DiagnosisSubject, contexts_of
+from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
+from jax_agent_rl.agreement.report import Diagnosis
+from jax_agent_rl.agreement.subject import DiagnosisSubject, collect_contexts
 from jax_agent_rl.agreement.tolerances import JAX_ENGINE, Tolerance
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -131,7 +132,7 @@ def diagnosis(
         params=params,
         dtype="float32",
         temperature=temperature,
-        contexts=contexts_of(groups, since),
+        contexts=collect_contexts(groups, since),
         older={name: (lambda made=made: made) for name, made in (older or {}).items()},
     )
     return diagnose(subject, tolerance=tolerance, engine=engine)

@@ -100,7 +100,7 @@ class LaterApiEngine:
         return new, LaterResultTokens(data, log_prob if self._return_log_prob else jnp.zeros_like(log_prob))
 
 
-def bring(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
+def make_external_engine(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
     """What a user's function would be."""
     return external_engine(LaterApiEngine(model, shapes))
 

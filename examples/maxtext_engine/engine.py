@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.compat import engine_api
-from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.engine import EngineShapes  # also imports JetStream, without seqio where it is missing
 from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.models.config import DecoderConfig, Params
 
@@ -26,7 +25,6 @@ SCALED = {"llama2", "mistral"}  # blocks whose query matrix carries the scores' 
 
 def make(model: DecoderConfig, shapes: EngineShapes) -> ExternalEngine:
     """What ``rollout.jetstream.engine_factory`` names."""
-    engine_api()  # JetStream imports seqio; where that is missing, something stands in for it
     from flax import nnx
     from maxtext.configs import pyconfig
     from maxtext.inference.maxengine import maxengine

@@ -1,13 +1,12 @@
-"""Agreement between engine and learner as a contract: how close they have to be, and what is wrong if they are not.
+"""Agreement between engine and learner: how close their log-probs have to be, and what is wrong if they are not.
 
 ::
 
-    tolerances    how far log-probs of the same weights may be apart, by engine and precision
-    causes        what can be wrong, with advice
+    tolerances    how far log-probs of the same weights may differ, by engine and precision
     subject       the contexts of a diagnosis, and the learner's model to score them
-    forward       the model once more, unpacked, under any setting that might explain a gap
-    hypotheses    settings that might explain it, and the search for one wrong tensor
-    inspection    the engine's weights and activations beside the learner's
-    diagnosis     all of it, in order of how much each would say
-    report        for people, and for the run folder
+    forward       the learner's model without packing, under any setting that might explain a gap
+    report        causes with advice, results for people and for the run folder
+    hypotheses    settings that might explain a gap, and the search for one wrong tensor
+    inspection    the engine's weights and activations compared with the learner's
+    diagnosis     all of it, in order of how much each says
 """

@@ -1,8 +1,8 @@
-"""Why engine and learner disagree: every hypothesis tried on a few trajectories, with what each leaves unexplained.
+"""Diagnosis of a gap between engine and learner: every hypothesis tried on a few contexts, and what each leaves of it.
 
 ::
 
-    contexts ─► the worst few ─► the engine's tensors, its layers   (where it lets itself be looked into)
+    contexts ─► the worst few ─► the engine's tensors, its layers   (where it can be inspected)
                              ─► each hypothesis: best attempt, residual ─► verdict ─► one line to act on
 
 What was read off the engine counts more than what merely explains the numbers, and of explanations the best counts.
@@ -10,36 +10,34 @@ What was read off the engine counts more than what merely explains the numbers, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.agreement.causes import ADVICE, Cause
 from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis, tensor_search
 from jax_agent_rl.agreement.inspection import (
-    IDS,
+    MAX_IDS,
     Samples,
     TensorFault,
     first_difference,
     learner_outputs,
-    samples_of,
+    sample_tensors,
     tensor_faults,
 )
-from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Scores
+from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult
+from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.learner.comparison import Comparison
-from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
-MOST = 4
+MAX_EXAMINED = 4
 """Contexts that hypotheses are tried on."""
 EXPLAINED = 0.05
-"""Of the gap may be left by an attempt that explains it, where rounding leaves less."""
-EVERYTHING = 0.01
-"""Of the mean gap is left at most by an attempt after which no other is made."""
+"""Share of the gap that an attempt may leave and still explain it, where rounding leaves less."""
+FULLY_EXPLAINED = 0.01
+"""Share of the mean gap below which no further attempt is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,47 +55,6 @@ class EngineView:
     layers: Callable[[Sequence[int]], Sequence[LayerOutput]] = lambda token_ids: ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HypothesisResult:
-    """The result of testing one hypothesis.
-
-    Attributes:
-        name: of the cause, or of what was inspected.
-        verdict: ``found``, ``explains``, ``ruled out``, ``not tested``.
-        detail: evidence in words.
-        left: the gap left by the best attempt; None without one.
-    """
-
-    name: str
-    verdict: str
-    detail: str
-    left: Comparison | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """The outcome of a diagnosis.
-
-    Attributes:
-        gap: between engine and learner on the contexts looked at.
-        findings: in the order of a report.
-        cause: the likeliest.
-        detail: what exactly, as a sentence about the engine goes on.
-        contexts: that were looked at.
-    """
-
-    contexts: Sequence[Context]
-    gap: Comparison
-    findings: Sequence[HypothesisResult]
-    cause: Cause
-    detail: str
-
-    @property
-    def line(self) -> str:
-        """The one line to act on."""
-        return f"{self.cause}: {self.detail}; {ADVICE[self.cause]}"
-
-
 def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineView | None = None) -> Diagnosis:
     """Test every hypothesis.
 
@@ -108,83 +65,95 @@ def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineV
     """
     engine, whole = engine or EngineView(), subject
     subject, plain = worst(subject)
-    gap, looked = subject.compare(plain), subject.contexts
-    findings = [_ids(whole)]
+    search = _Search(subject, subject.compare(plain), tolerance)
+    findings = [_check_ids(whole)]
+
+    def conclude(cause: Cause, detail: str) -> Diagnosis:
+        return Diagnosis(contexts=subject.contexts, gap=search.gap, findings=findings, cause=cause, detail=detail)
+
     if findings[0].verdict == "found":
-        return Diagnosis(
-            contexts=looked, gap=gap, findings=findings, cause=Cause.TOKEN_DRIFT, detail=findings[0].detail
-        )
-    if tolerance.holds(gap):
-        findings.append(_learner(whole, gap))
-        found = findings[-1].verdict == "found"
-        cause = Cause.LEARNER if found else Cause.ROUNDING
-        return Diagnosis(contexts=looked, gap=gap, findings=findings, cause=cause, detail=findings[-1].detail)
-    faults = _tensor_faults(subject, engine)
-    findings += [_tensors_finding(engine, faults), _layers_finding(subject, engine)]
+        return conclude(Cause.TOKEN_DRIFT, findings[0].detail)
+    if tolerance.holds(search.gap):
+        findings.append(_check_learner(whole, search.gap))
+        return conclude(Cause.LEARNER if findings[-1].verdict == "found" else Cause.ROUNDING, findings[-1].detail)
+    faults = _find_tensor_faults(subject, engine)
+    findings += [_check_tensors(engine, faults), layers := _check_layers(subject, engine)]
     attempts: list[tuple[Cause, Attempt]] = []
     done = "the engine has other tensors" if faults else None
     for hypothesis in HYPOTHESES:
         if done is not None:
-            findings.append(HypothesisResult(name=str(hypothesis.cause), verdict="not tested", detail=done))
+            findings.append(HypothesisResult(hypothesis.cause, "not tested", done))
             continue
-        finding, best = _tried(subject, hypothesis, gap, tolerance)
+        finding, best = search.test(hypothesis)
         findings.append(finding)
-        attempts += [(hypothesis.cause, best)] if best is not None else []
-        if finding.left is not None and finding.left.mean <= EVERYTHING * gap.mean:
-            done = f"{hypothesis.cause} explains everything"
-    explaining = _explaining(subject, attempts, gap, tolerance)
+        if best is not None:
+            attempts.append((hypothesis.cause, best))
+            if search.is_over(best):
+                done = f"{hypothesis.cause} explains everything"
+    explaining = search.explaining(attempts)
     if not faults and not explaining and not engine.tensors:
         attempts = list(tensor_search(subject))
-        explaining = _explaining(subject, attempts, gap, tolerance)
-        findings.append(_search_finding(subject, attempts, explaining))
-    cause, detail = _verdict(subject, plain, faults, explaining, findings, engine)
-    return Diagnosis(contexts=looked, gap=gap, findings=findings, cause=cause, detail=detail)
+        explaining = search.explaining(attempts)
+        _, best = explaining[0] if explaining else min(attempts, key=lambda each: search.left(each[1]).mean)
+        detail = f"every tensor removed, exchanged or transposed, the best: the engine {best.label}"
+        verdict = "explains" if explaining else "ruled out"
+        findings.append(HypothesisResult("one wrong tensor", verdict, detail, search.left(best)))
+    if faults:
+        causes = [fault.cause for fault in faults]
+        cause = max(dict.fromkeys(causes), key=causes.count)
+        return conclude(cause, _describe([fault for fault in faults if fault.cause is cause], len(engine.tensors)))
+    if explaining:
+        cause, best = explaining[0]
+        return conclude(cause, f"the engine {best.label}")
+    if (rounding := _describe_rounding(subject, plain)) is not None:
+        return conclude(Cause.DTYPE, rounding)
+    if layers.verdict == "found":
+        return conclude(Cause.UNKNOWN, layers.detail)
+    left = {finding.left.mean: finding for finding in reversed(findings) if finding.left is not None}
+    nearest = left[min(left)]
+    return conclude(Cause.UNKNOWN, f"no hypothesis explains the gap; the nearest is {nearest.name} ({nearest.detail})")
 
 
-def worst(subject: DiagnosisSubject, most: int = MOST) -> tuple[DiagnosisSubject, Scores]:
-    """Return the contexts with the largest mean gaps, and their scores by a plain pass."""
+def worst(subject: DiagnosisSubject) -> tuple[DiagnosisSubject, Scores]:
+    """Return the ``MAX_EXAMINED`` contexts with the largest mean gaps, and their scores by a plain pass."""
     scores = []
-    for begin in range(0, len(subject.contexts), MOST):
-        part = replace(subject, contexts=subject.contexts[begin : begin + MOST])
-        scores += part.score()
+    for begin in range(0, len(subject.contexts), MAX_EXAMINED):
+        scores += replace(subject, contexts=subject.contexts[begin : begin + MAX_EXAMINED]).score()
     means = [np.abs(gap).mean() for gap in subject.gaps(scores)]
-    order = sorted(range(len(means)), key=lambda i: -means[i])[:most]
+    order = sorted(range(len(means)), key=lambda i: -means[i])[:MAX_EXAMINED]
     return replace(subject, contexts=[subject.contexts[i] for i in order]), [scores[i] for i in order]
 
 
-def _ids(subject: DiagnosisSubject) -> HypothesisResult:
-    drifted = [context for context in subject.contexts if context.drifted]
-    if drifted:
-        first = drifted[0]
-        detail = (
-            f"in {len(drifted)} of {len(subject.contexts)} contexts the engine saw other ids than are trained on, "
-            f"first in {first.name}"
-        )
-        return HypothesisResult(name="ids", verdict="found", detail=detail)
-    detail = f"all {len(subject.contexts)} contexts are those that the engine reported"
-    return HypothesisResult(name="ids", verdict="ruled out", detail=detail)
+def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
+    count, drifted = len(subject.contexts), [context for context in subject.contexts if context.drifted]
+    if not drifted:
+        return HypothesisResult("ids", "ruled out", f"all {count} contexts are those that the engine reported")
+    detail = (
+        f"in {len(drifted)} of {count} contexts the engine saw other ids than are trained on, first in "
+        f"{drifted[0].name}"
+    )
+    return HypothesisResult("ids", "found", detail)
 
 
-def _learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResult:
+def _check_learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResult:
     """Test, where a plain pass agrees with the engine, whether the learner's own pass does not."""
-    scored = [context for context in subject.contexts if context.learner is not None]
-    own = [context.learner - context.rollout for context in scored if context.learner is not None]
-    apart = Comparison.of(np.concatenate(own)) if own else None
-    if apart is not None and apart.largest > max(10 * gap.largest, 1e-5):
+    own = [context.learner - context.rollout for context in subject.contexts if context.learner is not None]
+    packed = Comparison.of(np.concatenate(own)) if own else None
+    if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
         detail = (
             f"a plain pass over the learner's parameters agrees with the engine (mean {gap.mean:.1e}, largest "
-            f"{gap.largest:.1e} nats), the learner's packed pass does not (mean {apart.mean:.1e}, largest "
-            f"{apart.largest:.1e})"
+            f"{gap.largest:.1e} nats), the learner's packed pass does not (mean {packed.mean:.1e}, largest "
+            f"{packed.largest:.1e})"
         )
-        return HypothesisResult(name="learner", verdict="found", detail=detail, left=gap)
-    detail = f"nothing is wrong in the contexts looked at (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"
-    return HypothesisResult(name="learner", verdict="ruled out", detail=detail, left=gap)
+        return HypothesisResult("learner", "found", detail, gap)
+    detail = f"nothing is wrong in the contexts examined (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"
+    return HypothesisResult("learner", "ruled out", detail, gap)
 
 
 # --- what can be read off the engine --------------------------------------------------------------------------------
 
 
-def _tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[TensorFault]:
+def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[TensorFault]:
     if not engine.tensors:
         return []
     model, params = subject.model, subject.params
@@ -194,135 +163,92 @@ def _tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[Tensor
         square = array.ndim == 2 and array.shape[0] == array.shape[1]
         return TensorSample.of(array.T) if square else None
 
-    def sampled(make: Callable[[], Params]) -> Callable[[], Samples]:
-        return lambda: samples_of(model, make())
-
-    older = {name: sampled(make) for name, make in subject.older.items()}
-    own = samples_of(model, params)
+    older = {name: lambda make=make: sample_tensors(model, make()) for name, make in subject.older.items()}
+    own = sample_tensors(model, params)
     return tensor_faults(engine.tensors, own, precision=engine.precision, transposed=transposed, older=older)
 
 
-def _tensors_finding(engine: EngineView, faults: Sequence[TensorFault]) -> HypothesisResult:
-    if not engine.tensors:
-        return HypothesisResult(
-            name="tensors", verdict="not tested", detail="the engine's tensors cannot be read from here"
-        )
+def _check_tensors(engine: EngineView, faults: Sequence[TensorFault]) -> HypothesisResult:
+    count = len(engine.tensors)
+    if not count:
+        return HypothesisResult("tensors", "not tested", "the engine's tensors cannot be read from here")
     if not faults:
-        detail = f"all {len(engine.tensors)} tensors of the engine are the learner's"
-        return HypothesisResult(name="tensors", verdict="ruled out", detail=detail)
-    return HypothesisResult(name="tensors", verdict="found", detail=_named(faults, len(engine.tensors)))
+        return HypothesisResult("tensors", "ruled out", f"all {count} tensors of the engine are the learner's")
+    return HypothesisResult("tensors", "found", _describe(faults, count))
 
 
-def _named(faults: Sequence[TensorFault], count: int) -> str:
-    first = faults[0]
-    if len(faults) == 1:
-        return f"{first.name} {first.detail}"
-    details = {fault.detail for fault in faults}
+def _describe(faults: Sequence[TensorFault], count: int) -> str:
+    first, details = faults[0], {fault.detail for fault in faults}
     if len(details) == 1 and len(faults) > 3:
         return f"{len(faults)} of {count} tensors: each {first.detail}, e.g. {first.name}"
     shown = "; ".join(f"{fault.name} {fault.detail}" for fault in faults[:3])
     return shown if len(faults) <= 3 else f"{len(faults)} of {count} tensors: {shown}; …"
 
 
-def _layers_finding(subject: DiagnosisSubject, engine: EngineView) -> HypothesisResult:
-    ids = min((c.token_ids for c in subject.contexts), key=len)[:IDS]
+def _check_layers(subject: DiagnosisSubject, engine: EngineView) -> HypothesisResult:
+    ids = min((context.token_ids for context in subject.contexts), key=len)[:MAX_IDS]
     theirs = engine.layers(ids)
     if not theirs:
-        detail = "the engine's activations cannot be read from here"
-        return HypothesisResult(name="layers", verdict="not tested", detail=detail)
+        return HypothesisResult("layers", "not tested", "the engine's activations cannot be read from here")
     own = learner_outputs(subject.model, subject.params, subject.dtype, ids)
-    fault = first_difference(theirs, own, precision=engine.precision)
-    if fault is None:
-        detail = f"the embeddings and all {len(own) - 1} layers agree on a prefilled context of {len(ids)} ids"
-        return HypothesisResult(name="layers", verdict="ruled out", detail=detail)
-    return HypothesisResult(name="layers", verdict="found", detail=fault.detail)
+    if (fault := first_difference(theirs, own, precision=engine.precision)) is not None:
+        return HypothesisResult("layers", "found", fault.detail)
+    detail = f"the embeddings and all {len(own) - 1} layers agree on a prefilled context of {len(ids)} ids"
+    return HypothesisResult("layers", "ruled out", detail)
 
 
 # --- what explains the numbers --------------------------------------------------------------------------------------
 
 
-def _tried(
-    subject: DiagnosisSubject, hypothesis: Hypothesis, gap: Comparison, tolerance: Tolerance
-) -> tuple[HypothesisResult, Attempt | None]:
-    attempts = []
-    for attempt in hypothesis.attempts(subject):
-        attempts.append(attempt)
-        if _mean(subject, attempt) <= EVERYTHING * gap.mean:
-            break
-    if not attempts:
-        return HypothesisResult(
-            name=str(hypothesis.cause), verdict="not tested", detail="there is nothing to try"
-        ), None
-    best = _mixed(subject, attempts) if hypothesis.per_context else min(attempts, key=lambda a: _mean(subject, a))
-    left = subject.compare(best.scores)
-    verdict = "explains" if _explains(left, gap, tolerance) else "ruled out"
-    tried = f"best of {len(attempts)} settings" if len(attempts) > 1 else "best setting"
-    detail = f"{tried}: the engine {best.label}"
-    finding = HypothesisResult(name=str(hypothesis.cause), verdict=verdict, detail=detail, left=left)
-    return finding, best
+@dataclass(frozen=True)
+class _Search:
+    """The gap of a subject, and what attempts leave of it."""
+
+    subject: DiagnosisSubject
+    gap: Comparison
+    tolerance: Tolerance
+
+    def left(self, attempt: Attempt) -> Comparison:
+        return self.subject.compare(attempt.scores)
+
+    def is_over(self, attempt: Attempt) -> bool:
+        """Whether an attempt leaves so little that no other needs to be made."""
+        return self.left(attempt).mean <= FULLY_EXPLAINED * self.gap.mean
+
+    def explains(self, attempt: Attempt) -> bool:
+        left, gap, allowed = self.left(attempt), self.gap, self.tolerance
+        mean = left.mean <= max(2 * allowed.mean, EXPLAINED * gap.mean)
+        largest = left.largest <= max(2 * allowed.token, 2 * EXPLAINED * gap.largest)
+        return mean and largest and left.mean < gap.mean / 2
+
+    def explaining(self, attempts: Sequence[tuple[Cause, Attempt]]) -> list[tuple[Cause, Attempt]]:
+        """Return the attempts that explain the gap, the best first."""
+        found = [(cause, attempt) for cause, attempt in attempts if self.explains(attempt)]
+        return sorted(found, key=lambda each: self.left(each[1]).mean)
+
+    def test(self, hypothesis: Hypothesis) -> tuple[HypothesisResult, Attempt | None]:
+        attempts = []
+        for attempt in hypothesis.attempts(self.subject):
+            attempts.append(attempt)
+            if self.is_over(attempt):
+                break
+        if not attempts:
+            return HypothesisResult(hypothesis.cause, "not tested", "there is nothing to try"), None
+        mixed = hypothesis.per_context
+        best = self._mix(attempts) if mixed else min(attempts, key=lambda attempt: self.left(attempt).mean)
+        verdict = "explains" if self.explains(best) else "ruled out"
+        tried = f"best of {len(attempts)} settings" if len(attempts) > 1 else "best setting"
+        return HypothesisResult(hypothesis.cause, verdict, f"{tried}: the engine {best.label}", self.left(best)), best
+
+    def _mix(self, attempts: Sequence[Attempt]) -> Attempt:
+        """Combine the best attempt for each context, named after the most frequent one."""
+        gaps = np.array([[np.abs(gap).mean() for gap in self.subject.gaps(attempt.scores)] for attempt in attempts])
+        chosen = gaps.argmin(axis=0)
+        scores = [attempts[pick].scores[i] for i, pick in enumerate(chosen)]
+        return Attempt(attempts[int(np.bincount(chosen).argmax())].label, scores)
 
 
-def _mixed(subject: DiagnosisSubject, attempts: Sequence[Attempt]) -> Attempt:
-    """Combine the best attempt for each context, named after the most frequent one."""
-    gaps = np.array([[np.abs(g).mean() for g in subject.gaps(attempt.scores)] for attempt in attempts])
-    chosen = gaps.argmin(axis=0)
-    scores = [attempts[pick].scores[i] for i, pick in enumerate(chosen)]
-    return Attempt(label=attempts[int(np.bincount(chosen).argmax())].label, scores=scores)
-
-
-def _mean(subject: DiagnosisSubject, attempt: Attempt) -> float:
-    return subject.compare(attempt.scores).mean
-
-
-def _explains(left: Comparison, gap: Comparison, tolerance: Tolerance) -> bool:
-    mean = left.mean <= max(2 * tolerance.mean, EXPLAINED * gap.mean)
-    largest = left.largest <= max(2 * tolerance.token, 2 * EXPLAINED * gap.largest)
-    return mean and largest and left.mean < gap.mean / 2
-
-
-def _explaining(
-    subject: DiagnosisSubject, attempts: Sequence[tuple[Cause, Attempt]], gap: Comparison, tolerance: Tolerance
-) -> list[tuple[Cause, Attempt]]:
-    """Return the attempts that explain the gap, the best first."""
-    found = [(c, a) for c, a in attempts if _explains(subject.compare(a.scores), gap, tolerance)]
-    return sorted(found, key=lambda each: _mean(subject, each[1]))
-
-
-def _search_finding(
-    subject: DiagnosisSubject, attempts: Sequence[tuple[Cause, Attempt]], explaining: Sequence[tuple[Cause, Attempt]]
-) -> HypothesisResult:
-    _, best = explaining[0] if explaining else min(attempts, key=lambda each: _mean(subject, each[1]))
-    verdict = "explains" if explaining else "ruled out"
-    detail = f"every tensor taken away, exchanged or transposed, the best: the engine {best.label}"
-    return HypothesisResult(name="one wrong tensor", verdict=verdict, detail=detail, left=subject.compare(best.scores))
-
-
-def _verdict(
-    subject: DiagnosisSubject,
-    plain: Scores,
-    faults: Sequence[TensorFault],
-    explaining: Sequence[tuple[Cause, Attempt]],
-    findings: Sequence[HypothesisResult],
-    engine: EngineView,
-) -> tuple[Cause, str]:
-    if faults:
-        causes = [fault.cause for fault in faults]
-        cause = max(dict.fromkeys(causes), key=causes.count)
-        return cause, _named([fault for fault in faults if fault.cause is cause], len(engine.tensors))
-    if explaining:
-        cause, best = explaining[0]
-        return cause, f"the engine {best.label}"
-    if (rounding := _rounding(subject, plain)) is not None:
-        return Cause.DTYPE, rounding
-    by_name: Mapping[str, Any] = {finding.name: finding for finding in findings}
-    if by_name["layers"].verdict == "found":
-        return Cause.UNKNOWN, by_name["layers"].detail
-    tried = [f for f in findings if f.left is not None]
-    nearest = min(tried, key=lambda f: f.left.mean if f.left is not None else np.inf)
-    return Cause.UNKNOWN, f"no hypothesis explains the gap; the nearest is {nearest.name} ({nearest.detail})"
-
-
-def _rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
+def _describe_rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
     """Describe the gap if it has the size and kind that a coarser dtype makes, else return None.
 
     Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how large the differences
@@ -334,12 +260,12 @@ def _rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
     for name in ("float16", "bfloat16"):
         if name == subject.dtype:
             continue
-        moved = np.concatenate(subject.score(dtype=name)) - np.concatenate(plain)
-        times = float(np.abs(gap).mean() / max(np.abs(moved).mean(), 1e-30))
-        alike = float(np.corrcoef(gap, moved)[0, 1]) if gap.std() > 0 and moved.std() > 0 else 0.0
-        if 1 / 3 <= times <= 3 and alike > 0.2:
+        change = np.concatenate(subject.score(dtype=name)) - np.concatenate(plain)
+        times = float(np.abs(gap).mean() / max(np.abs(change).mean(), 1e-30))
+        correlation = float(np.corrcoef(gap, change)[0, 1]) if gap.std() > 0 and change.std() > 0 else 0.0
+        if 1 / 3 <= times <= 3 and correlation > 0.2:
             return (
                 f"the gap is {times:.1f} times what computing in {name} makes, has no direction, and lies where that "
-                f"makes one (correlation {alike:.2f})"
+                f"makes one (correlation {correlation:.2f})"
             )
     return None

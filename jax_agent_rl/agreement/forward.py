@@ -1,4 +1,4 @@
-"""The model once more, unpacked: one context per row, and every setting that might be wrong an argument.
+"""The learner's model without packing: one context per row, and every setting that might be wrong an argument.
 
 Positions, rotary tables, windows and keys and values of other weights are arrays here, so that one compiled program
 serves almost every hypothesis. Its functions are the learner's own (``models.layers``).
@@ -22,17 +22,17 @@ from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import feed_forward, linear, rms_norm, rope_tables, rotate
 from jax_agent_rl.models.tree_mask import TreeMask
 
-TOKENS_PER_CHUNK = 32  # of which all logits exist at a time
+TOKENS_PER_CHUNK = 32  # whose logits are in memory together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Rows of ids; arrays of numpy.
+    """Rows of ids, as numpy arrays.
 
     Attributes:
         token_ids: int32 [B, T], padded at the end.
         positions: int32 [B, T].
-        fresh: bool [B, T], whose keys and values are of these weights; others are taken from elsewhere.
+        fresh: bool [B, T], ids whose keys and values are of these weights.
     """
 
     token_ids: np.ndarray
@@ -50,16 +50,14 @@ class Activations:
     values: jax.Array
 
 
-def hidden_states(
-    config: DecoderConfig, params: Params, inputs: Inputs, old: tuple[jax.Array, jax.Array] | None = None
-) -> jax.Array:
+def hidden_states(config: DecoderConfig, params: Params, inputs: Inputs, old: Activations | None = None) -> jax.Array:
     """Return the final hidden states [B, T, D], after the last norm.
 
     Args:
         config: the model's hyperparameters.
         params: its weights.
         inputs: rows of ids.
-        old: keys and values [L, B, K, T, h] that are seen where ``inputs.fresh`` is false.
+        old: activations whose keys and values are attended to where ``inputs.fresh`` is false.
     """
     return _run(config, params, inputs, old, keep=False)[0]
 
@@ -67,18 +65,27 @@ def hidden_states(
 def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
     """Return the activations between the layers."""
     _, (hidden, keys, values) = _run(config, params, inputs, None, keep=True)
-    return Activations(
-        embedded=embed(config, params, jnp.asarray(inputs.token_ids)), hidden=hidden, keys=keys, values=values
-    )
+    embedded = embed(config, params, jnp.asarray(inputs.token_ids))
+    return Activations(embedded=embedded, hidden=hidden, keys=keys, values=values)
 
 
 def logprobs(
     params: Params, hidden: jax.Array, ids: np.ndarray, temperatures: tuple[float, ...] | np.ndarray
 ) -> np.ndarray:
-    """Return log-probs float64 [C, S] of ids int [S], read from hidden states [S, D] at each of C temperatures."""
-    count, head = len(ids), params.get("lm_head", params["embed"])
+    """Compute log-probs at several temperatures.
+
+    Args:
+        params: of the output head.
+        hidden: [S, D].
+        ids: int [S].
+        temperatures: C numbers that divide the logits.
+
+    Returns:
+        float64 [C, S].
+    """
+    head = params.get("lm_head", params["embed"])
     parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)))
-    return np.asarray(_read(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, :count]
+    return np.asarray(_chosen_logprobs(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, : len(ids)]
 
 
 def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
@@ -95,14 +102,13 @@ def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.nd
         float64 [C + 3, S]: that of the k likeliest ids for each k; then of the number of ids whose mass is nearest to
         ``mass`` that number, their mass, and the mass of one id less.
     """
-    count = len(hidden)
     head = params.get("lm_head", params["embed"])
     arguments = (_chunks(hidden), head, jnp.float32(temperature), jnp.asarray(ks, jnp.int32))
-    return np.asarray(_mass(*arguments, _chunks(jnp.asarray(mass, jnp.float32))), np.float64)[:, :count]
+    return np.asarray(_mass(*arguments, _chunks(jnp.asarray(mass, jnp.float32))), np.float64)[:, : len(hidden)]
 
 
 def _run(
-    config: DecoderConfig, params: Params, inputs: Inputs, old: tuple[jax.Array, jax.Array] | None, *, keep: bool
+    config: DecoderConfig, params: Params, inputs: Inputs, old: Activations | None, *, keep: bool
 ) -> tuple[jax.Array, Any]:
     length = inputs.token_ids.shape[1]
     positions = jnp.asarray(inputs.positions)
@@ -111,13 +117,14 @@ def _run(
     windowed = [config.is_windowed(i) for i in range(config.num_layers)]
     everything = 2 * length + int(inputs.positions.max(initial=0))
     windows = [config.sliding_window if w and config.sliding_window else everything for w in windowed]
-    # What is an argument is no part of the program: other settings run the same one.
+    # Arguments are no part of the program: other settings run the same one.
     fixed = replace(config, rope=Rope(), local_rope=None, sliding_window=None, windowed_layers=())
     params = {name: x for name, x in params.items() if name != "vision"}
     tables = tuple(jnp.stack(pair) for pair in zip(full, local, strict=True))
     layers = (jnp.asarray(windowed, jnp.int32), jnp.asarray(windows, jnp.int32))
     ids, fresh = jnp.asarray(inputs.token_ids), jnp.asarray(inputs.fresh)
-    return _layers(fixed, params, ids, positions, tables, layers, old, fresh, keep=keep)
+    old_kv = None if old is None else (old.keys, old.values)
+    return _layers(fixed, params, ids, positions, tables, layers, old_kv, fresh, keep=keep)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
@@ -197,7 +204,7 @@ def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _read(hidden: jax.Array, head: jax.Array, ids: jax.Array, temperatures: jax.Array) -> jax.Array:
+def _chosen_logprobs(hidden: jax.Array, head: jax.Array, ids: jax.Array, temperatures: jax.Array) -> jax.Array:
     def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         scores = _logits(part[0], head)
 

@@ -16,23 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.agreement import forward
-from jax_agent_rl.agreement.causes import Cause
-from jax_agent_rl.agreement.subject import ROOM, Context, DiagnosisSubject, Scores
+from jax_agent_rl.agreement.report import Cause
+from jax_agent_rl.agreement.subject import MAX_INSERTED, Context, DiagnosisSubject, Scores
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
 from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.quantized import DTYPES, Quantized, quantized
 
 MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down"})
-"""Of a layer; what engines keep in 8 bits."""
+"""Parameters of a layer that engines keep in 8 bits."""
 THETAS = (1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-NEARER = 0.95
-"""Of the gap is left at most by a rotary base that is worth looking around."""
+THETA_GAIN = 0.95
+"""Share of the gap that a rotary base may leave for others near it to be tried."""
 BUCKETS = (8, 16, 32, 64, 128, 512)
+SEARCH_LEN = 96
+"""Ids of the one context that all tensors are tried on."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Attempt:
-    """Log-probs under one setting; ``label`` says which, as a sentence goes on: "the engine …"."""
+    """Log-probs under one setting, which ``label`` describes after the words "the engine"."""
 
     label: str
     scores: Scores
@@ -41,14 +43,14 @@ class Attempt:
 Attempts = Iterator[Attempt]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Hypothesis:
-    """A cause and what to try.
+    """A cause and its settings.
 
     Attributes:
-        cause: that it would be.
-        attempts: of a subject; nothing where the model has no such setting.
-        per_context: the best attempt is chosen for each context.
+        cause: the cause.
+        attempts: yields the attempts for a subject; none where the model has no such setting.
+        per_context: whether the best attempt is chosen for each context.
     """
 
     cause: Cause
@@ -65,57 +67,55 @@ def token_drift(subject: DiagnosisSubject) -> Attempts:
                 for row in subject.rows
             ]
             first = "id" if count == 1 else f"{count} ids"
-            yield Attempt(label=f"saw no first {first} of the context", scores=subject.score(rows))
-    rows = [row.with_ids(0, row.token_ids[:1].tolist()) for row in subject.rows]
-    yield Attempt(label="saw the context's first id (BOS) twice", scores=subject.score(rows))
+            yield Attempt(f"saw no first {first} of the context", subject.score(rows))
+    rows = [row.insert(0, row.token_ids[:1].tolist()) for row in subject.rows]
+    yield Attempt("saw the context's first id (BOS) twice", subject.score(rows))
     if (bos := subject.model.bos_token_id) is not None:
-        rows = [row.with_ids(0, [bos]) for row in subject.rows]
-        yield Attempt(label=f"saw BOS (id {bos}) before the context", scores=subject.score(rows))
+        rows = [row.insert(0, [bos]) for row in subject.rows]
+        yield Attempt(f"saw BOS (id {bos}) before the context", subject.score(rows))
 
 
 def padding(subject: DiagnosisSubject) -> Attempts:
     """Try padding on the left, and between prompt and response for prompts padded to a bucket."""
     for pad in dict.fromkeys((*subject.pad_ids, *subject.model.eos_token_ids[:1])):
         for count in (1, 2, 3, 4, 6, 8, 16, 32, 64):
-            rows = [row.with_ids(0, [pad] * count) for row in subject.rows]
-            label = f"sees {_count(count, 'padding id')} ({pad}) before the prompt"
-            yield Attempt(label=label, scores=subject.score(rows))
+            rows = [row.insert(0, [pad] * count) for row in subject.rows]
+            yield Attempt(f"sees {_count(count, 'padding id')} ({pad}) before the prompt", subject.score(rows))
         for size in BUCKETS:
             both = zip(subject.rows, subject.contexts, strict=True)
-            rows = [row.with_ids(0, [pad] * _missing(context, size)) for row, context in both]
-            label = f"sees the padding ids ({pad}) that fill prompts up to {size} from the left"
-            yield Attempt(label=label, scores=subject.score(rows))
-            for counted in (True, False):
+            rows = [row.insert(0, [pad] * _padding_length(context, size)) for row, context in both]
+            label = f"sees the padding ids ({pad}) that fill prompts up to {size}"
+            yield Attempt(f"{label} from the left", subject.score(rows))
+            for shift in (True, False):
                 rows = [
-                    row.with_ids(c.prompt, [pad] * _missing(c, size), counted=counted)
+                    row.insert(c.prompt, [pad] * _padding_length(c, size), shift_positions=shift)
                     for row, c in zip(subject.rows, subject.contexts, strict=True)
                 ]
-                label = f"sees the padding ids ({pad}) that fill prompts up to {size}"
-                yield Attempt(label=label, scores=subject.score(rows))
+                yield Attempt(label, subject.score(rows))
 
 
-def _missing(context: Context, size: int) -> int:
-    """Return how many ids fill a prompt up to a whole number of buckets; 0 where there is no room to try."""
+def _padding_length(context: Context, size: int) -> int:
+    """Return how many ids fill a prompt up to a multiple of ``size``; 0 if too many to try."""
     missing = -context.prompt % size
-    return missing if missing <= ROOM else 0
+    return missing if missing <= MAX_INSERTED else 0
 
 
 def position(subject: DiagnosisSubject) -> Attempts:
     """Try sampled tokens at shifted positions, and log-probs returned with a neighbouring token."""
     for offset in (1, -1, 2, -2, 4, 8, 16, 32, 64):
-        for last in (0, 1):  # the prompt's last id is fed like a sampled one by engines that prefill without it
+        for last in (0, 1):  # engines that prefill without the prompt's last id feed it like a sampled one
             rows = []
             for row, context in zip(subject.rows, subject.contexts, strict=True):
                 later = np.arange(len(row.token_ids)) >= context.prompt - last
                 rows.append(replace(row, positions=(row.positions + offset * later).astype(np.int32)))
             label = f"puts sampled tokens {_count(abs(offset), 'position')} {'further' if offset > 0 else 'back'}"
-            yield Attempt(label=label, scores=subject.score(rows))
+            yield Attempt(label, subject.score(rows))
     plain = subject.score()
     for step, name in ((1, "after"), (-1, "before")):
         shifted = [np.roll(own, -step) for own in plain]
         for own, context in zip(shifted, subject.contexts, strict=True):
-            own[-1 if step > 0 else 0] = context.rollout[-1 if step > 0 else 0]  # there is nothing to compare it with
-        yield Attempt(label=f"returns with each token the log-prob of the one {name} it", scores=shifted)
+            own[-1 if step > 0 else 0] = context.rollout[-1 if step > 0 else 0]  # nothing to compare it with
+        yield Attempt(f"returns with each token the log-prob of the one {name} it", shifted)
 
 
 def temperature(subject: DiagnosisSubject) -> Attempts:
@@ -131,7 +131,7 @@ def temperature(subject: DiagnosisSubject) -> Attempts:
     if abs(found / subject.temperature - 1) > 1e-3:
         raw = " from before it is applied" if abs(found - 1) < 1e-3 else ""
         label = f"reports log-probs{raw} (of temperature {found:.3g}, not {subject.temperature:.3g})"
-        yield Attempt(label=label, scores=subject.split(found_scores))
+        yield Attempt(label, subject.split(found_scores))
 
 
 def truncated_support(subject: DiagnosisSubject) -> Attempts:
@@ -147,17 +147,17 @@ def truncated_support(subject: DiagnosisSubject) -> Attempts:
     *by_k, _, reached, below = forward.sorted_mass(subject.params, hidden, subject.temperature, ks, mass)
     for k, kept in zip(ks, by_k, strict=True):
         label = f"samples from the {int(k)} likeliest ids (top_k={int(k)})"
-        yield Attempt(label=label, scores=subject.split(plain - np.log(kept)))
-    least, most = float(below.max()), float(reached.min())
-    if least < most < 1:
-        label = f"samples from a nucleus (top_p between {least:.3g} and {most:.3g})"
-        yield Attempt(label=label, scores=subject.split(plain - np.log(reached)))
+        yield Attempt(label, subject.split(plain - np.log(kept)))
+    low, high = float(below.max()), float(reached.min())
+    if low < high < 1:
+        label = f"samples from a nucleus (top_p between {low:.3g} and {high:.3g})"
+        yield Attempt(label, subject.split(plain - np.log(reached)))
 
 
 def stale_version(subject: DiagnosisSubject) -> Attempts:
     """Try older weights."""
     for name, make in subject.older.items():
-        yield Attempt(label=f"serves the weights of {name}", scores=subject.score(params=make()))
+        yield Attempt(f"serves the weights of {name}", subject.score(params=make()))
 
 
 def stale_prefix(subject: DiagnosisSubject) -> Attempts:
@@ -165,12 +165,11 @@ def stale_prefix(subject: DiagnosisSubject) -> Attempts:
     for name, make in subject.older.items():
         older = make()
         for page in (1, 4, 8, 16, 32, 64, 128):
-            rows = []
-            for row, context in zip(subject.rows, subject.contexts, strict=True):
-                rows.append(replace(row, stale=(context.prompt - 1) // page * page))
+            both = zip(subject.rows, subject.contexts, strict=True)
+            rows = [replace(row, stale=(context.prompt - 1) // page * page) for row, context in both]
             if any(row.stale for row in rows):
                 label = f"reads prompts from a cache that the weights of {name} filled"
-                yield Attempt(label=label, scores=subject.score(rows, prefix=older))
+                yield Attempt(label, subject.score(rows, prefix=older))
 
 
 def dtype(subject: DiagnosisSubject) -> Attempts:
@@ -178,19 +177,18 @@ def dtype(subject: DiagnosisSubject) -> Attempts:
     for name in ("bfloat16", "float16"):
         if name != subject.dtype:
             cast = jax.tree.map(lambda x: x.astype(name).astype(x.dtype), subject.params)  # noqa: B023
-            yield Attempt(label=f"rounds weights to {name}", scores=subject.score(params=cast))
-            yield Attempt(label=f"computes in {name}", scores=subject.score(dtype=name))
-    for name, kind in DTYPES.items():
-        yield Attempt(label=f"rounds weights to {name}", scores=subject.score(params=_eight_bits(subject.params, kind)))
+            yield Attempt(f"rounds weights to {name}", subject.score(params=cast))
+            yield Attempt(f"computes in {name}", subject.score(dtype=name))
 
-
-def _eight_bits(params: Params, kind: Any) -> Params:
-    def rounded(x: jax.Array) -> jax.Array:
+    def round_to_8_bits(x: jax.Array, kind: jnp.dtype) -> jax.Array:
         kept: Quantized = quantized(x, kind, axis=-1)
         return (kept.numbers.astype(jnp.float32) * kept.scale).astype(x.dtype)
 
-    layers = {name: rounded(x) if name in MATRICES else x for name, x in params["layers"].items()}
-    return params | {"layers": layers}
+    layers = subject.params["layers"]
+    for name, kind in DTYPES.items():
+        rounded = {key: round_to_8_bits(x, kind) if key in MATRICES else x for key, x in layers.items()}
+        params = subject.params | {"layers": rounded}
+        yield Attempt(f"rounds weights to {name}", subject.score(params=params))
 
 
 def rotary(subject: DiagnosisSubject) -> Attempts:
@@ -202,7 +200,7 @@ def rotary(subject: DiagnosisSubject) -> Attempts:
     others += [replace(model.rope, scaling=Llama3Scaling(factor=f, **llama)) for f in (8.0, 32.0)]
     for rope in others:
         if rope != model.rope:
-            yield Attempt(label=f"rotates by {_rope(rope)}", scores=subject.score(model=replace(model, rope=rope)))
+            yield Attempt(f"rotates by {_describe_rope(rope)}", subject.score(model=replace(model, rope=rope)))
     if model.local_rope is not None:
         local, full = model.local_rope, model.rope
         for name, settings in {
@@ -210,18 +208,18 @@ def rotary(subject: DiagnosisSubject) -> Attempts:
             "by the windowed layers' settings everywhere": {"rope": local},
             "full and windowed layers by each other's settings": {"rope": local, "local_rope": full},
         }.items():
-            yield Attempt(label=f"rotates {name}", scores=subject.score(model=replace(model, **settings)))
+            yield Attempt(f"rotates {name}", subject.score(model=replace(model, **settings)))
     pairs = subject.score(params=_interleaved(model, subject.params))
-    yield Attempt(label="rotates neighbouring numbers, not halves of a head", scores=pairs)
-    yield from _bases(subject)
+    yield Attempt("rotates neighbouring numbers, not halves of a head", pairs)
+    yield from _rotary_bases(subject)
 
 
-def _bases(subject: DiagnosisSubject) -> Attempts:
+def _rotary_bases(subject: DiagnosisSubject) -> Attempts:
     model = subject.model
 
     def at(theta: float) -> Attempt:
         rope = replace(model.rope, theta=float(theta))
-        return Attempt(label=f"rotates by {_rope(rope)}", scores=subject.score(model=replace(model, rope=rope)))
+        return Attempt(f"rotates by {_describe_rope(rope)}", subject.score(model=replace(model, rope=rope)))
 
     def mean(attempt: Attempt) -> float:
         return subject.compare(attempt.scores).mean
@@ -231,7 +229,7 @@ def _bases(subject: DiagnosisSubject) -> Attempts:
     yield from attempts
     best = int(np.argmin([mean(attempt) for attempt in attempts]))
     low, high = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
-    if mean(attempts[best]) > NEARER * subject.compare(subject.score()).mean:
+    if mean(attempts[best]) > THETA_GAIN * subject.compare(subject.score()).mean:
         return
     for _ in range(6):
         between = np.geomspace(low, high, 6)
@@ -241,7 +239,7 @@ def _bases(subject: DiagnosisSubject) -> Attempts:
     yield attempts[best]
 
 
-def _rope(rope: Rope) -> str:
+def _describe_rope(rope: Rope) -> str:
     match rope.scaling:
         case None:
             scaling = "no scaling"
@@ -283,7 +281,7 @@ def window(subject: DiagnosisSubject) -> Attempts:
         sizes = [n for n in (*(2**i for i in range(1, 16)), *(2**i - 1 for i in range(3, 16))) if n < longest]
         settings = [(f"a window of {n}, the model has none", {"sliding_window": n, **local}) for n in sizes]
     for name, changed in settings:
-        yield Attempt(label=f"has {name}", scores=subject.score(model=replace(model, **changed)))
+        yield Attempt(f"has {name}", subject.score(model=replace(model, **changed)))
 
 
 def experts(subject: DiagnosisSubject) -> Attempts:
@@ -299,7 +297,7 @@ def experts(subject: DiagnosisSubject) -> Attempts:
                 what = f"{_count(per_token, 'expert')} a token (the model has {own.per_token})"
                 weights = "" if normalize == own.normalize else f", weights{'' if normalize else ' not'} normalized"
                 scores = subject.score(model=replace(subject.model, experts=changed))
-                yield Attempt(label=f"takes {what}{weights}", scores=scores)
+                yield Attempt(f"takes {what}{weights}", scores)
 
 
 def _count(count: int, noun: str) -> str:
@@ -307,23 +305,19 @@ def _count(count: int, noun: str) -> str:
 
 
 HYPOTHESES: Sequence[Hypothesis] = (
-    Hypothesis(cause=Cause.TEMPERATURE, attempts=temperature),
-    Hypothesis(cause=Cause.TRUNCATED_SUPPORT, attempts=truncated_support),
-    Hypothesis(cause=Cause.STALE_VERSION, attempts=stale_version),
-    Hypothesis(cause=Cause.STALE_PREFIX, attempts=stale_prefix, per_context=True),
-    Hypothesis(cause=Cause.TOKEN_DRIFT, attempts=token_drift),
-    Hypothesis(cause=Cause.POSITION, attempts=position, per_context=True),
-    Hypothesis(cause=Cause.PADDING, attempts=padding, per_context=True),
-    Hypothesis(cause=Cause.ROTARY, attempts=rotary),
-    Hypothesis(cause=Cause.WINDOW, attempts=window),
-    Hypothesis(cause=Cause.EXPERTS, attempts=experts),
-    Hypothesis(cause=Cause.DTYPE, attempts=dtype),
+    Hypothesis(Cause.TEMPERATURE, temperature),
+    Hypothesis(Cause.TRUNCATED_SUPPORT, truncated_support),
+    Hypothesis(Cause.STALE_VERSION, stale_version),
+    Hypothesis(Cause.STALE_PREFIX, stale_prefix, per_context=True),
+    Hypothesis(Cause.TOKEN_DRIFT, token_drift),
+    Hypothesis(Cause.POSITION, position, per_context=True),
+    Hypothesis(Cause.PADDING, padding, per_context=True),
+    Hypothesis(Cause.ROTARY, rotary),
+    Hypothesis(Cause.WINDOW, window),
+    Hypothesis(Cause.EXPERTS, experts),
+    Hypothesis(Cause.DTYPE, dtype),
 )
-"""In the order in which they are tried: what is cheap first."""
-
-
-SHORT = 96
-"""Ids of the one context that all tensors are tried on."""
+"""In the order in which they are tried, cheap ones first."""
 
 
 def tensor_search(subject: DiagnosisSubject) -> Iterator[tuple[Cause, Attempt]]:
@@ -333,12 +327,12 @@ def tensor_search(subject: DiagnosisSubject) -> Iterator[tuple[Cause, Attempt]]:
     changes are tried on all contexts.
     """
     first = min(subject.contexts, key=lambda context: int(context.at[0]))
-    short = replace(subject, contexts=[first.cut(max(SHORT, int(first.at[0]) + 8))])
+    short = replace(subject, contexts=[first.cut(max(SEARCH_LEN, int(first.at[0]) + 8))])
     tried = [(short.compare(short.score(params=p)).mean, label) for _, label, p in _changes(subject)]
     best = {label for _, label in sorted(tried)[:3]}
     for cause, label, params in _changes(subject):
         if label in best:
-            yield cause, Attempt(label=label, scores=subject.score(params=params))
+            yield cause, Attempt(label, subject.score(params=params))
 
 
 def _changes(subject: DiagnosisSubject) -> Iterator[tuple[Cause, str, Params]]:

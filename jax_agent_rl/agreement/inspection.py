@@ -1,4 +1,4 @@
-"""What can be read off an engine, beside the learner's: its weights by published name, and its activations by layer."""
+"""Comparison of an engine's weights, by published name, and activations, by layer, with the learner's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_agent_rl.agreement import forward
-from jax_agent_rl.agreement.causes import Cause
+from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import hf_tensors
@@ -18,20 +18,20 @@ from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
 Samples = Mapping[str, TensorSample]
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-LITTLE = 0.05
-"""Of a tensor's size is what training changes at most from one version to another."""
+MAX_TRAINING_CHANGE = 0.05
+"""Largest change of a tensor from one version to another, as a part of its size."""
 TENSOR_SLACK = {"int8": 0.05, "fp8": 0.15}
-"""How far a number in 8 bits may be off, as a part of the tensor's size."""
+"""Largest error of a number in 8 bits, as a part of the tensor's size."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TensorFault:
     """One tensor that the engine does not hold as it should.
 
     Attributes:
         name: as it is published.
         cause: what is wrong with it.
-        detail: the same in words, as a sentence about it goes on.
+        detail: the same in words, after the tensor's name.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TensorFault:
     detail: str
 
 
-def samples_of(model: DecoderConfig, params: Params) -> dict[str, TensorSample]:
+def sample_tensors(model: DecoderConfig, params: Params) -> dict[str, TensorSample]:
     """Sample every tensor of the learner."""
     return {name: TensorSample.of(array) for name, array in hf_tensors(model, params)}
 
@@ -66,21 +66,19 @@ def tensor_faults(
     if not wrong:
         return []
     if rounded := _rounded(engine, learner, common):
-        return [TensorFault(name=name, cause=Cause.DTYPE, detail=f"is rounded to {rounded}") for name in wrong]
+        return [TensorFault(name, Cause.DTYPE, f"is rounded to {rounded}") for name in wrong]
     before = {name: make() for name, make in older.items()}
     for called, samples in before.items():
         if all(_alike(engine[name], samples[name], precision) for name in wrong):
-            whole = len(wrong) > len(common) // 2
-            cause = Cause.STALE_VERSION if whole else Cause.MISSING_TENSOR
-            detail = f"is still that of {called}"
-            return [TensorFault(name=name, cause=cause, detail=detail) for name in wrong]
+            cause = Cause.STALE_VERSION if len(wrong) > len(common) // 2 else Cause.MISSING_TENSOR
+            return [TensorFault(name, cause, f"is still that of {called}") for name in wrong]
     if (
         len(wrong) > len(common) // 2
-        and (most := max(_tensor_difference(engine[n], learner[n]) for n in wrong)) < LITTLE
+        and (largest := max(_tensor_difference(engine[n], learner[n]) for n in wrong)) < MAX_TRAINING_CHANGE
     ):
-        detail = f"differs a little (at most by {most:.1e} of its size), as weights of another version do"
-        return [TensorFault(name=name, cause=Cause.STALE_VERSION, detail=detail) for name in wrong]
-    return [_fault(name, engine[name], learner, precision, transposed) for name in wrong]
+        detail = f"differs a little (at most by {largest:.1e} of its size), as weights of another version do"
+        return [TensorFault(name, Cause.STALE_VERSION, detail) for name in wrong]
+    return [TensorFault(name, *_fault(name, engine[name], learner, precision, transposed)) for name in wrong]
 
 
 def _fault(
@@ -89,23 +87,21 @@ def _fault(
     learner: Samples,
     precision: str,
     transposed: Callable[[str], TensorSample | None],
-) -> TensorFault:
-    def fault(cause: Cause, detail: str) -> TensorFault:
-        return TensorFault(name=name, cause=cause, detail=detail)
-
-    if found.shape != learner[name].shape:
-        return fault(Cause.WRONG_TENSOR, f"has shape {found.shape}, the learner's {learner[name].shape}")
+) -> tuple[Cause, str]:
+    wanted = learner[name]
+    if found.shape != wanted.shape:
+        return Cause.WRONG_TENSOR, f"has shape {found.shape}, the learner's {wanted.shape}"
     if not found.values.any():
-        return fault(Cause.MISSING_TENSOR, "is all zeros")
-    if len(set(found.values.tolist())) == 1 and len(set(learner[name].values.tolist())) > 1:
-        return fault(Cause.MISSING_TENSOR, f"is {found.values[0]:g} everywhere, as it is made before it is loaded")
+        return Cause.MISSING_TENSOR, "is all zeros"
+    if len(set(found.values.tolist())) == 1 and len(set(wanted.values.tolist())) > 1:
+        return Cause.MISSING_TENSOR, f"is {found.values[0]:g} everywhere, as it is made before it is loaded"
     turned = transposed(name)
     if turned is not None and _alike(found, turned, precision):
-        return fault(Cause.TRANSPOSED_TENSOR, "is transposed")
+        return Cause.TRANSPOSED_TENSOR, "is transposed"
     for other, sample in learner.items():
-        if other != name and sample.shape == found.shape and _alike(found, sample, precision):
-            return fault(Cause.MISNAMED_TENSOR, f"holds the numbers of {other}")
-    return fault(Cause.WRONG_TENSOR, f"differs by {_tensor_difference(found, learner[name]):.1%} of its size")
+        if other != name and _alike(found, sample, precision):
+            return Cause.MISNAMED_TENSOR, f"holds the numbers of {other}"
+    return Cause.WRONG_TENSOR, f"differs by {_tensor_difference(found, wanted):.1%} of its size"
 
 
 def _tensor_difference(found: TensorSample, wanted: TensorSample) -> float:
@@ -134,10 +130,10 @@ def _alike(found: TensorSample, wanted: TensorSample, precision: str) -> bool:
     return same_size and bool(np.all(np.abs(found.values - expected) <= slack * size))
 
 
-IDS = 256
-"""Of a context that both run."""
+MAX_IDS = 256
+"""Ids of the context that both run."""
 ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
-"""How far activations may be off, as a part of their size; 0.1 in what is coarser."""
+"""Largest error of activations, as a part of their size; 0.1 in coarser precisions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,51 +142,50 @@ class LayerFault:
 
     Attributes:
         layer: its number; -1 for the embeddings.
-        parts: of ``keys``, ``values`` and ``hidden`` those that differ.
-        apart: the largest difference, as a part of the activations' size.
+        parts: those of ``keys``, ``values`` and ``hidden`` that differ.
+        difference: the largest one, as a part of the activations' size.
     """
 
     layer: int
     parts: tuple[str, ...]
-    apart: float
+    difference: float
 
     @property
     def detail(self) -> str:
         """The fault in words."""
         if self.layer < 0:
-            return f"the embeddings differ already, by {self.apart:.1%} of their size"
+            return f"the embeddings differ already, by {self.difference:.1%} of their size"
         before = "the embeddings agree" if not self.layer else f"the embeddings and layers 0 to {self.layer - 1} agree"
-        if self.parts == ("keys", "hidden") or self.parts == ("keys",):
-            what = "its keys differ and its values do not: rotary settings, positions, or the keys' weights"
-        elif self.parts == ("hidden",):
-            what = (
-                "its keys and values agree and its output does not: queries, window, output projection, or what follows"
-            )
-        elif self.parts == ("values", "hidden") or self.parts == ("values",):
-            what = "its values differ and its keys do not: the values' weights"
-        else:
-            what = "its keys and values differ: their weights, or the norm before them"
-        return f"{before}; layer {self.layer} is the first that differs, by {self.apart:.1%} of its size: {what}"
+        match "keys" in self.parts, "values" in self.parts:
+            case True, True:
+                what = "its keys and values differ: their weights, or the norm before them"
+            case True, False:
+                what = "its keys differ and its values do not: rotary settings, positions, or the keys' weights"
+            case False, True:
+                what = "its values differ and its keys do not: the values' weights"
+            case _:
+                what = (
+                    "its keys and values agree and its output does not: queries, window, output projection, or what "
+                    "follows"
+                )
+        return f"{before}; layer {self.layer} is the first that differs, by {self.difference:.1%} of its size: {what}"
 
 
 def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids: Sequence[int]) -> list[LayerOutput]:
     """Return the outputs of the learner's layers for a context."""
     count = len(token_ids)
-    shape = (1, -(-count // 128) * 128)
-    ids = np.zeros(shape, np.int32)
-    ids[0, :count] = token_ids
-    inputs = forward.Inputs(
-        token_ids=ids, positions=np.arange(shape[1], dtype=np.int32)[None], fresh=np.ones(shape, bool)
-    )
-    made = forward.activations(model, compute_params(params, dtype), inputs)
-    embedded, hidden, keys, values = (
-        np.asarray(x.astype(jnp.float32)) for x in (made.embedded, made.hidden, made.keys, made.values)
-    )
-    outputs = [LayerOutput(hidden=embedded[0, :count])]
-    for i in range(model.num_layers):
-        own_keys, own_values = (x[i, 0, :, :count].transpose(1, 0, 2) for x in (keys, values))
-        outputs.append(LayerOutput(hidden=hidden[i, 0, :count], keys=own_keys, values=own_values))
-    return outputs
+    ids = np.pad(np.asarray(token_ids, np.int32), (0, -count % 128))[None]
+    positions = np.arange(ids.shape[1], dtype=np.int32)[None]
+    inputs = forward.Inputs(token_ids=ids, positions=positions, fresh=np.ones(ids.shape, bool))
+    outputs = forward.activations(model, compute_params(params, dtype), inputs)
+    embedded, hidden = (np.asarray(x.astype(jnp.float32)) for x in (outputs.embedded[0], outputs.hidden[:, 0]))
+    # [L, K, T, h] -> [L, T, K, h]
+    kv = (np.asarray(x[:, 0].astype(jnp.float32)).transpose(0, 2, 1, 3) for x in (outputs.keys, outputs.values))
+    layers = zip(*(x[:, :count] for x in (hidden, *kv)), strict=True)
+    return [
+        LayerOutput(hidden=embedded[:count]),
+        *(LayerOutput(hidden=output, keys=keys, values=values) for output, keys, values in layers),
+    ]
 
 
 def first_difference(
@@ -210,12 +205,12 @@ def first_difference(
             "values": (_unrepeated(theirs.values, own.values), own.values),
             "hidden": (theirs.hidden, own.hidden),
         }
-        apart = {
+        differences = {
             name: _activation_difference(a, b) for name, (a, b) in pairs.items() if a is not None and b is not None
         }
-        parts = tuple(name for name, value in apart.items() if not value <= slack)
+        parts = tuple(name for name, value in differences.items() if not value <= slack)
         if parts:
-            return LayerFault(layer=i - 1, parts=parts, apart=max(apart[part] for part in parts))
+            return LayerFault(layer=i - 1, parts=parts, difference=max(differences[part] for part in parts))
     return None
 
 

@@ -1,14 +1,14 @@
-"""A diagnosis for people, and the evidence of a breach in the run folder: enough to repeat the diagnosis."""
+"""Results of a diagnosis, for people and the run folder: causes with advice, findings, the evidence of a breach."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.agreement.diagnosis import Diagnosis
 from jax_agent_rl.agreement.subject import Context
 from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.errors import CheckpointError
@@ -17,22 +17,144 @@ from jax_agent_rl.models.tensor_samples import TensorSample
 from jax_agent_rl.observe.run_dir import DISAGREEMENT
 
 
+class Cause(StrEnum):
+    """Why engine and learner disagree: the name used in reports, and advice. ``docs/agreement.md`` explains each."""
+
+    advice: str
+
+    def __new__(cls, name: str, advice: str) -> Cause:
+        cause = str.__new__(cls, name)
+        cause._value_, cause.advice = name, advice
+        return cause
+
+    TOKEN_DRIFT = (
+        "token drift",
+        "send the engine the trajectory's ids as they are: no second tokenization, no BOS added, nothing cut off; "
+        "`jax-agent-rl conformance` tests it",
+    )
+    PADDING = "padding is attended to", "mask padding in the engine's attention, or send prompts unpadded"
+    POSITION = (
+        "position offset",
+        "correct the positions of sampled tokens in the engine, or which token a log-prob is returned with",
+    )
+    TEMPERATURE = (
+        "temperature",
+        "let the engine report log-probs after temperature (vLLM: logprobs_mode=processed_logprobs) and sample at "
+        "rollout.temperature",
+    )
+    TRUNCATED_SUPPORT = (
+        "truncated support",
+        "set top_k=0, top_p=1 and min_p=0 in the engine, also in its generation_config.json",
+    )
+    STALE_VERSION = (
+        "stale weights",
+        "make the engine load the weights of each update before it takes over their version; restart it to begin again "
+        "from the learner's",
+    )
+    MISSING_TENSOR = (
+        "missing tensor",
+        "add the tensor to what is published, or to the names that the engine's loader knows",
+    )
+    MISNAMED_TENSOR = "misnamed tensor", "correct the table that maps the learner's names to the engine's"
+    TRANSPOSED_TENSOR = (
+        "transposed tensor",
+        "transpose the tensor where weights are exported or loaded, in one of the two places",
+    )
+    WRONG_TENSOR = "wrong tensor", "look at how the tensor is split, fused or converted on its way to the engine"
+    DTYPE = (
+        "dtype",
+        "set in rollout.jetstream or rollout.vllm the dtype that the engine really computes in, or give it the one "
+        "that is configured; a tolerance of that precision then applies",
+    )
+    ROTARY = "rotary settings", "give the engine the rope_theta and rope_scaling of the model's config.json"
+    WINDOW = "attention window", "give the engine the sliding_window and layer_types of the model's config.json"
+    EXPERTS = (
+        "expert routing",
+        "give the engine the num_experts_per_tok and norm_topk_prob of the model's config.json",
+    )
+    STALE_PREFIX = "stale prefix cache", "empty the engine's prefix cache with every weight update"
+    LEARNER = (
+        "the learner's packed pass",
+        "set learner.share_prefixes=false and one device in learner.mesh, and report which of the two helps",
+    )
+    ROUNDING = (
+        "rounding",
+        "set trainer.agreement_tolerance to a few times the compared_gap_max and compared_gap_mean of metrics.jsonl",
+    )
+    UNKNOWN = (
+        "unknown",
+        "serve the same model with rollout.backend=jetstream: if that agrees, the engine is at fault, else the model's "
+        "files",
+    )
+
+
+@dataclass(frozen=True)
+class HypothesisResult:
+    """The result of testing one hypothesis.
+
+    Attributes:
+        name: of the cause, or of what was inspected.
+        verdict: ``found``, ``explains``, ``ruled out``, ``not tested``.
+        detail: evidence in words.
+        left: the gap left by the best attempt; None without one.
+    """
+
+    name: str
+    verdict: str
+    detail: str
+    left: Comparison | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The outcome of a diagnosis.
+
+    Attributes:
+        contexts: that were examined.
+        gap: between engine and learner in these.
+        findings: in the order of a report.
+        cause: the likeliest.
+        detail: continues a sentence that begins with "the engine".
+    """
+
+    contexts: Sequence[Context]
+    gap: Comparison
+    findings: Sequence[HypothesisResult]
+    cause: Cause
+    detail: str
+
+    @property
+    def line(self) -> str:
+        """The one line to act on."""
+        return f"{self.cause}: {self.detail}; {self.cause.advice}"
+
+    def lines(self) -> list[str]:
+        """Return the findings, a line each, then the one to act on."""
+        lines = [f"  gap in the contexts examined: {_nats(self.gap)}"]
+        for finding in self.findings:
+            left = "" if finding.left is None else f" [leaves {_nats(finding.left)}]"
+            lines.append(f"  {finding.verdict:<10}  {finding.name}: {finding.detail}{left}")
+        return [*lines, f"=> {self.line}"]
+
+    def to_json(self) -> dict[str, Any]:
+        findings = [asdict(finding) for finding in self.findings]
+        head = {"cause": str(self.cause), "detail": self.detail, "line": self.line}
+        return {**head, "gap": asdict(self.gap), "findings": findings}
+
+
 def breach_line(comparison: Comparison, tolerance: Tolerance, version: int) -> str:
-    """Return what was measured and what is allowed, in one line."""
+    """Return what was measured and what is allowed, in one line.
+
+    Args:
+        comparison: engine against learner.
+        tolerance: that was exceeded.
+        version: policy version of the weights.
+    """
     return (
         f"engine and learner disagree about the weights of version {version}: over {comparison.tokens} tokens "
         f"{comparison.mean:.1e} nats on average (allowed {tolerance.mean:.1e}), {comparison.largest:.1e} at most "
         f"(allowed {tolerance.token:.1e})"
     )
-
-
-def table(diagnosis: Diagnosis) -> list[str]:
-    """Return the findings, a line each, then the one to act on."""
-    lines = [f"  gap in the contexts looked at: {_nats(diagnosis.gap)}"]
-    for finding in diagnosis.findings:
-        left = "" if finding.left is None else f" [leaves {_nats(finding.left)}]"
-        lines.append(f"  {finding.verdict:<10}  {finding.name}: {finding.detail}{left}")
-    return [*lines, f"=> {diagnosis.line}"]
 
 
 def _nats(comparison: Comparison) -> str:
@@ -41,16 +163,16 @@ def _nats(comparison: Comparison) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The evidence of a breach in the run folder.
+    """The evidence of a breach in the run folder, enough to repeat the diagnosis.
 
     Attributes:
         version: of the weights that were compared.
         step: that was about to learn.
-        contexts: that were looked at.
-        tolerance: that was broken.
+        contexts: that were examined.
+        tolerance: that was exceeded.
         precision: of the engine.
         tensors: samples of the engine's tensors; empty where they could not be read.
-        diagnosis: what was said then, as JSON; None where the learner spans processes.
+        diagnosis: the one made during the run, as JSON; None where the learner spans processes.
     """
 
     version: int
@@ -84,23 +206,10 @@ class Evidence:
             return None
         try:
             saved = json.loads(file.read_text())
-            return cls(
-                version=saved["version"],
-                step=saved["step"],
-                contexts=[Context.from_json(context) for context in saved["contexts"]],
-                tolerance=Tolerance(**saved["tolerance"]),
-                precision=saved["precision"],
-                tensors={name: TensorSample.from_json(sample) for name, sample in saved["tensors"].items()},
-                diagnosis=saved["diagnosis"],
-            )
+            saved["contexts"] = [Context.from_json(context) for context in saved["contexts"]]
+            saved["tensors"] = {name: TensorSample.from_json(sample) for name, sample in saved["tensors"].items()}
+            return cls(**saved | {"tolerance": Tolerance(**saved["tolerance"])})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error!r}); remove it to diagnose the trajectories"
             ) from None
-
-
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis as JSON."""
-    findings = [asdict(finding) for finding in diagnosis.findings]
-    plain = {"cause": str(diagnosis.cause), "detail": diagnosis.detail, "line": diagnosis.line}
-    return {**plain, "gap": asdict(diagnosis.gap), "findings": findings}

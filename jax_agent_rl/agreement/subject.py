@@ -19,8 +19,17 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.types import Group, Trajectory, digest_ids
 
-LONGEST = 1024
-"""Ids that are looked at of a context; what comes later is left out."""
+MAX_CONTEXT_LEN = 1024
+"""Ids that are examined of a context; what comes later is left out."""
+MAX_CONTEXTS = 64
+"""Contexts that are kept of a breach, or compared of a run folder."""
+MAX_INSERTED = 128
+"""Ids that a hypothesis may insert into a context."""
+ROWS = 4
+"""Contexts of one pass."""
+
+Scores = list[np.ndarray]
+"""For each context the log-probs of its compared tokens, float64 [S]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +40,7 @@ class Context:
         name: of its trajectory.
         token_ids: prompt and response.
         prompt: ids before the first sampled one.
-        at: int [S], places of the compared tokens in ``token_ids``.
+        at: int [S], indices of the compared tokens in ``token_ids``.
         rollout: float64 [S], the engine's log-probs of them.
         learner: float64 [S], the learner's own, where it scored them.
         drifted: turns of which the engine reported another context than is trained on.
@@ -45,57 +54,43 @@ class Context:
     learner: np.ndarray | None = None
     drifted: int = 0
 
-    def cut(self, longest: int) -> Context:
-        """Return the first ``longest`` ids; later ones have no effect on them."""
-        kept = self.at < longest
+    def cut(self, length: int) -> Context:
+        """Return the first ``length`` ids; later ones have no effect on them."""
+        kept = self.at < length
         return replace(
             self,
-            token_ids=self.token_ids[:longest],
+            token_ids=self.token_ids[:length],
             at=self.at[kept],
             rollout=self.rollout[kept],
             learner=None if self.learner is None else self.learner[kept],
         )
 
     def to_json(self) -> dict[str, Any]:
-        arrays = {"at": self.at.tolist(), "rollout": self.rollout.tolist()}
-        learner = None if self.learner is None else self.learner.tolist()
-        ids = {"name": self.name, "token_ids": list(self.token_ids), "prompt": self.prompt, "drifted": self.drifted}
-        return ids | arrays | {"learner": learner}
+        return {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Context:
         """Invert :meth:`to_json`."""
         learner = None if saved["learner"] is None else np.asarray(saved["learner"], np.float64)
-        return cls(
-            name=saved["name"],
-            token_ids=tuple(saved["token_ids"]),
-            prompt=saved["prompt"],
-            at=np.asarray(saved["at"], np.int64),
-            rollout=np.asarray(saved["rollout"], np.float64),
-            learner=learner,
-            drifted=saved["drifted"],
-        )
+        arrays = {"at": np.asarray(saved["at"], np.int64), "rollout": np.asarray(saved["rollout"], np.float64)}
+        return cls(**{**saved, **arrays, "token_ids": tuple(saved["token_ids"]), "learner": learner})
 
 
-def contexts_of(
-    groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None, *, longest: int = LONGEST
-) -> list[Context]:
-    """Return every text context with comparable tokens.
+def collect_contexts(groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None) -> list[Context]:
+    """Return every text context with comparable tokens, cut to ``MAX_CONTEXT_LEN`` ids.
 
     Args:
         groups: with their trajectories.
         since: first policy version of the parameters compared with.
         learner: for each trajectory the learner's log-probs of its tokens with loss, float64 [S].
-        longest: ids that are kept of each.
     """
-    found = []
+    contexts = []
     for i, trajectory in enumerate(t for group in groups for t in group.trajectories):
-        own = None if learner is None else learner[i]
-        found += [context.cut(longest) for context in _of_trajectory(trajectory, since, own)]
-    return [context for context in found if len(context.at)]
+        contexts += _trajectory_contexts(trajectory, since, None if learner is None else learner[i])
+    return [cut for context in contexts if len((cut := context.cut(MAX_CONTEXT_LEN)).at)]
 
 
-def _of_trajectory(trajectory: Trajectory, since: int, learner: np.ndarray | None) -> Iterator[Context]:
+def _trajectory_contexts(trajectory: Trajectory, since: int, learner: np.ndarray | None) -> Iterator[Context]:
     begin = 0
     for sequence in trajectory.sequences:
         with_loss = np.flatnonzero(sequence.loss_mask)
@@ -112,11 +107,11 @@ def _of_trajectory(trajectory: Trajectory, since: int, learner: np.ndarray | Non
             at=len(sequence.prompt_ids) + at,
             rollout=np.asarray(sequence.rollout_logprobs, np.float64)[at],
             learner=own,
-            drifted=_drifted(sequence),
+            drifted=_count_drifted(sequence),
         )
 
 
-def _drifted(sequence: Trajectory) -> int:
+def _count_drifted(sequence: Trajectory) -> int:
     """Count turns whose context in the engine is not the one trained on; 0 if the engine reports none."""
     context, drifted = sequence.prompt_ids, 0
     for turn in sequence.turns:
@@ -127,22 +122,13 @@ def _drifted(sequence: Trajectory) -> int:
     return drifted
 
 
-ROOM = 128
-"""Ids that may be put into a context to try something."""
-ROWS = 4
-"""Contexts of one pass."""
-
-Scores = list[np.ndarray]
-"""For each context the log-probs of its compared tokens, float64 [S]."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A context as it is given to the model: with more ids, other positions, or a prefix of other weights.
 
     Attributes:
         token_ids: int [T].
-        at: int [S], places of the compared tokens.
+        at: int [S], indices of the compared tokens.
         positions: int [T].
         stale: ids at the beginning whose keys and values are of other weights.
     """
@@ -152,21 +138,22 @@ class Row:
     positions: np.ndarray
     stale: int = 0
 
-    @classmethod
-    def of(cls, context: Context) -> Row:
-        ids = np.asarray(context.token_ids, np.int32)
-        return cls(token_ids=ids, at=context.at, positions=np.arange(len(ids), dtype=np.int32))
+    def insert(self, index: int, ids: Sequence[int], *, shift_positions: bool = True) -> Row:
+        """Insert ids before ``index``.
 
-    def with_ids(self, place: int, ids: Sequence[int], *, counted: bool = True) -> Row:
-        """Insert ids before ``place``; with ``counted``, later positions move on."""
-        after = np.arange(len(self.token_ids)) >= place
-        moved = self.positions + len(ids) * (after & counted)
-        between = (self.positions[place] if place < len(after) else len(after)) + np.arange(len(ids))
+        Args:
+            index: in ``token_ids``.
+            ids: to insert.
+            shift_positions: whether later ids have higher positions for it.
+        """
+        after = np.arange(len(self.token_ids)) >= index
+        positions = self.positions + len(ids) * (after & shift_positions)
+        inserted = (self.positions[index] if index < len(after) else len(after)) + np.arange(len(ids))
         return replace(
             self,
-            token_ids=np.insert(self.token_ids, place, ids),
-            positions=np.insert(moved, place, between).astype(np.int32),
-            at=self.at + len(ids) * (self.at >= place),
+            token_ids=np.insert(self.token_ids, index, ids),
+            positions=np.insert(positions, index, inserted).astype(np.int32),
+            at=self.at + len(ids) * (self.at >= index),
         )
 
 
@@ -179,7 +166,7 @@ class DiagnosisSubject:
         params: the learner's, whole.
         dtype: of the learner's products.
         temperature: the rollout's.
-        contexts: to look at.
+        contexts: to score.
         older: makes parameters of other versions, by description.
         pad_ids: ids used as padding.
     """
@@ -195,7 +182,9 @@ class DiagnosisSubject:
     @property
     def rows(self) -> list[Row]:
         """The contexts as they are."""
-        return [Row.of(context) for context in self.contexts]
+        ids = [np.asarray(context.token_ids, np.int32) for context in self.contexts]
+        both = zip(self.contexts, ids, strict=True)
+        return [Row(token_ids=x, at=c.at, positions=np.arange(len(x), dtype=np.int32)) for c, x in both]
 
     @property
     def ids(self) -> list[np.ndarray]:
@@ -236,22 +225,20 @@ class DiagnosisSubject:
         """Return the hidden states [S, D] before the compared tokens of all contexts; arguments as :meth:`score`."""
         rows, model = self.rows if rows is None else rows, model or self.model
         weights = compute_params(self.params, self.dtype) if params is None else params
-        found = []
+        older = None if prefix is None else compute_params(prefix, self.dtype)
+        hidden = []
         for begin in range(0, len(rows), ROWS):
-            some = rows[begin : begin + ROWS]
-            inputs = self.inputs(some)
-            old = None
-            if prefix is not None:
-                before = forward.activations(model, compute_params(prefix, self.dtype), inputs)
-                old = before.keys, before.values
+            batch = rows[begin : begin + ROWS]
+            inputs = self.inputs(batch)
+            old = None if older is None else forward.activations(model, older, inputs)
             states = forward.hidden_states(model, weights, inputs, old)
-            found += [states[i, jnp.asarray(row.at - 1)] for i, row in enumerate(some)]
-        return jnp.concatenate(found)
+            hidden += [states[i, jnp.asarray(row.at - 1)] for i, row in enumerate(batch)]
+        return jnp.concatenate(hidden)
 
     def inputs(self, rows: Sequence[Row]) -> forward.Inputs:
         """Pad rows to one shape, whatever was inserted: few programs are compiled."""
-        longest = max(len(c.token_ids) for c in self.contexts) + ROOM
-        shape = min(ROWS, len(self.contexts)), -(-longest // 128) * 128
+        length = max(len(c.token_ids) for c in self.contexts) + MAX_INSERTED
+        shape = min(ROWS, len(self.contexts)), -(-length // 128) * 128
         ids, positions = np.zeros(shape, np.int32), np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         fresh = np.ones(shape, bool)
         for i, row in enumerate(rows):
@@ -272,18 +259,22 @@ class DiagnosisSubject:
         return Comparison.of(np.concatenate(self.gaps(scores)))
 
 
-MOST_CONTEXTS = 64
-"""That are kept of a breach, or compared of a run folder."""
-
-
 def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> DiagnosisSubject:
-    """Return the subject of a run: contexts, the learner's parameters of ``version``, and older ones."""
+    """Return the subject of a run: contexts, the learner's parameters, and older ones.
+
+    Args:
+        learner: with the parameters of ``version``.
+        config: of the run.
+        contexts: to score.
+        version: policy version that the contexts were sampled from.
+    """
     params = learner.params
     older: dict[str, Callable[[], Params]] = {}
     if (before := learner.params_before()) is not None:
         older["the version before (the last optimizer update undone)"] = lambda: before
     if version:
-        older["version 0 (the model's files)"] = lambda: _of_files(config, params)
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        older["version 0 (the model's files)"] = lambda: load_hf(config.model.path, shardings=shardings)[1]
     return DiagnosisSubject(
         model=learner.model,
         params=params,
@@ -292,8 +283,3 @@ def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], 
         contexts=contexts,
         older=older,
     )
-
-
-def _of_files(config: Config, like: Params) -> Params:
-    """Load the model's files, sharded like other parameters."""
-    return load_hf(config.model.path, shardings=jax.tree.map(lambda x: x.sharding, like))[1]

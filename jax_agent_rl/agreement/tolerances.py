@@ -1,4 +1,4 @@
-"""How far apart the log-probs of engine and learner may be when both have the same weights.
+"""Tolerances for the difference of engine's and learner's log-probs of the same weights.
 
 Rounding is all that may separate them, so the tolerance follows from the coarsest precision on either side. What is
 called float32 is less on accelerators: by default a TPU multiplies float32 matrices in bfloat16 and an NVIDIA GPU in
@@ -36,10 +36,10 @@ JAX_ENGINE: dict[str, Tolerance] = {
     "int8": Tolerance(token=2.0, mean=0.15),
     "fp8": Tolerance(token=3.0, mean=0.3),
 }
-"""By precision, coarser ones further down. The JAX engine shares the learner's functions, down to the norms."""
+"""By precision, from fine to coarse. The JAX engine shares the learner's functions, down to the norms."""
 
 OTHER_ENGINE: dict[str, Tolerance] = {**JAX_ENGINE, "float32": Tolerance(token=1e-3, mean=1e-4)}
-"""vLLM, and whatever serves behind a rollout server: other kernels, which add in another order."""
+"""vLLM, and engines behind a rollout server: their kernels add in another order."""
 
 
 def coarsest(precisions: Collection[str]) -> str:
@@ -52,7 +52,7 @@ def coarsest(precisions: Collection[str]) -> str:
     return max((p if p in known else "bfloat16" for p in precisions), key=known.index, default="float32")
 
 
-def multiplied_in(dtype: str, platform: str) -> str:
+def product_precision(dtype: str, platform: str) -> str:
     """Return the precision in which products of a dtype are really computed.
 
     Args:
@@ -73,7 +73,7 @@ def tolerance(precisions: Collection[str], *, jax_engine: bool, platform: str) -
         platform: JAX's name of the learner's platform.
     """
     table = JAX_ENGINE if jax_engine else OTHER_ENGINE
-    return table[coarsest([multiplied_in(p, platform) for p in precisions])]
+    return table[coarsest([product_precision(p, platform) for p in precisions])]
 
 
 def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:

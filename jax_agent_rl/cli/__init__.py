@@ -198,7 +198,7 @@ def conformance(
     ] = "jetstream",
     engine_factory: Annotated[
         str | None,
-        typer.Option("--engine-factory", "--brought", help="For jetstream: its rollout.jetstream.engine_factory."),
+        typer.Option(help="For jetstream: its rollout.jetstream.engine_factory."),
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,

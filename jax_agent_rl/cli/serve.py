@@ -119,7 +119,7 @@ def diagnose(
 
     from rich.console import Console
 
-    from jax_agent_rl.agreement.report import as_json, breach_line, table
+    from jax_agent_rl.agreement.report import breach_line
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = Console()
@@ -135,12 +135,12 @@ def diagnose(
         )
     else:
         print_line(console, breach_line(found.comparison, found.allowed, found.version))
-        for line in table(found.diagnosis):
+        for line in found.diagnosis.lines():
             print_line(console, line)
         if found.then is not None and found.then["cause"] != str(found.diagnosis.cause):
             print_line(console, f"while it ran, with the engine to look into: {found.then['line']}")
     if json:
-        diagnosis = None if found.diagnosis is None else as_json(found.diagnosis)
+        diagnosis = None if found.diagnosis is None else found.diagnosis.to_json()
         print(encoder.dumps({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis}))
     if found.diagnosis is not None:
         raise typer.Exit(1)

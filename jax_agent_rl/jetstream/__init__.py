@@ -1,11 +1,10 @@
 """The JAX engine: continuous batching over a paged KV cache, behind the rollout protocol.
 
-Reading order: ``backend`` (the protocol) → ``thread`` and ``engine_loop`` (one thread runs the engine) → ``scheduler``
-and ``request`` (who gets a slot) → ``block_manager`` (who gets pages) → ``engine`` → ``programs`` and ``forward`` (what
-runs on the device).
+Reading order, with vLLM's names where they differ: ``backend`` (AsyncLLM) → ``engine_core`` (the thread that runs the
+engine) → ``scheduler`` and ``request`` (which requests run) → ``block_manager`` (which pages hold what; KVCacheManager)
+→ ``engine`` (GPUModelRunner) → ``programs`` and ``forward`` (what runs on the device).
 
-Device side: ``attention``, ``decode_kernel``, ``page_ops``, ``kv``, ``sampling``, ``decode_batch``, ``shapes``,
-``layout`` · weights: ``weights``, ``weight_loading``, ``adapters`` · images: ``vision_engine`` · bitwise reproducible
-log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface``, ``compat`` ·
-engines of users: ``external_engine``, ``external_scheduler``.
+Device side: ``attention``, ``decode_kernel``, ``kv_cache``, ``sampling``, ``decode_batch``, ``shapes``, ``sharding`` ·
+weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise reproducible log-probs: ``deterministic`` ·
+diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface`` · engines of users: ``external_engine``.
 """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
-from jax_agent_rl.jetstream.kv import LayerKV, restored, stored
+from jax_agent_rl.jetstream.kv_cache import LayerKV, from_cache, to_cache
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.mesh import by_platform
 from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
@@ -135,7 +135,7 @@ def _decode_by_kernels(
 def _one_position(new: tuple[jax.Array, jax.Array], cached: LayerKV) -> LayerKV:
     """Return keys and values [B, K, h] of one position per row in the cache's layout."""
     k, v = new
-    return stored(k[..., None], v[:, :, None], cached.keys.dtype)
+    return to_cache(k[..., None], v[:, :, None], cached.keys.dtype)
 
 
 def _plain_chunk(
@@ -156,7 +156,7 @@ def _plain_chunk(
 def _joined(cached: LayerKV, new: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return keys [R, K, h, S + T] and values [R, K, S + T, h]."""
     both = cached.by_position(lambda axis, old, own: jnp.concatenate([old, own], axis), new)
-    return restored(both, dtype)
+    return from_cache(both, dtype)
 
 
 def _chunk_mask(starts: jax.Array, count: int, length: int, window: int | None) -> jax.Array:

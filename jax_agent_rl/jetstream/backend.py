@@ -2,10 +2,10 @@
 
 ::
 
-    asyncio side                                  the engine's thread (jetstream.thread)
-    generate()/stream() ──submit──►  commands ──► EngineLoop (jetstream.engine_loop) ──► Scheduler.step()
+    asyncio side                                  the engine's thread (jetstream.engine_core)
+    generate()/stream() ──submit──►  commands ──► EngineCore.step() ──► Scheduler.step()
         ▲                                           │
-        └────────── events, one loop call a step ◄──┘
+        └────────── chunks, one loop call a step ◄──┘
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
-from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, silent
-from jax_agent_rl.jetstream.engine_loop import ChunkSink, EngineLoop
-from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, MakeEngine
-from jax_agent_rl.jetstream.external_scheduler import ExternalScheduler
-from jax_agent_rl.jetstream.layout import make_engine_mesh
+from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, ignore_line
+from jax_agent_rl.jetstream.engine_core import ChunkSink, EngineCore, EngineThread
+from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, ExternalScheduler, MakeEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.thread import EngineThread
+from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
 from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
 from jax_agent_rl.models.config import DecoderConfig
@@ -58,7 +56,7 @@ class JetStreamBackend:
         dtype: of the engine's weights, activations and cache; None takes that of ``params``.
         kv_dtype: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
-        mesh: the engine's devices, see ``jetstream.layout``; None is this process's first one.
+        mesh: the engine's devices, see ``jetstream.sharding``; None is this process's first one.
         deterministic: program table of a :class:`DeterministicEngine`, shared with the scorer; None is the fast engine.
         external_engine: makes an engine of JetStream's later API that replaces the built-in one.
         adapters: LoRA adapters that requests may name; not with a deterministic or external engine.
@@ -67,7 +65,7 @@ class JetStreamBackend:
         version: policy version of ``params``.
         seed: for requests without a seed of their own.
         decode_text: ids to text; without it requests with stop strings are refused.
-        say: called with a line of progress while programs compile.
+        print_line: called with a line of progress while programs compile.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class JetStreamBackend:
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
-        say: Callable[[str], None] = silent,
+        print_line: Callable[[str], None] = ignore_line,
     ) -> None:
         self._config = config
         self._shapes = shapes
@@ -102,15 +100,15 @@ class JetStreamBackend:
         self._initial_version = version
         self._seed = seed
         self._decode_text = decode_text
-        self._say = say
+        self._print_line = print_line
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
         if deterministic is not None or external_engine is not None:  # neither takes images
             vision_processor = None
-        self._image_reader = ImageReader(vision_processor, most_patches=max(shapes.patch_buckets, default=0))
+        self._image_reader = ImageReader(vision_processor, max_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, ChunkSink] = {}
         self._thread = EngineThread(self._fail_streams)
-        self._loop = EngineLoop(self._thread, self._make_scheduler, self._weights, version=version)
+        self._core = EngineCore(self._thread, self._make_scheduler, self._weights, version=version)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -133,12 +131,12 @@ class JetStreamBackend:
 
     @property
     def policy_version(self) -> int:
-        return self._loop.version
+        return self._core.version
 
     # --- start and close ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._thread.start(self._loop)
+        await self._thread.start(self._core)
 
     async def close(self) -> None:
         await self._thread.close()
@@ -165,7 +163,7 @@ class JetStreamBackend:
     def _compiling(self, line: str) -> None:
         if self._thread.closing:
             raise BackendClosedError("the backend was closed while its programs were compiled")
-        self._say(line)
+        self._print_line(line)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -178,12 +176,14 @@ class JetStreamBackend:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         if request.request_id in self._streams:
-            raise BackendError(f"request {request.request_id!r} is already running; ids must be unique while they live")
+            raise BackendError(
+                f"request {request.request_id!r} is already running; ids of running requests must be unique"
+            )
         sink = self._streams[request.request_id] = ChunkSink()
         finished = False
         try:
             multimodal = await self._image_reader.read(request)
-            self._thread.post(lambda: self._loop.submit(request, multimodal, sink))
+            self._thread.post(lambda: self._core.submit(request, multimodal, sink))
             while not finished:
                 event = await sink.get()
                 if isinstance(event, Exception):
@@ -194,11 +194,11 @@ class JetStreamBackend:
         finally:
             self._streams.pop(request.request_id, None)
             if not finished:
-                self._post_quietly(lambda: self._loop.abort(request.request_id))
+                self._post_quietly(lambda: self._core.abort(request.request_id))
 
     async def abort(self, request_id: str) -> bool:
         await self._image_reader.wait(request_id)
-        return await self._thread.call(lambda: self._loop.abort(request_id))
+        return await self._thread.call(lambda: self._core.abort(request_id))
 
     def _post_quietly(self, command: Callable[[], object]) -> None:
         """Post a command unless the thread has ended: the caller went away."""
@@ -213,18 +213,18 @@ class JetStreamBackend:
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is not PauseMode.WAIT:
-            await self._thread.call(lambda: self._loop.pause(mode))
+            await self._thread.call(lambda: self._core.pause(mode))
             return
         drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._thread.post(lambda: self._loop.drain(drained), drained)
+        self._thread.post(lambda: self._core.drain(drained), drained)
         try:
             await drained
         except asyncio.CancelledError:
-            self._post_quietly(lambda: self._loop.cancel_drain(drained))
+            self._post_quietly(lambda: self._core.cancel_drain(drained))
             raise
 
     async def resume(self) -> None:
-        await self._thread.call(self._loop.resume)
+        await self._thread.call(self._core.resume)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Serve new weights.
@@ -235,33 +235,33 @@ class JetStreamBackend:
         """
         if update.kind in FILES:  # decoding goes on while files are read
             update = await asyncio.to_thread(self._weights.read, update)
-        await self._thread.call(lambda: self._loop.take_weights(update))
+        await self._thread.call(lambda: self._core.update_weights(update))
 
     async def reset_prefix_cache(self) -> None:
-        await self._thread.call(self._loop.reset_prefix_cache)
+        await self._thread.call(lambda: self._core.scheduler.block_manager.reset())
 
     async def sleep(self) -> None:
         """Move weights to the host and drop the KV cache; running requests are aborted, new ones wait."""
-        await self._thread.call(self._loop.sleep)
+        await self._thread.call(self._core.sleep)
 
     async def wake(self) -> None:
-        await self._thread.call(self._loop.wake)
+        await self._thread.call(self._core.wake)
 
     # --- state ------------------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
         try:
-            return await self._thread.call(self._loop.health)
+            return await self._thread.call(self._core.health)
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self.policy_version)
 
     async def metrics(self) -> BackendMetrics:
-        return await self._thread.call(self._loop.metrics)
+        return await self._thread.call(lambda: self._core.scheduler.metrics())
 
     # --- diagnosis --------------------------------------------------------------------------------------
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._loop.scheduler))
+        return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._core.scheduler))
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
-        return await self._thread.call(lambda: inspection.layer_outputs(self._loop.scheduler, token_ids))
+        return await self._thread.call(lambda: inspection.layer_outputs(self._core.scheduler, token_ids))

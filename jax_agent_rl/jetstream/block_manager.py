@@ -68,20 +68,20 @@ class _Context:
 
 
 class BlockManager:
-    """Allocates pages 1 to ``pages`` of ``size`` positions each, at most ``longest`` per context.
+    """Allocates pages 1 to ``pages`` of ``size`` positions each, at most ``max_context_pages`` per context.
 
-    >>> table = BlockManager(pages=8, size=4, longest=8)
-    >>> first = table.place([1, 2, 3, 4, 5, 6, 7], session=None)
+    >>> blocks = BlockManager(pages=8, size=4, max_context_pages=8)
+    >>> first = blocks.allocate([1, 2, 3, 4, 5, 6, 7], session=None)
     >>> first.pages, first.reused, first.copy
     ((1, 2), 0, None)
-    >>> table.append(first.context, [1, 2, 3, 4, 5, 6])   # the first decode step feeds the last id of a prompt
-    >>> table.place([1, 2, 3, 4, 5, 9], session=None)     # shares the full page, copies one id of the other
+    >>> blocks.append(first.context, [1, 2, 3, 4, 5, 6])   # the first decode step feeds the last id of a prompt
+    >>> blocks.allocate([1, 2, 3, 4, 5, 9], session=None)     # shares the full page, copies one id of the other
     Allocation(context=1, pages=(1, 3), reused=5, copy=(2, 3))
     """
 
-    def __init__(self, pages: int, size: int, longest: int) -> None:
+    def __init__(self, pages: int, size: int, max_context_pages: int) -> None:
         self.size = size
-        self._longest = longest
+        self._max_context_pages = max_context_pages
         self._total = pages
         self._free = list(range(pages, 0, -1))
         self._roots: dict[str | None, _Page] = {}  # a tree per adapter, and one for the base model
@@ -94,7 +94,7 @@ class BlockManager:
 
     # --- contexts ---------------------------------------------------------------------------------------------
 
-    def place(
+    def allocate(
         self, prompt: Sequence[int] | np.ndarray, session: str | None, adapter: str | None = None
     ) -> Allocation | None:
         """Allocate pages for a prompt and one more id; None while running contexts may need what is left.
@@ -114,7 +114,7 @@ class BlockManager:
         self._forget_session(session)
         kept = [*shared, part] if part is not None else shared
         self._reference(kept)
-        new = self._allocate(shared[-1] if shared else root, own)
+        new = self._new_pages(shared[-1] if shared else root, own)
         if part is not None:
             new[0].ids = part.ids[:common]
             self._unreference([part])
@@ -131,7 +131,7 @@ class BlockManager:
         need = -(-(grown.count + count) // self.size) - len(grown.pages)
         if need > len(self._free) + self._idle:
             return False
-        grown.pages += self._allocate(grown.pages[-1], need)
+        grown.pages += self._new_pages(grown.pages[-1], need)
         return True
 
     def append(self, context: int, ids: Sequence[int] | np.ndarray) -> None:
@@ -153,7 +153,7 @@ class BlockManager:
         """Return the numbers of the context's pages, in order."""
         return tuple(page.number for page in self._contexts[context].pages)
 
-    def release(self, context: int, *, session_ends: bool) -> None:
+    def free(self, context: int, *, session_ends: bool) -> None:
         """End or preempt a context; its KV stays cached for the next turn."""
         ended = self._contexts.pop(context)
         if not ended.shareable:
@@ -221,11 +221,11 @@ class BlockManager:
 
     def _has_space(self, count: int, *, keep: Iterable[_Page]) -> bool:
         """Whether ``count`` pages can be allocated besides those kept, and one more for each running context."""
-        growing = sum(len(context.pages) < self._longest for context in self._contexts.values())
+        growing = sum(len(context.pages) < self._max_context_pages for context in self._contexts.values())
         spare = len(self._free) + self._idle - sum(not page.ref_count for page in keep)
         return count + growing <= spare
 
-    def _allocate(self, parent: _Page, count: int) -> list[_Page]:
+    def _new_pages(self, parent: _Page, count: int) -> list[_Page]:
         """Allocate consecutive pages after a referenced one."""
         new: list[_Page] = []
         for _ in range(count):

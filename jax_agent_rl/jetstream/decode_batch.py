@@ -69,12 +69,18 @@ class DecodeBatch:
     adapter: jax.Array | None = None
 
 
-def make_decode_batch(count: int, pages: int) -> DecodeBatch:
-    """Return ``count`` idle greedy slots with room for ``pages`` pages each, as numpy arrays to fill in."""
+def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
+    """Return idle greedy slots as numpy arrays to fill in.
+
+    Args:
+        count: number of slots.
+        pages: pages each slot has room for.
+        position: position of every slot.
+    """
     arrays: dict[str, Any] = dict(  # numpy, which jitted programs accept
         pages=np.full((count, pages), NULL_PAGE, np.int32),
         tokens=np.zeros(count, np.int32),
-        positions=np.zeros(count, np.int32),
+        positions=np.full(count, position, np.int32),
         remaining=np.zeros(count, np.int32),
         temperature=np.zeros(count, np.float32),
         top_p=np.ones(count, np.float32),
@@ -83,13 +89,6 @@ def make_decode_batch(count: int, pages: int) -> DecodeBatch:
         stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
     )
     return DecodeBatch(**arrays)
-
-
-def idle_decode_batch(count: int, pages: int, position: int) -> DecodeBatch:
-    """Return slots without pages, to compile programs with."""
-    slots = make_decode_batch(count, pages)
-    slots.positions[:] = position
-    return slots
 
 
 def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.jetstream.kv import LayerKV
+from jax_agent_rl.jetstream.kv_cache import LayerKV
 from jax_agent_rl.models.tree_mask import MASK_VALUE
 
 LANES, ROWS = 128, 32
-"""Fewest positions of a page that are written: of keys, of values."""
-PAGES_PER_STEP, STEP_BYTES = 4, 2 << 20
-"""Most pages, and most bytes, read in one grid step: steps have overhead, and VMEM holds two."""
+"""Positions of a page that are written together, at least: of keys, of values."""
+MAX_STEP_PAGES, MAX_STEP_BYTES = 4, 2 << 20
+"""Limits of what one grid step reads: steps have overhead, and VMEM holds two."""
 
 
 def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
@@ -96,7 +96,7 @@ def decode_kernel(
     slots, kv_heads, group, width = q.shape
     count, size = pages.shape[1], cached.values.shape[2]
     page_bytes = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(cached))
-    per_step = max(1, min(PAGES_PER_STEP, STEP_BYTES // page_bytes, count))
+    per_step = max(1, min(MAX_STEP_PAGES, MAX_STEP_BYTES // page_bytes, count))
     begins = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
 
     def slot(b: Any, *_: Any) -> tuple:

@@ -17,7 +17,7 @@ Inference".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,12 @@ from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.decode_batch import (
     DecodeBatch,
     Extension,
-    idle_decode_batch,
     make_decode_batch,
     pad_decode_batch,
 )
-from jax_agent_rl.jetstream.engine import JaxEngine, silent
+from jax_agent_rl.jetstream.engine import JaxEngine, PrintLine, ignore_line
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params
 
@@ -96,12 +95,12 @@ class DeterministicEngine(JaxEngine):
                 own.append(log_probs[ids[:, slot] >= 0, slot])
         return cache, [np.concatenate(own)[: len(e.ids) - 1] for own, e in zip(scored, extensions, strict=True)]
 
-    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = silent) -> KVCache:
+    def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
         """Compile and run the one program."""
-        say("compiling the one program (1 of 1)")
-        slots = idle_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages, 0)
+        print_line("compiling the one program (1 of 1)")
+        slots = make_decode_batch(self.max_concurrent_decodes, self.shapes.context_pages)
         cache, _, _ = self.decode(params, cache, slots, self.shapes.decode_steps, 1)
-        return self._end_warm_up(cache, say)
+        return self._end_warm_up(cache, print_line)
 
     def _forced_slots(self, rest: Sequence[Extension], temperature: float) -> tuple[DecodeBatch, np.ndarray]:
         steps = self.shapes.decode_steps

@@ -1,12 +1,21 @@
 """JetStream's abstract ``Engine`` interface, which its own Driver calls: one request and one greedy step at a time.
 
 The slots of a decode state have as many pages as the longest context, side by side.
+
+JetStream 0.2.2 is imported without its TensorFlow dependency. ``jetstream.engine.token_utils`` imports ``seqio`` (and
+through it TensorFlow, 3 GB) only for a tokenizer class that an id-in, id-out engine never builds. Where seqio is not
+installed, two empty modules stand in for it; where it is installed, the real one is used. See
+``third_party/jetstream.md``.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import importlib.util
+import logging
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +25,42 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
-from jax_agent_rl.jetstream import compat, programs
+from jax_agent_rl.errors import ModelError
+from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig
 
-engine_api = compat.engine_api()  # JetStream must be imported through the shim first
+
+def _import_engine_api() -> types.ModuleType:
+    """Import ``jetstream.engine.engine_api``.
+
+    Raises:
+        ModelError: google-jetstream is not installed.
+    """
+    if importlib.util.find_spec("jetstream") is None:
+        raise ModelError(
+            "google-jetstream is not installed; run ./launch/local.sh once, or: "
+            "pip install --no-deps google-jetstream==0.2.2 && pip install grpcio prometheus_client shortuuid tiktoken"
+        )
+    if importlib.util.find_spec("seqio") is None:
+        # With the two class names that JetStream's annotations use.
+        seqio = types.ModuleType("seqio")
+        vocabularies = types.ModuleType("seqio.vocabularies")
+        vocabulary = type("Vocabulary", (), {})
+        sentence_piece = type("SentencePieceVocabulary", (vocabulary,), {})
+        vars(vocabularies).update(Vocabulary=vocabulary, SentencePieceVocabulary=sentence_piece)
+        vars(seqio).update(vocabularies=vocabularies)
+        sys.modules.setdefault("seqio", seqio)
+        sys.modules.setdefault("seqio.vocabularies", vocabularies)
+    from jetstream.engine import engine_api as module
+
+    return module
+
+
+engine_api = _import_engine_api()
 
 from jetstream.engine import tokenizer_api, tokenizer_pb2  # noqa: E402
 
@@ -235,3 +272,27 @@ class IdTokenizer(tokenizer_api.Tokenizer):
     @property
     def stop_tokens(self) -> set[int]:
         return set(self._config.eos_token_ids)
+
+
+def import_orchestrator() -> types.ModuleType:
+    """Import ``jetstream.core.orchestrator``, JetStream's own Driver.
+
+    The module calls ``jax.tree_map``, which jax removed, so it alone gets a ``jax`` that has it. Its import sets the
+    root logger to DEBUG and adds a handler; both are undone.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    from jetstream.core import orchestrator as module
+
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    if not hasattr(jax, "tree_map"):
+        module.jax = _JaxWithTreeMap()
+    return module
+
+
+class _JaxWithTreeMap:
+    """The jax module plus ``tree_map``, which it had before 0.4.26."""
+
+    def __getattr__(self, name: str) -> object:
+        return jax.tree_util.tree_map if name == "tree_map" else getattr(jax, name)

@@ -21,14 +21,13 @@ from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, idle_decode_batch, pad_decode_batch
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, make_decode_batch, pad_decode_batch
 from jax_agent_rl.jetstream.driver_interface import DriverInterface
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache, empty_cache
-from jax_agent_rl.jetstream.layout import cache_places, engine_config, make_engine_mesh
-from jax_agent_rl.jetstream.page_ops import copied, pages_of, written
+from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
-from jax_agent_rl.jetstream.weight_loading import WeightLoader
+from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_engine_mesh
+from jax_agent_rl.jetstream.weights import WeightLoader
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import DTYPES, EightBits
@@ -38,7 +37,10 @@ from jax_agent_rl.models.vision.layout import ImageInputs
 PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
 
 
-def silent(line: str) -> None:
+PrintLine = Callable[[str], None]
+
+
+def ignore_line(line: str) -> None:
     """Discard a line of progress."""
 
 
@@ -52,14 +54,14 @@ class JaxEngine(DriverInterface):
         kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
         quantize: of the layers' matrices instead: ``int8`` or ``fp8``, whenever weights are loaded.
         tokenizer: Hugging Face tokenizer for JetStream's Driver; None takes and gives ids only.
-        mesh: from :func:`~jax_agent_rl.jetstream.layout.make_engine_mesh`; None is this process's first device.
+        mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`; None is this process's first device.
         table: compiled programs shared with other engines; None makes a new table.
         adapters: LoRA adapters by name, served beside the base model.
         compile_ahead: compile every program in :meth:`warm_up` rather than at first use. None does so except on CPUs,
             where short runs need few programs.
 
     Attributes:
-        config: the model as the engine computes it, see :func:`~jax_agent_rl.jetstream.layout.engine_config`.
+        config: the model as the engine computes it, see :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
         kv_dtype: dtype of the cache.
         split: the mesh, if it has more than one device.
     """
@@ -84,7 +86,7 @@ class JaxEngine(DriverInterface):
         self.table = programs.ProgramTable() if table is None else table
         self._dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
         self._tokenizer = tokenizer
-        self._replicated, self._cache_sharding = replicated(self._mesh), cache_places(self._mesh)
+        self._replicated, self._cache_sharding = replicated(self._mesh), cache_sharding(self._mesh)
         self.split = self._mesh if self._mesh.size > 1 else None
         platform = self._mesh.devices.flat[0].platform
         self._in_place = platform == "tpu"
@@ -147,14 +149,14 @@ class JaxEngine(DriverInterface):
         span = bucket(self.shapes.prefill_spans, max(e.start for e in extensions))
         tokens, starts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
         before = np.full((rows, span // page), NULL_PAGE, np.int32)
-        into = np.full((rows, pages_of(size, page)), NULL_PAGE, np.int32)
+        into = np.full((rows, count_pages(size, page)), NULL_PAGE, np.int32)
         for i, extension in enumerate(extensions):
             tokens[i, : len(extension.ids[:size])] = extension.ids[:size]
             starts[i] = extension.start
             for table, first in ((before, 0), (into, extension.start // page)):
                 own = extension.pages[first : first + table.shape[1]]
                 table[i, : len(own)] = own
-        program = programs.chunks_program(self.config, self.split)
+        program = functools.partial(programs.compute_chunks, self.config, self.split)
         images = self._image_inputs(extensions, rows, size)
         adapter = None
         if self._stacks is not None:
@@ -163,7 +165,7 @@ class JaxEngine(DriverInterface):
         inputs = (params, cache, tokens, starts, before, into, images, self._stacks, adapter)
         sharding = self._cache_sharding
         new = self._call(("chunks", cache.count, rows, size, span), program, (), *inputs, out=sharding)
-        return self._call(("write", cache.count, rows, size), written, (0,), cache, new, into, out=sharding)
+        return self._call(("write", cache.count, rows, size), write_pages, (0,), cache, new, into, out=sharding)
 
     def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs | None:
         """Return the images in chunks; None for text models."""
@@ -172,7 +174,7 @@ class JaxEngine(DriverInterface):
     def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copy one page over another, on the device."""
         place = np.array([source, target], np.int32)
-        return self._call(("copy", cache.count), copied, (0,), cache, place, out=self._cache_sharding)
+        return self._call(("copy", cache.count), copy_page, (0,), cache, place, out=self._cache_sharding)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 
@@ -242,7 +244,7 @@ class JaxEngine(DriverInterface):
         keys = {("copy", count)} | {("decode", count, *shape) for shape in decode}
         return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
 
-    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = silent) -> KVCache:
+    def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
         """Compile and run every program the shapes allow, if ``compile_ahead``.
 
         Any other program compiled from here on counts as a recompilation.
@@ -250,7 +252,7 @@ class JaxEngine(DriverInterface):
         Args:
             params: weights.
             cache: donated.
-            say: called with a line of progress before each program, and with a summary.
+            print_line: called with a line of progress before each program, and with a summary.
         """
         if not self._compile_ahead:
             self.table.end_warm_up(later=self.program_keys())
@@ -258,19 +260,19 @@ class JaxEngine(DriverInterface):
         decode, prefill = self._program_shapes()
         total, steps = len(decode) + len(prefill), self.shapes.decode_steps
         for number, (width, span) in enumerate(decode, 1):
-            say(f"compiling decode {width} slots of {span} positions ({number} of {total})")
-            slots = idle_decode_batch(width, self.shapes.context_pages, span - steps)
+            print_line(f"compiling decode {width} slots of {span} positions ({number} of {total})")
+            slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
             cache, _, _ = self.decode(params, cache, slots, steps, 1)
         for number, (rows, size, span) in enumerate(prefill, len(decode) + 1):
-            say(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
+            print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
-        return self._end_warm_up(cache, say)
+        return self._end_warm_up(cache, print_line)
 
-    def _end_warm_up(self, cache: KVCache, say: Callable[[str], None]) -> KVCache:
+    def _end_warm_up(self, cache: KVCache, print_line: PrintLine) -> KVCache:
         cache = self.copy_page(cache, NULL_PAGE, NULL_PAGE)
         self.table.end_warm_up()
-        say(self.table.summary())
+        print_line(self.table.summary())
         return cache
 
 

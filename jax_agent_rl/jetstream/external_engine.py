@@ -1,14 +1,27 @@
-"""User-supplied engines of JetStream's later API, such as MaxText's MaxEngine.
+"""User-supplied engines of JetStream's later API, such as MaxText's MaxEngine, under continuous batching.
 
 That API (JetStream 0.3.0) differs from 0.2.2's in what is used here: ``prefill`` also returns the first sampled id, and
 ``ResultTokens`` has ``log_prob``. The user describes the arguments an engine takes beyond it in
 :class:`ExternalEngine`; see ``third_party/jetstream.md``.
+
+::
+
+    submit ──► waiting ──admit──► running ──generate──► finished
+                 ▲   prefill (first id), insert in a slot   │  ids, log-probs, versions
+                 └── until a slot is free and all running   └─ slot freed
+                     requests sample the same way
+
+The engine samples all slots in the same mode, so greedy and random requests take turns: a request of the other mode
+waits until the running ones end, and none overtakes it. The engine knows neither stop ids nor budgets: a dispatch runs
+as many steps as the smallest remaining budget, and ids after a stop are dropped here.
 """
 
 from __future__ import annotations
 
+import heapq
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,9 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.engine import EngineShapes, bucket
+from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
 from jax_agent_rl.utils.plugins import load_user_module
 
 KEY = "rollout.jetstream.engine_factory"
@@ -80,8 +97,8 @@ class ExternalEngineAdapter:
         self.config = config
         self.shapes = shapes
         self.max_new_tokens = external.max_new_tokens
+        self.engine = external.engine
         self._external = external
-        self._engine = external.engine
         self._check()
 
     @property
@@ -107,35 +124,27 @@ class ExternalEngineAdapter:
 
     def init_cache(self) -> Any:
         """Return an empty decode state."""
-        return self._engine.init_decode_state()
+        return self.engine.init_decode_state()
 
     def prefill(self, params: Any, ids: np.ndarray, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
         """Prefill one prompt, int32 [n]; return its prefix and a result with the first sampled id."""
         padded = np.zeros(bucket(self._buckets, len(ids)), np.int32)
         padded[: len(ids)] = ids
-        return self._engine.prefill(
+        return self.engine.prefill(
             params=params, padded_tokens=jnp.asarray(padded), true_length=len(ids), rng=key, **self._sampling(greedy)
         )
 
-    def insert(self, prefix: Any, state: Any, slot: int) -> Any:
-        """Put a prefilled context into a slot; both arguments are donated."""
-        return self._engine.insert(prefix, state, slot)
-
     def generate(self, params: Any, state: Any, key: jax.Array, *, greedy: bool) -> tuple[Any, Any]:
         """Step every slot, filled or not; return state and result."""
-        return self._engine.generate(params, state, rng=key, **self._sampling(greedy))
+        return self.engine.generate(params, state, rng=key, **self._sampling(greedy))
 
-    def free(self, slot: int) -> None:
-        """Free a slot whose request has ended."""
-        self._engine.free_resource(slot)
-
-    def warm_up(self, params: Any, state: Any, say: Callable[[str], None]) -> Any:
+    def warm_up(self, params: Any, state: Any, print_line: Callable[[str], None]) -> Any:
         """Run every program once and check its results.
 
         Args:
             params: the engine's.
             state: the decode state, donated.
-            say: called with a line of progress before each program.
+            print_line: called with a line of progress before each program.
 
         Raises:
             ConfigError: results have no log-probs.
@@ -144,13 +153,13 @@ class ExternalEngineAdapter:
         jobs = [(size, greedy) for greedy in modes for size in self._buckets]
         found: list[np.ndarray] = []
         for number, (size, greedy) in enumerate(jobs, 1):
-            say(f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})")
+            print_line(f"compiling prompts of {size}{', greedy' if greedy else ''} ({number} of {len(jobs)})")
             key = jax.random.key_data(jax.random.key(number))
             prefix, first = self.prefill(params, np.arange(size, dtype=np.int32) % 2, key, greedy=greedy)
-            state = self.insert(prefix, state, 0)
+            state = self.engine.insert(prefix, state, 0)
             state, second = self.generate(params, state, key, greedy=greedy)
             found += [log_probs for _, log_probs in read_results([first, second])]
-        self.free(0)
+        self.engine.free_resource(0)
         if not any(x.any() for x in found):
             raise ConfigError(
                 f"{KEY}: the engine returns log-probs of exactly 0 for every id; switch them on (MaxText: "
@@ -162,7 +171,7 @@ class ExternalEngineAdapter:
     def _buckets(self) -> tuple[int, ...]:
         """Padded prompt lengths; the last holds any prompt."""
         longest = self.shapes.max_model_len - 1
-        return (*(b for b in self.shapes.prefill_buckets if b < longest), self._engine.max_prefill_length)
+        return (*(b for b in self.shapes.prefill_buckets if b < longest), self.engine.max_prefill_length)
 
     def _sampling(self, greedy: bool) -> Mapping[str, Any]:
         arguments = self._external.greedy if greedy else self._external.sampled
@@ -170,7 +179,7 @@ class ExternalEngineAdapter:
         return arguments
 
     def _check(self) -> None:
-        engine, shapes = self._engine, self.shapes
+        engine, shapes = self.engine, self.shapes
         slots, longest = engine.max_concurrent_decodes, engine.max_prefill_length
         if slots < shapes.max_concurrent_decodes:
             raise ConfigError(
@@ -208,3 +217,160 @@ def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         (np.asarray(data)[:, column], np.asarray(log_prob, np.float32).reshape(len(data)))
         for column, (data, log_prob) in zip(columns, arrays, strict=True)
     ]
+
+
+Progress = list[tuple[RunningRequest, TokenChunk]]
+
+
+class SlotTable:
+    """The ids each slot holds; released slots keep nothing.
+
+    >>> table = SlotTable(2)
+    >>> table.take(np.array([5, 6])), table.take(np.array([7])), table.take(np.array([8]))
+    (0, 1, None)
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._free = list(range(slots))
+        self._ids: dict[int, list[int]] = {}
+
+    def take(self, ids: np.ndarray) -> int | None:
+        """Take a free slot for a context that begins with these ids; None while there is none."""
+        if not self._free:
+            return None
+        slot = heapq.heappop(self._free)
+        self._ids[slot] = ids.tolist()
+        return slot
+
+    def append(self, slot: int, ids: Sequence[int]) -> None:
+        """Append ids to a slot's context."""
+        self._ids[slot] += ids
+
+    def ids(self, slot: int) -> np.ndarray:
+        """Return the context without the id that is fed next, int32."""
+        return np.asarray(self._ids[slot], np.int32)
+
+    @property
+    def used_share(self) -> float:
+        """Share of slots taken, in [0, 1]."""
+        return len(self._ids) / self._slots
+
+    def free(self, slot: int, *, session_ends: bool) -> None:
+        """Free a slot whose request has ended."""
+        del self._ids[slot]
+        heapq.heappush(self._free, slot)
+
+    def reset(self) -> None:
+        """Do nothing: there is no cached KV."""
+
+
+@dataclass
+class ExternalScheduler(Scheduler):
+    """A :class:`Scheduler` over an external engine; ``cache`` is its decode state."""
+
+    engine: ExternalEngineAdapter
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._key = jax.random.key(self.seed)
+
+    def _make_block_manager(self) -> SlotTable:
+        return SlotTable(self.engine.max_concurrent_decodes)
+
+    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
+        """Queue a request as :meth:`Scheduler.submit` does.
+
+        Raises:
+            BackendError: also if the engine cannot report log-probs of such sampling.
+        """
+        sampling, name = request.sampling, f"request {request.request_id!r}"
+        if sampling.temperature not in (0, 1) or (sampling.temperature and (sampling.top_p < 1 or sampling.top_k)):
+            raise BackendError(
+                f"{name}: temperature={sampling.temperature}, top_p={sampling.top_p}, top_k={sampling.top_k}, but this "
+                "engine's log-probs are of the raw logits: set temperature to 1 (or 0), top_p to 1 and top_k to 0"
+            )
+        if sampling.temperature == 0 and not self.engine.can_be_greedy:
+            raise BackendError(f"{name}: temperature=0, but this external engine has no greedy mode")
+        max_tokens = min(sampling.max_tokens, self.engine.shapes.max_model_len - len(request.prompt_ids))
+        if max_tokens > self.engine.max_new_tokens:
+            raise BackendError(
+                f"{name} may sample {max_tokens} ids, but a slot holds {self.engine.max_new_tokens} after its prompt; "
+                "lower agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
+                "max_prefill_predict_length)"
+            )
+        return super().submit(request, multimodal)
+
+    def step(self, *, admit: bool = True) -> Progress:
+        """Admit requests if ``admit``, decode up to ``decode_steps`` ids, and return the new ids of every request."""
+        begin = time.perf_counter()
+        progress = self._admit_slots() if admit else []
+        self.counters.prefill_seconds += time.perf_counter() - begin
+        if self.running:
+            progress += self._decode()
+        self.counters.busy_seconds += time.perf_counter() - begin
+        return progress
+
+    def metrics(self) -> BackendMetrics:
+        """Return metrics without recompilations, which external engines do not count."""
+        return BackendMetrics(**vars(self.counters))
+
+    # --- admission --------------------------------------------------------------------------------------------
+
+    def _admit_slots(self) -> Progress:
+        """Prefill the requests that fit; all are dispatched before the first result is read."""
+        runs: list[RunningRequest] = []
+        results = []
+        while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
+            run = self._waiting[0][1]
+            if any(_is_greedy(other) != _is_greedy(run) for other in self.running.values()):
+                break
+            heapq.heappop(self._waiting)
+            results.append(self._prefill(run))
+            runs.append(run)
+        first = read_results(results) if results else []
+        return self._take_all((run, ids[:1], logs[:1]) for run, (ids, logs) in zip(runs, first, strict=True))
+
+    def _prefill(self, run: RunningRequest) -> object:
+        prompt = np.asarray(run.request.prompt_ids, np.int32)
+        slot = cast(SlotTable, self.block_manager).take(prompt[:-1])
+        assert slot is not None  # fewer requests run than there are slots
+        run.context = slot
+        self.running[run.request.request_id] = run
+        prefix, result = self.engine.prefill(self.params, prompt, self._next_key(), greedy=_is_greedy(run))
+        self.cache = self.engine.engine.insert(prefix, self.cache, slot)
+        self.counters.prefill_tokens += len(prompt)
+        return result
+
+    # --- decoding ---------------------------------------------------------------------------------------------
+
+    def _decode(self) -> Progress:
+        runs = list(self.running.values())
+        steps = 1 if self._waiting else self.engine.shapes.decode_steps
+        results = []
+        for _ in range(min(steps, *(run.remaining for run in runs))):
+            self.cache, result = self.engine.generate(
+                self.params, self.cache, self._next_key(), greedy=_is_greedy(runs[0])
+            )
+            results.append(result)
+        self.counters.slot_steps += len(results) * self.engine.max_concurrent_decodes
+        ids, logs = (np.stack(column) for column in zip(*read_results(results), strict=True))  # [steps, slots]
+        return self._take_all((run, ids[:, run.context], logs[:, run.context]) for run in runs)
+
+    def _take_all(self, sampled: Iterable[tuple[RunningRequest, np.ndarray, np.ndarray]]) -> Progress:
+        return [(run, chunk) for run, ids, logs in sampled if (chunk := self._take(run, ids, logs)) is not None]
+
+    def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
+        slot = run.context
+        chunk = super()._finish(run, new_ids, new_log_probs)
+        if slot is not None:
+            self.engine.engine.free_resource(slot)
+        return chunk
+
+    def _next_key(self) -> jax.Array:
+        self._key, key = jax.random.split(self._key)
+        return jax.random.key_data(key)
+
+
+def _is_greedy(run: RunningRequest) -> bool:
+    return run.request.sampling.temperature == 0

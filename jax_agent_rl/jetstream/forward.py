@@ -8,14 +8,13 @@ reads each weight once.
 Decoding keeps activations feature-major, [D, B], and multiplies as ``W[out, in] @ x[in, B]``: for few slots this is
 two to three times faster on CPUs than ``x @ W`` and costs nothing elsewhere.
 
-On a mesh (``jetstream.layout``) heads, feed-forward units, experts and the vocabulary are sharded, activations are
+On a mesh (``jetstream.sharding``) heads, feed-forward units, experts and the vocabulary are sharded, activations are
 replicated, and devices all-reduce twice per layer. No split or reshape below cuts across devices.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +23,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank, one_hot
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import embed
 from jax_agent_rl.models.layers import ACTIVATIONS, mrope_tables, place_features, rms_norm, rope_tables, rotate
@@ -160,7 +159,7 @@ def prefill_chunks(
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
-) -> tuple[LayerKV, ...]:
+) -> list[tuple[jax.Array, LayerKV]]:
     """Compute keys and values of one chunk of each of R contexts, given the positions before it.
 
     There are no logits: decoding begins with the context's last token, so contexts that share a prompt need no prefill.
@@ -177,24 +176,9 @@ def prefill_chunks(
         adapter: int32 [R], the adapter of each context.
 
     Returns:
-        Per layer, in the cache's layout: keys [R, K, h, T] and values [R, K, T, h].
+        Per layer: the residual stream [D, R T] after it, and its keys [R, K, h, T] and values [R, K, T, h] in the
+        cache's precision.
     """
-    layers = chunk_layers(config, params, cache, tokens, starts, images, mesh, adapters, adapter)
-    return tuple(own for _, own in layers)
-
-
-def chunk_layers(
-    config: DecoderConfig,
-    params: EngineParams,
-    cache: KVCache,
-    tokens: jax.Array,
-    starts: jax.Array,
-    images: ImageInputs | None = None,
-    mesh: Mesh | None = None,
-    adapters: AdapterStacks | None = None,
-    adapter: jax.Array | None = None,
-) -> Iterator[tuple[jax.Array, LayerKV]]:
-    """Compute :func:`prefill_chunks` layer by layer: yield the residual stream [D, R T] after each, and its KV."""
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1))
     if images is not None:
@@ -205,10 +189,12 @@ def chunk_layers(
     else:
         tables = _mrope(config, images.rope_positions.reshape(-1, 3))
     adapter = None if adapter is None else jnp.repeat(adapter, count)
+    layers = []
     for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
         windowed = config.is_windowed(i)
         x, own = _chunk_layer(config, mesh, windowed, layer, x, tables[windowed], cached, starts)
-        yield x, own
+        layers.append((x, own))
+    return layers
 
 
 @jax.tree_util.register_dataclass
@@ -278,7 +264,7 @@ def _chunk_layer(
     rows, window = len(starts), config.sliding_window if windowed else None
     q, k, v = _project(config, layer, x, *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
-    own = stored(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
+    own = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
     mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
     mixed = mixed.reshape(-1, x.shape[1])
     return _finish_layer(config, layer, x, layer.multiply("o", mixed), mesh), own

@@ -5,18 +5,18 @@ Nothing here changes the engine, and its programs stay out of the engine's table
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.forward import EngineParams, chunk_layers, embed_tokens
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache, restored
+from jax_agent_rl.jetstream.forward import EngineParams, embed_tokens, prefill_chunks
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.hf import Names, tensor_names
+from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.quantized import Quantized
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
@@ -36,7 +36,9 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
     samples = {names[key]: TensorSample.of(np.asarray(x)) for key, x in top.items() if key in names and x is not None}
     for i, layer in enumerate(params.layers):
         for key, array in _split(model, layer).items():
-            samples |= {name: TensorSample.of(x) for name, x in _named(names["layers"][key][i], array)}
+            name = names["layers"][key][i]
+            named = {name: array} if isinstance(name, str) else dict(zip(name, array, strict=True))
+            samples |= {name: TensorSample.of(x) for name, x in named.items()}
     return samples
 
 
@@ -52,13 +54,13 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV]]]:
         # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
-        layers = chunk_layers(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
-        return embed_tokens(config, params, ids), list(layers)
+        layers = prefill_chunks(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
+        return embed_tokens(config, params, ids), layers
 
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]
     for hidden, kept in layers:
-        keys, values = restored(kept, jnp.dtype(jnp.float32))
+        keys, values = from_cache(kept, jnp.dtype(jnp.float32))
         outputs.append(
             LayerOutput(
                 hidden=np.asarray(hidden, np.float32).T,
@@ -69,16 +71,14 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     return outputs
 
 
-def _named(names: Names, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(names, str):
-        yield names, array
-    else:
-        yield from zip(names, array, strict=True)
-
-
 def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Undo the engine's fusion and repetition: return a layer's arrays in the learner's layout, on the host."""
-    arrays = {name: _whole(x) for name, x in layer.items()}
+    arrays = {
+        name: np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
+        if isinstance(x, Quantized)
+        else np.asarray(x)
+        for name, x in layer.items()
+    }
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
         if fused in arrays:
             by_head = arrays.pop(fused)  # [K, (G + 2) h, ...]
@@ -89,10 +89,3 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
     if "gate_up" in arrays:
         arrays["gate"], arrays["up"] = arrays.pop("gate_up")
     return arrays
-
-
-def _whole(x: Any) -> np.ndarray:
-    """Copy to the host, dequantized."""
-    if isinstance(x, Quantized):
-        return np.asarray(x.numbers, np.float32) * np.asarray(x.scale, np.float32)
-    return np.asarray(x)

@@ -24,8 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV
-from jax_agent_rl.jetstream.page_ops import aligned, gathered, write_back
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.layout import ImageInputs
@@ -65,7 +64,7 @@ def decode(
         log-probs; one array, because one copy to the host is cheaper than two.
     """
     span = slots.pages.shape[1] * cache.length
-    pages, worked = (slots.pages, cache) if in_place else (None, gathered(cache, slots.pages, slots.positions))
+    pages, worked = (slots.pages, cache) if in_place else (None, gather_pages(cache, slots.pages, slots.positions))
 
     def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         here = jnp.minimum(positions, span - 1)
@@ -139,7 +138,7 @@ def compute_chunks(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.written` to write.
+    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.write_pages` to write.
 
     A program that both reads and writes a donated cache makes the compiler copy all of it, so these are two.
 
@@ -159,9 +158,10 @@ def compute_chunks(
     Returns:
         The pages ``into``.
     """
-    rows = gathered(cache, before, starts)
-    new = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
-    return aligned(cache, new, starts, into[:, 0])
+    rows = gather_pages(cache, before, starts)
+    layers = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
+    new = tuple(kv for _, kv in layers)
+    return align_to_pages(cache, new, starts, into[:, 0])
 
 
 @contextlib.contextmanager
@@ -254,8 +254,8 @@ class ProgramTable:
 
 
 _shared: dict[tuple, Callable[..., Any]] = {}
-MAX_SHARED = 512
-"""Most programs shared by engines of this process, e.g. a restarted one or an evaluation's; then all are dropped.
+MAX_SHARED_PROGRAMS = 512
+"""Programs shared by engines of this process, such as a restarted one or an evaluation's; beyond that all are dropped.
 Engines run in threads of their own, so each access is one atomic operation."""
 
 
@@ -265,7 +265,7 @@ def _compiled(
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
     if (identity := _identity(function)) is not None:
-        described = [(x.shape, x.dtype, _place_of(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
+        described = [(x.shape, x.dtype, _sharding_or(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
         leaves, tree = jax.tree.flatten(out)
         key = (identity, donate, tuple(described), jax.tree.structure(args), tuple(leaves), tree)
     if (program := _shared.get(key) if key else None) is not None:
@@ -273,7 +273,7 @@ def _compiled(
     with cache_hits() as hits:
         program = traced(function, donate, *args, place=place, out=out).lower().compile()
     if key is not None:
-        if len(_shared) >= MAX_SHARED:
+        if len(_shared) >= MAX_SHARED_PROGRAMS:
             _shared.clear()
         _shared[key] = program
     return program, bool(hits)
@@ -291,7 +291,7 @@ def _as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else np.asarray(x)
 
 
-def _place_of(x: Any, place: NamedSharding) -> NamedSharding:
+def _sharding_or(x: Any, place: NamedSharding) -> NamedSharding:
     """Return an argument's sharding, or ``place`` if it is on no device yet."""
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else place
 
@@ -302,7 +302,7 @@ def traced(
     """Trace ``function(*args)`` for compilation, see :meth:`ProgramTable.call`; arguments may be shapes."""
     jitted = jax.jit(
         function,
-        in_shardings=jax.tree.map(lambda x: _place_of(x, place), args),
+        in_shardings=jax.tree.map(lambda x: _sharding_or(x, place), args),
         out_shardings=out,
         donate_argnums=donate,
         keep_unused=True,  # unused arguments may be donated
@@ -313,8 +313,3 @@ def traced(
 def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, in_place: bool) -> Callable[..., Any]:
     """Bind the static arguments of :func:`decode`."""
     return functools.partial(decode, config, max_steps, mesh, in_place)
-
-
-def chunks_program(config: DecoderConfig, mesh: Mesh | None) -> Callable[..., Any]:
-    """Bind the static arguments of :func:`compute_chunks`."""
-    return functools.partial(compute_chunks, config, mesh)

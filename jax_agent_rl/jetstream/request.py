@@ -104,7 +104,7 @@ class RunningRequest:
         tail = self._decode_text(self.token_ids[-self._window :])
         return next((s for s in self.request.sampling.stop if s in tail), None)
 
-    def ids_of(self, held: np.ndarray) -> np.ndarray:
+    def keys_to_ids(self, held: np.ndarray) -> np.ndarray:
         """Map the cached keys of this context to ids, int32; keys of other images stay as they are."""
         if self.keys is None:
             return held

@@ -30,7 +30,7 @@ from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
 from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension, make_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
@@ -76,7 +76,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.cache = self.engine.init_cache()
-        self.table = self._make_table()
+        self.block_manager = self._make_block_manager()
         self.running: dict[str, RunningRequest] = {}
         self._waiting: list[tuple[tuple[int, int], RunningRequest]] = []
         self._known: set[str] = set()
@@ -85,7 +85,7 @@ class Scheduler:
         self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
 
-    def _make_table(self) -> BlockManager:
+    def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
         return BlockManager(shapes.pages, shapes.page, shapes.context_pages)
 
@@ -117,7 +117,7 @@ class Scheduler:
                 "shorten the prompt or raise rollout.max_model_len"
             )
         if request.request_id in self._known:
-            raise BackendError(f"{name} is already running; request ids must be unique while they live")
+            raise BackendError(f"{name} is already running; request ids must be unique")
         if request.lora is not None and request.lora not in self.engine.adapters:
             raise BackendError(
                 f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self.engine.adapters)} (rollout.adapters)"
@@ -168,14 +168,14 @@ class Scheduler:
         """Serve new weights from the next dispatch on, and drop KV cached under the old ones."""
         self.params = params
         self.version = version
-        self.table.reset()
+        self.block_manager.reset()
 
     def sleep(self) -> None:
         """Free device memory: drop the cache and move the weights to the host. No request may be running."""
         self._places = jax.tree.map(lambda x: x.sharding, self.params)
         self.params = jax.tree.map(np.array, self.params)
         self.cache = NO_CACHE
-        self.table.reset()
+        self.block_manager.reset()
 
     def wake(self) -> None:
         """Undo :meth:`sleep`; shapes and shardings are unchanged, so nothing is recompiled."""
@@ -185,14 +185,13 @@ class Scheduler:
     def metrics(self) -> BackendMetrics:
         return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)
 
-    def health(self, version: int) -> Health:
-        """Report health while serving weights of this version."""
+    def health(self) -> Health:
         return Health(
             ok=True,
-            policy_version=version,
+            policy_version=self.version,
             running=len(self.running),
             waiting=self.waiting,
-            kv_used_share=self.table.used_share,
+            kv_used_share=self.block_manager.used_share,
         )
 
     # --- admission --------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class Scheduler:
             if run.multimodal is not None:
                 run.keys = self._keys(run.multimodal)
                 keys = np.concatenate([run.keys, context[len(run.keys) :]])
-            allocation = self.table.place(keys, run.request.session_id, run.request.lora)
+            allocation = self.block_manager.allocate(keys, run.request.session_id, run.request.lora)
             if allocation is None:
                 break
             heapq.heappop(self._waiting)
@@ -213,7 +212,7 @@ class Scheduler:
             self.running[run.request.request_id] = run
             new = context[allocation.reused : -1]
             plan.add(allocation, new, run.multimodal, self._adapter_number(run))
-            self.table.append(allocation.context, keys[allocation.reused : -1])
+            self.block_manager.append(allocation.context, keys[allocation.reused : -1])
             self.counters.prefill_tokens += len(new)
             if not run.num_preempted:
                 run.cached_tokens = allocation.reused
@@ -229,13 +228,13 @@ class Scheduler:
     def _make_room(self, steps: int) -> None:
         """Allocate pages for a dispatch, first requests first; preempt the last ones if there are too few."""
         for run in sorted(self.running.values(), key=lambda run: run.order):
-            while run.context is not None and not self.table.grow(run.context, min(steps, run.remaining)):
+            while run.context is not None and not self.block_manager.grow(run.context, min(steps, run.remaining)):
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
 
     def _preempt(self, run: RunningRequest) -> None:
         """Put a request back in the queue; its KV stays cached until evicted."""
         assert run.context is not None  # running
-        self.table.release(run.context, session_ends=False)
+        self.block_manager.free(run.context, session_ends=False)
         run.context = None
         run.num_preempted += 1
         del self.running[run.request.request_id]
@@ -244,7 +243,7 @@ class Scheduler:
     def _keys(self, multimodal: MultimodalContext) -> np.ndarray:
         """Return the keys of a prompt with images; a number is never reused while pages may hold it."""
         if self._image_keys.count > MAX_IMAGE_KEYS:
-            self.table.reset()
+            self.block_manager.reset()
             self._image_keys = ImageKeys()
         return self._image_keys.keys(multimodal)
 
@@ -284,7 +283,7 @@ class Scheduler:
 
     def _fill_slot(self, slots: DecodeBatch, slot: int, run: RunningRequest) -> None:
         assert run.context is not None  # it runs
-        sampling, pages = run.request.sampling, self.table.pages(run.context)
+        sampling, pages = run.request.sampling, self.block_manager.pages(run.context)
         slots.pages[slot, : len(pages)] = pages
         slots.tokens[slot] = run.last_id
         slots.positions[slot] = len(run.request.prompt_ids) + len(run.token_ids) - 1
@@ -304,7 +303,7 @@ class Scheduler:
             return None
         assert run.context is not None  # it ran
         # The dispatch fed the last id and all but the newest of the new ones: their KV is cached now.
-        self.table.append(run.context, [last, *run.token_ids[-taken:-1]])
+        self.block_manager.append(run.context, [last, *run.token_ids[-taken:-1]])
         self.counters.generated_tokens += taken
         new_ids, new_log_probs = tuple(run.token_ids[-taken:]), tuple(run.log_probs[-taken:])
         if run.stop_reason is not None:
@@ -314,8 +313,8 @@ class Scheduler:
     def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
         request = run.request
         if run.context is not None:
-            context = [*run.ids_of(self.table.ids(run.context)).tolist(), run.last_id]
-            self.table.release(run.context, session_ends=request.session_ends)
+            context = [*run.keys_to_ids(self.block_manager.ids(run.context)).tolist(), run.last_id]
+            self.block_manager.free(run.context, session_ends=request.session_ends)
         else:
             context = run.context_ids
         self.running.pop(request.request_id, None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LONGEST_CHUNK = 2048
-"""Most ids of a prompt computed together, enough to keep any device busy."""
+MAX_CHUNK = 2048
+"""Ids of a prompt computed together, enough to keep any device busy."""
 SLOT_COUNTS = (2, 8, 16, 32, 128, 512, 2048)
 """Each count is a program to compile. They are densest where groups spend most steps."""
 
@@ -58,7 +58,7 @@ class EngineShapes:
     @property
     def span_buckets(self) -> tuple[int, ...]:
         """Context lengths compiled for: quarters of the longest of at least 64, and all, in whole pages."""
-        quarters = {whole(-(-self.cache_length * i // 4), self.page) for i in (1, 2, 3, 4)}
+        quarters = {round_up(-(-self.cache_length * i // 4), self.page) for i in (1, 2, 3, 4)}
         return tuple(sorted(q for q in quarters if q >= min(64, self.cache_length)))
 
     @property
@@ -73,7 +73,7 @@ class EngineShapes:
         return self.prefill_buckets if enough is None else self.prefill_buckets[: enough + 1]
 
 
-def whole(count: int, unit: int) -> int:
+def round_up(count: int, unit: int) -> int:
     """Round ``count`` up to a multiple of ``unit``."""
     return -(-count // unit) * unit
 
@@ -92,18 +92,18 @@ def kv_cache_tokens(max_model_len: int, slots: int, in_flight: int) -> int:
     >>> kv_cache_tokens(4096, slots=32, in_flight=256)
     589824
     """
-    longest = whole(max_model_len, page_size(max_model_len))
-    return slots * longest + max(0, in_flight - slots) * (longest // 2)
+    context = round_up(max_model_len, page_size(max_model_len))
+    return slots * context + max(0, in_flight - slots) * (context // 2)
 
 
-def prefill_buckets(longest: int) -> tuple[int, ...]:
-    """Return chunk lengths for prompts up to ``longest``, and shorter ones for later turns.
+def prefill_buckets(max_prompt_len: int) -> tuple[int, ...]:
+    """Return chunk lengths for prompts up to ``max_prompt_len``, and shorter ones for later turns.
 
     >>> prefill_buckets(512), prefill_buckets(1000), prefill_buckets(30000)
     ((32, 128, 512), (32, 128, 512, 1024), (32, 128, 512, 2048))
     """
-    most = min(whole(longest, 128 if longest > 128 else 32), LONGEST_CHUNK)
-    return (*(size for size in (32, 128, 512) if size < most), most)
+    largest = min(round_up(max_prompt_len, 128 if max_prompt_len > 128 else 32), MAX_CHUNK)
+    return (*(size for size in (32, 128, 512) if size < largest), largest)
 
 
 def bucket(buckets: tuple[int, ...], need: int) -> int:

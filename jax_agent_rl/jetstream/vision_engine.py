@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +27,9 @@ import numpy as np
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, silent
+from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, PrintLine, ignore_line
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv import KVCache
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.context import MultimodalContext, VisionProcessor
@@ -44,12 +44,12 @@ class ImageReader:
 
     Args:
         vision_processor: the model's; None for an engine without images.
-        most_patches: of one image: what the engine's largest program takes.
+        max_patches: of one image, as the engine's largest program takes.
     """
 
-    def __init__(self, vision_processor: VisionProcessor | None, *, most_patches: int) -> None:
+    def __init__(self, vision_processor: VisionProcessor | None, *, max_patches: int) -> None:
         self._vision_processor = vision_processor
-        self._most_patches = most_patches
+        self._max_patches = max_patches
         self._reading: dict[str, asyncio.Event] = {}
 
     @property
@@ -92,13 +92,13 @@ class ImageReader:
         except ValueError as error:
             raise TokenDriftError(f"{name}: {error}") from None
         largest = max(len(image.patches) for image in multimodal.images)
-        if largest > self._most_patches:
+        if largest > self._max_patches:
             raise BackendError(
-                f"{name} contains an image of {largest} patches, the engine takes {self._most_patches}; add "
+                f"{name} contains an image of {largest} patches, the engine takes {self._max_patches}; add "
                 f"{largest} to rollout.jetstream.patch_buckets, or lower model.max_pixels"
             )
         if multimodal.spans[-1].stop == len(request.prompt_ids):
-            raise BackendError(f"{name} ends with an image; text must follow it (a generation prompt, say)")
+            raise BackendError(f"{name} ends with an image; text must follow it, such as a generation prompt")
         return multimodal
 
 
@@ -142,14 +142,14 @@ class VisionEngine(JaxEngine):
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
         return super().decode(params, cache, slots, steps, exit_after)
 
-    def warm_up(self, params: EngineParams, cache: KVCache, say: Callable[[str], None] = silent) -> KVCache:
+    def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
         """Warm up as :meth:`JaxEngine.warm_up` does, with the image programs first."""
         shapes = self._image_program_shapes() if self._compile_ahead else []
         for number, (size, rows, chunk) in enumerate(shapes, 1):
-            say(f"compiling {size} image patches for {rows} x {chunk} ({number} of {len(shapes)})")
+            print_line(f"compiling {size} image patches for {rows} x {chunk} ({number} of {len(shapes)})")
             encoded = self._features(params, [], size)
             self._scatter(self._blank(rows, chunk), encoded, np.full(chunk, -1, np.int32), 0)
-        return super().warm_up(params, cache, say)
+        return super().warm_up(params, cache, print_line)
 
     def _image_program_shapes(self) -> list[tuple[int, int, int]]:
         """Return (patches, rows, ids) of all programs that scatter features."""
@@ -224,11 +224,11 @@ def _scattered(chunks: jax.Array, encoded: jax.Array, index: jax.Array, row: jax
     return chunks.at[row].set(jnp.where(index[:, None] >= 0, encoded[index].astype(chunks.dtype), chunks[row]))
 
 
-def _batches(images: Sequence[ProcessedImage], most: int) -> Iterator[list[ProcessedImage]]:
-    """Yield images in order, as many together as have at most ``most`` patches."""
+def _batches(images: Sequence[ProcessedImage], max_patches: int) -> Iterator[list[ProcessedImage]]:
+    """Yield images in order, batched to at most ``max_patches`` patches."""
     batch: list[ProcessedImage] = []
     for image in images:
-        if batch and sum(len(i.patches) for i in (*batch, image)) > most:
+        if batch and sum(len(i.patches) for i in (*batch, image)) > max_patches:
             yield batch
             batch = []
         batch.append(image)

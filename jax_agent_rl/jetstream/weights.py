@@ -1,24 +1,43 @@
-"""Validation of weight updates, and reading them from files."""
+"""Weight updates: validation, reading from files, and transfer into an engine's memory, from device to device.
+
+::
+
+    same devices    learner's layout ──one program──► engine's layout and precision, in the old weights' memory
+    other devices   learner's layout ──one program──► engine's layout, sharded over the learner's devices
+                                     ──shard by shard──► engine's devices
+    other hosts     learner's layout ──all-gather per parameter──► all processes ──► each one's engine
+
+From device to device no byte passes through the host, and no device holds more than its part: with enough learner
+devices each shard of the engine is made on one of them and transferred by itself; with fewer, a shard is cut there.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_agent_rl.errors import ModelError, WeightUpdateError
-from jax_agent_rl.jetstream.layout import parameter_places
+from jax_agent_rl.jetstream.forward import EngineParams, engine_params
+from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
+from jax_agent_rl.models.mesh import MESH_AXES, Device, bounds_of, local_bounds
+from jax_agent_rl.models.sharding import place, replicated
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.utils.checksums import check_files
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}
+Devices = tuple[Device, ...]
 
 
 class ServedWeights:
@@ -32,7 +51,7 @@ class ServedWeights:
 
     def __init__(self, config: DecoderConfig, params: Params, mesh: Mesh) -> None:
         self._config = config
-        self._places = parameter_places(config, mesh)
+        self._shardings = learner_shardings(config, mesh)
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
     def read(self, update: WeightUpdate) -> WeightUpdate:
@@ -46,7 +65,7 @@ class ServedWeights:
             return replace(update, kind="arrays", payload=self._read_stored(update, dtype))
         check_files(update.payload, update.digests)
         try:
-            params = load_params(update.payload, self._config, dtype=dtype, shardings=self._places)
+            params = load_params(update.payload, self._config, dtype=dtype, shardings=self._shardings)
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
         return replace(update, kind="arrays", payload=params)
@@ -55,7 +74,7 @@ class ServedWeights:
         if not isinstance(update.payload, str):
             raise WeightUpdateError(f"payload must be the address of a folder, got {type(update.payload).__name__}")
         stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
-        return stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._places)
+        return stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings)
 
     def check(self, update: WeightUpdate, version: int) -> None:
         """Check that an update can follow ``version``.
@@ -85,3 +104,141 @@ def _difference(old: Any, new: Any) -> str:
         if before.get(name) != after.get(name):
             return f"{name} is {after.get(name, 'missing')}, served is {before.get(name, 'nothing')}"
     return "the trees are nested differently"
+
+
+class WeightLoader:
+    """Loads parameters into one engine.
+
+    Args:
+        model: the model.
+        config: the model with the engine's key/value heads.
+        mesh: the engine's.
+        dtype: of its weights.
+        quantize: of its layers' matrices, see ``jetstream.forward.engine_params``.
+        call: runs a program, as ``ProgramTable.call``.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        config: DecoderConfig,
+        mesh: Mesh,
+        *,
+        dtype: jnp.dtype,
+        quantize: jnp.dtype | None,
+        call: Callable[..., Any],
+    ) -> None:
+        self._model, self._mesh, self._call = model, mesh, call
+        self._devices: Devices = tuple(mesh.devices.flat)
+        self._arrange = functools.partial(engine_params, config, dtype=dtype, quantize=quantize)
+
+    def __call__(self, params: Params, old: EngineParams | None = None) -> EngineParams:
+        """Copy parameters into the engine's layout; no reference to ``params`` is kept.
+
+        Args:
+            params: the learner's tree, on any devices of this process or on the host. Shapes give shapes.
+            old: weights whose memory is reused: they are freed, perhaps even if this fails. None takes new memory.
+        """
+        if old is not None and isinstance(old.embed, np.ndarray):
+            old = None  # asleep, on the host
+        params = jax.tree.map(self._on_devices, params, learner_shardings(self._model, self._mesh))
+        source = _devices_of(params["embed"])
+        layouts = tuple((x.dtype.name, x.sharding) for x in jax.tree.leaves(params))
+        shapes = jax.eval_shape(self._arrange, params)
+        shardings = engine_shardings(shapes, self._mesh)
+        if source == self._devices:
+            to_engine: dict[str, Any] = {"place": replicated(self._mesh), "out": shardings}
+            if old is None:
+                zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+                old = self._call(("no weights",), zeros, (), **to_engine)
+            arrange = lambda old, params: self._arrange(params)  # noqa: E731
+            return self._call(("weights", layouts), arrange, (0,), old, params, **to_engine)
+        stage = staging_mesh(self._mesh, source)
+        to_stage: dict[str, Any] = {"place": replicated(stage), "out": engine_shardings(shapes, stage)}
+        staged = self._call(("staged weights", layouts), self._arrange, (), params, **to_stage)
+        jax.block_until_ready(staged)  # a failure on the learner's devices leaves the old weights intact
+        for x in jax.tree.leaves(old):
+            x.delete()
+        return jax.tree.map(transfer, staged, shardings)
+
+    def _on_devices(self, x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """Put host arrays on devices, and give all arrays of a lone device the same sharding, without a copy."""
+        if isinstance(x, np.ndarray):
+            return jax.device_put(x, sharding)
+        at_home = len(self._devices) == 1 and self._devices == _devices_of(x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return place(x, sharding) if at_home else x
+        return jax.device_put(x, sharding) if at_home else x
+
+
+def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
+    """Return the engine's mesh on other devices: its axes as far as their number allows, replicated over the rest."""
+    expert = math.gcd(engine.shape["expert"], len(devices))
+    whole = expert == engine.shape["expert"]  # else shards of both axes would not nest
+    tensor = math.gcd(engine.shape["tensor"], len(devices) // expert) if whole else 1
+    sizes = {"data": len(devices) // (expert * tensor), "expert": expert, "tensor": tensor}
+    shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Copy an array to other devices, cutting each shard from one that contains it; replicas are read in turn.
+
+    ``jax.device_put`` would gather differently sharded arrays on the host.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return place(x, sharding)
+    held = [(bounds_of(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    parts = []
+    for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
+        sources = [
+            (bounds, data)
+            for bounds, data in held
+            if all(b[0] <= w[0] and w[1] <= b[1] for w, b in zip(wanted, bounds, strict=True))
+        ]
+        bounds, data = sources[number % len(sources)]
+        if wanted != bounds:
+            data = data[tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))]
+        parts.append(jax.device_put(data, device))
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def _devices_of(x: jax.Array) -> Devices:
+    """Return the devices in the order programs use them."""
+    return tuple(x.sharding.devices_indices_map(x.shape))
+
+
+class GatherParams:
+    """Copies parameters from a mesh of all processes to each process's engine.
+
+    All processes must call it, in the same order as their other joint computations. No device holds more than its
+    engine's part of the model and one parameter.
+
+    Args:
+        model: the model.
+        mesh: of this process's engine; the others have the same.
+        dtype: of the copies.
+    """
+
+    def __init__(self, model: DecoderConfig, mesh: Mesh, *, dtype: str) -> None:
+        self._dtype = jnp.dtype(dtype)
+        self._local = learner_shardings(model, mesh)
+        self._all_processes = learner_shardings(model, all_process_mesh(mesh))
+
+    def __call__(self, params: Params) -> Params:
+        """Return this process's copy, valid until the learner's next update, as it may share the learner's memory."""
+        return jax.tree.map(self._copy, params, self._all_processes, self._local)
+
+    def _copy(self, x: jax.Array, all_processes: NamedSharding, local: NamedSharding) -> jax.Array:
+        whole = jax.device_put(x.astype(self._dtype), all_processes)
+        copy = transfer(whole, local)
+        # One by one, or the next parameters would be gathered before this one is freed.
+        return jax.block_until_ready(copy)
+
+
+def all_process_mesh(engine: Mesh) -> Mesh:
+    """Return a mesh of all devices of all processes, made of copies of an engine's mesh."""
+    owners = (tuple(jax.local_devices(process_index=number)) for number in range(jax.process_count()))
+    parts = [staging_mesh(engine, devices).devices for devices in owners]
+    devices = np.concatenate(parts, axis=MESH_AXES.index("data"))
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose, worst
-from jax_agent_rl.agreement.report import Evidence
-from jax_agent_rl.agreement.subject import LONGEST, MOST_CONTEXTS, Context, make_subject
+from jax_agent_rl.agreement.diagnosis import EngineView, diagnose, worst
+from jax_agent_rl.agreement.report import Diagnosis, Evidence
+from jax_agent_rl.agreement.subject import MAX_CONTEXT_LEN, MAX_CONTEXTS, Context, make_subject
 from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.mesh import MeshConfig
@@ -77,7 +77,7 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
                 f"{run} has trajectories of versions {sorted(kept)} and parameters of versions {steps}: there is "
                 "nothing to compare; set trainer.checkpoint_every=1 and run again"
             )
-        source, contexts = f"its trajectories of version {version}", kept[version][:MOST_CONTEXTS]
+        source, contexts = f"its trajectories of version {version}", kept[version][:MAX_CONTEXTS]
     learner = _learner_at(config, place, version, saved=version in complete_steps(place))
     subject = make_subject(learner, config, contexts, version=version)
     allowed = run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
@@ -157,6 +157,6 @@ def _of_record(record: Record) -> Iterator[tuple[int, Context]]:
             at=len(prompt) + at,
             rollout=np.asarray(record["rollout_logprobs"], np.float64)[at],
             learner=None if old is None else np.asarray(old, np.float64)[at],
-        ).cut(LONGEST)
+        ).cut(MAX_CONTEXT_LEN)
         if len(context.at):
             yield version, context

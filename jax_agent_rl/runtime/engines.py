@@ -110,10 +110,10 @@ def load_model(config: Config, codec: ChatCodec, *, dtype: str = "float32") -> t
         ConfigError: the engine's mesh does not divide the model.
         ModelError: the files are missing, damaged or of an unknown family.
     """
-    from jax_agent_rl.jetstream.layout import parameter_places
+    from jax_agent_rl.jetstream.sharding import learner_shardings
 
     model = read_model(config, codec)
-    places = parameter_places(model, engine_mesh(config))
+    places = learner_shardings(model, engine_mesh(config))
     return model, load_hf(config.model.path, dtype=jnp.dtype(dtype), shardings=places)[1]
 
 
@@ -241,7 +241,7 @@ def engine_mesh(config: Config) -> Mesh:
     Raises:
         ConfigError: there are too few devices.
     """
-    from jax_agent_rl.jetstream.layout import make_engine_mesh
+    from jax_agent_rl.jetstream.sharding import make_engine_mesh
 
     return make_engine_mesh(config.rollout.jetstream.mesh, device_offset=config.rollout.jetstream.device_offset)
 
@@ -302,7 +302,7 @@ def _jetstream(
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),
-        say=say,
+        print_line=say,
     )
 
 

@@ -8,7 +8,7 @@
     all          learner's parameters ── gathered one by one, by all processes together ───────────┘
 
 Requests and answers are those of any rollout server. Weights are not: all processes together copy a published version
-into the buffer of each (:class:`~jax_agent_rl.jetstream.weight_loading.GatherParams`), before process 0 tells the
+into the buffer of each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`), before process 0 tells the
 engines to take it. Only its number is sent.
 
 The other engines start while process 0 starts its own. They find each other by the key-value store of jax's
@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.jetstream.weight_loading import GatherParams
+from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.lifecycle import LLMServerManager

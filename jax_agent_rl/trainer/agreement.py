@@ -16,9 +16,9 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView, diagnose
-from jax_agent_rl.agreement.report import Evidence, as_json, breach_line, table
-from jax_agent_rl.agreement.subject import MOST_CONTEXTS, contexts_of, make_subject
+from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
+from jax_agent_rl.agreement.report import Diagnosis, Evidence, breach_line
+from jax_agent_rl.agreement.subject import MAX_CONTEXTS, collect_contexts, make_subject
 from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
@@ -97,7 +97,7 @@ class AgreementWatch:
         if agreed or stops:
             found = self._diagnosed(groups, step, allowed, loop)
             line = f"run `jax-agent-rl diagnose {self._folder.path}`" if found is None else found.line
-            for text in table(found) if found is not None else [f"=> {line}"]:
+            for text in found.lines() if found is not None else [f"=> {line}"]:
                 self._print_line(f"  {text}")
         if stops:
             raise DisagreementError(
@@ -112,10 +112,10 @@ class AgreementWatch:
         """Diagnose and record a breach; return None where the learner's parameters span processes."""
         learner, found = self._runtime.learner, None
         engine = self._view(loop)
-        contexts = contexts_of(groups, self._since)
+        contexts = collect_contexts(groups, self._since)
         if isinstance(learner, Learner) and contexts:
             compiled = learner.programs_compiled
-            contexts = contexts_of(groups, self._since, learner.logprobs(groups))
+            contexts = collect_contexts(groups, self._since, learner.logprobs(groups))
             self.programs += learner.programs_compiled - compiled
             subject = make_subject(learner, self._runtime.config, contexts, version=self._since)
             try:
@@ -127,11 +127,11 @@ class AgreementWatch:
         evidence = Evidence(
             version=self._since,
             step=step,
-            contexts=contexts[:MOST_CONTEXTS],
+            contexts=contexts[:MAX_CONTEXTS],
             tolerance=allowed,
             precision=engine.precision,
             tensors=engine.tensors,
-            diagnosis=None if found is None else as_json(found),
+            diagnosis=None if found is None else found.to_json(),
         )
         self._folder.write_json(self._folder.disagreement, evidence.to_json())
         return found

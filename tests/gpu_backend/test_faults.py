@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from gpu_backend.backend import VllmBackend
-from jax_agent_rl.agreement.causes import Cause
-from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView
+from jax_agent_rl.agreement.diagnosis import EngineView
+from jax_agent_rl.agreement.report import Cause, Diagnosis
 from jax_agent_rl.agreement.tolerances import OTHER_ENGINE
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.hf import save_hf

@@ -11,8 +11,8 @@ from pathlib import Path
 PROGRAM = """
 import asyncio
 import numpy as np
-from jax_agent_rl.jetstream import compat
-orchestrator = compat.orchestrator()
+from jax_agent_rl.jetstream.driver_interface import import_orchestrator
+orchestrator = import_orchestrator()
 from jetstream.core.utils import async_multifuture
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from tests.tiny import TINY, greedy, tiny_params

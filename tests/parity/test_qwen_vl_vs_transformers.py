@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_chunks
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, empty_cache
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
@@ -195,8 +195,8 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     for start in range(0, prompt, 15):  # chunks that begin and end within images
         here = slice(start, start + 15)
         chunk = ImageInputs(places[None, here], seen, index[None, here])
-        new = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
-        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, new)))
+        layers = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
+        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv in layers])))
     with torch.no_grad():
         expected = theirs(model).numpy()
     assert offset and prompt % 15 == 0

@@ -159,7 +159,7 @@ def print_plan(
     console.file.write(planned.report)  # rendered for this console's width and colours
     console.file.flush()
     if picture is not None:
-        print_line(console, f"drawing {picture}")
+        show_line(console, f"drawing {picture}")
     if as_json:  # the last line
         print(json.dumps({**planned.made, "searched": searched}), flush=True)
     if picture is not None:

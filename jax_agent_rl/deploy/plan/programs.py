@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
-from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
-from jax_agent_rl.jetstream.layout import parameter_places
+from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
-from jax_agent_rl.jetstream.weight_loading import staging_mesh
+from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
@@ -135,7 +135,7 @@ def inventory(config: Config, model: DecoderConfig, where: DevicePlacement) -> I
     published = _add_learner(made, config, model, where.learner)
     if where.engines:
         mesh = where.engines[0]  # the others are like it
-        shapes, there = model.parameter_shapes(), parameter_places(model, mesh)
+        shapes, there = model.parameter_shapes(), learner_shardings(model, mesh)
         if config.rollout.placement == "separate":  # from files, read for these very devices
             published = Published(_describe(shapes, there), frozenset())
         elif len(where.engines) > 1:  # copied for each of them
@@ -362,7 +362,7 @@ def _add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
     engine = kind(model, shapes, **precision, mesh=mesh, table=table)
     weights, cache = engine.load_params(published.params), engine.init_cache()
     last = shapes.cache_length - shapes.decode_steps
-    slots = idle_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
+    slots = make_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
     engine.decode(weights, cache, slots, shapes.decode_steps, 1)
     size = shapes.chunk_buckets[-1]
     chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch.tpu.topology import SHAPES
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.layout import engine_config, make_engine_mesh
+from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.mesh import Device, expect_described_tpus
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from jax_agent_rl.agreement.causes import Cause
-from jax_agent_rl.agreement.diagnosis import Diagnosis, EngineView
+from jax_agent_rl.agreement.diagnosis import EngineView
+from jax_agent_rl.agreement.report import Cause, Diagnosis
 from jax_agent_rl.agreement.tolerances import JAX_ENGINE
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
@@ -238,7 +238,7 @@ async def test_a_prefix_cache_that_outlives_its_weights_is_named(stage: Stage, m
     await stage.serve(BEFORE)
     await rollouts(stage.backend, LLAMA)  # fills the cache
     with monkeypatch.context() as patched:
-        patched.setattr(stage.backend._loop.scheduler.table, "reset", lambda: None)
+        patched.setattr(stage.backend._core.scheduler.block_manager, "reset", lambda: None)
         made = await stage.diagnosed(older={"version 0": BEFORE})
     await stage.backend.reset_prefix_cache()
     assert made.cause is Cause.STALE_PREFIX and "the weights of version 0 filled" in made.line, made.line

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.agreement.causes import ADVICE, Cause
+from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.agreement.tolerances import JAX_ENGINE, OTHER_ENGINE, Tolerance, tolerance
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
@@ -54,7 +54,7 @@ def test_the_page_lists_every_tolerance_and_every_cause_with_its_advice():
         other = OTHER_ENGINE[name]
         assert f"| `{name}` | {own.token:g} | {own.mean:g} | {other.token:g} | {other.mean:g} |" in PAGE
     for cause in Cause:
-        assert f"| {cause} |" in PAGE and ADVICE[cause] in PAGE
+        assert f"| {cause} |" in PAGE and cause.advice in PAGE
 
 
 @pytest.mark.parametrize("wrong", [[0.1, 0.2], [0.0, 0.0], [0.1, -1.0]])

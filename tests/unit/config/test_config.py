@@ -112,16 +112,16 @@ def test_a_rollout_server_is_named_once():
     assert url in line and "more than once" in line
 
 
-def test_an_engine_that_is_brought_samples_from_the_raw_logits_or_not_at_all():
-    brought = "rollout.jetstream.engine_factory=my.module:make"
-    assert build(MINIMAL, [brought]).rollout.jetstream.engine_factory == "my.module:make"
-    (line,) = problems(MINIMAL, brought, "rollout.temperature=0.7")
+def test_an_external_engine_samples_from_the_raw_logits_or_not_at_all():
+    external = "rollout.jetstream.engine_factory=my.module:make"
+    assert build(MINIMAL, [external]).rollout.jetstream.engine_factory == "my.module:make"
+    (line,) = problems(MINIMAL, external, "rollout.temperature=0.7")
     assert "temperature=0.7" in line and "set temperature to 1" in line
-    assert any("learner's program" in line for line in problems(MINIMAL, brought, "rollout.deterministic=true"))
+    assert any("learner's program" in line for line in problems(MINIMAL, external, "rollout.deterministic=true"))
 
 
 @pytest.mark.parametrize(("key", "value"), [("kv_dtype", "int8"), ("quantize", "fp8")])
-def test_an_engine_that_is_brought_has_a_precision_of_its_own(key: str, value: str):
+def test_an_external_engine_has_a_precision_of_its_own(key: str, value: str):
     overrides = ["rollout.jetstream.engine_factory=my.module:make", f"rollout.jetstream.{key}={value}"]
     (line,) = problems(MINIMAL, *overrides)
     assert f"{key}={value} is used only without rollout.jetstream.engine_factory" in line

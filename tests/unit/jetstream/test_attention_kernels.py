@@ -12,8 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.jetstream import attention
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV, stored
-from jax_agent_rl.jetstream.page_ops import gathered
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
 from jax_agent_rl.models.quantized import DTYPES
 
 LENGTH = 300  # of a row
@@ -28,12 +27,12 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 def kept(kind: str, seed: int, length: int, rows: int = 3) -> LayerKV:
     """Of rows (or pages) of two heads, as a cache of that type keeps it."""
     keys, values = drawn(seed, rows, 2, 8, length), drawn(seed + 1, rows, 2, length, 8)
-    return stored(keys, values, DTYPES.get(kind, jnp.float32))
+    return to_cache(keys, values, DTYPES.get(kind, jnp.float32))
 
 
 def in_rows(cached: LayerKV, counts: jax.Array) -> LayerKV:
     """The slots' pages up to there, as other machines see them."""
-    return gathered(KVCache((cached,)), PAGES, counts).layers[0]
+    return gather_pages(KVCache((cached,)), PAGES, counts).layers[0]
 
 
 def lost_behind(cached: LayerKV, counts: jax.Array) -> LayerKV:
@@ -81,7 +80,7 @@ def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, po
     q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
     k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
     wanted, written = plain_decode(q, in_rows(cached, at), (k, v), at, window=window)
-    cached = written_by_kernel(cached, stored(k[..., None], v[:, :, None], cached.keys.dtype), at)
+    cached = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), at)
     jax.tree.map(np.testing.assert_array_equal, in_rows(cached, at + 1), written)
     np.testing.assert_allclose(decoded_by_kernel(q, cached, at, window=window), wanted, atol=1e-5)
 

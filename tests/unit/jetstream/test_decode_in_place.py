@@ -14,8 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
-from jax_agent_rl.jetstream.kv import KVCache
-from jax_agent_rl.jetstream.page_ops import gathered
+from jax_agent_rl.jetstream.kv_cache import KVCache, gather_pages
 from jax_agent_rl.jetstream.programs import decode_program
 from tests.tiny import TINY, tiny_params
 
@@ -58,7 +57,7 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
 
     # Each slot's new ids are in its own pages; of the others nothing changed, page 0 is nobody's.
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-    held = (gathered(cache, slots.pages, slots.positions + ran.sum(0)) for cache in (found, wanted))
+    held = (gather_pages(cache, slots.pages, slots.positions + ran.sum(0)) for cache in (found, wanted))
     jax.tree.map(close, *held)
     for held, before in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(held[jnp.array([3, 4, 5, 6, 8])], before[jnp.array([3, 4, 5, 6, 8])])

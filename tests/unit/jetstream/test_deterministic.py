@@ -43,8 +43,11 @@ Talks = list[tuple[list[int], list[tuple[int, list[int]]]]]
 
 
 async def converse(talks: Talks, *, deterministic: bool) -> list[tuple[list[int], list[tuple[int, float]]]]:
-    """Conversations at the same time, each a prompt and turns (most new ids, ids appended then): contexts, and for each
-    sampled id its place and log-prob."""
+    """Run concurrent conversations, each a prompt and turns (max new ids, ids appended then).
+
+    Returns:
+        Contexts, and for each sampled id its index and log-prob.
+    """
     backend = JetStreamBackend(MODEL, PARAMS, SHAPES, deterministic=TABLE if deterministic else None)
     await backend.start()
 

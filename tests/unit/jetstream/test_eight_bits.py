@@ -14,8 +14,7 @@ from jax_agent_rl.jetstream.attention import decode_attention
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
-from jax_agent_rl.jetstream.kv import LayerKV, empty_cache, restored, stored
-from jax_agent_rl.jetstream.page_ops import gathered
+from jax_agent_rl.jetstream.kv_cache import LayerKV, empty_cache, from_cache, gather_pages, to_cache
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.quantized import DTYPES
 from tests.tiny import TINY, full_logits, tiny_params
@@ -66,9 +65,9 @@ def test_log_probs_are_those_of_the_rounded_matrices(kind, config):
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
 def test_a_cache_keeps_each_vector_to_a_part_of_its_largest_number(kind, bound):
     keys, values = (jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, 16, 16)), jnp.float32) for i in (0, 1))
-    kept = stored(keys, values, DTYPES[kind])
+    kept = to_cache(keys, values, DTYPES[kind])
     assert kept.scales.shape == (2, 3, 2, 16)
-    for got, wanted, axis in zip(restored(kept, jnp.float32), (keys, values), (2, 3), strict=True):
+    for got, wanted, axis in zip(from_cache(kept, jnp.float32), (keys, values), (2, 3), strict=True):
         assert (np.abs(got - wanted) <= 1.001 * bound * np.abs(wanted).max(axis, keepdims=True)).all()
 
 
@@ -77,10 +76,10 @@ def test_attention_is_that_over_what_the_cache_restores(kind):
     def drawn(seed: int, *shape: int) -> jax.Array:
         return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
-    cached = stored(drawn(0, 3, 2, 8, 20), drawn(1, 3, 2, 20, 8), DTYPES[kind])
+    cached = to_cache(drawn(0, 3, 2, 8, 20), drawn(1, 3, 2, 20, 8), DTYPES[kind])
     q, k, v, at = drawn(2, 3, 2, 4, 8), drawn(3, 3, 2, 8), drawn(4, 3, 2, 8), jnp.array([0, 7, 19])
     mixed, written = decode_attention(q, cached, (k, v), at)
-    floats = LayerKV(*restored(written, jnp.float32))
+    floats = LayerKV(*from_cache(written, jnp.float32))
     own = floats.keys[jnp.arange(3), :, :, at], floats.values[jnp.arange(3), :, at]
     np.testing.assert_allclose(mixed, decode_attention(q, floats, own, at)[0], atol=1e-5)
     np.testing.assert_allclose(own[0], k, atol=0.1)
@@ -120,7 +119,7 @@ def test_a_prompt_is_kept_alike_however_it_is_cut():
         # A float that is off by its last bit may fall on the other side of a half, and be felt in the layers above.
         assert np.abs(held - again).mean() < 0.05
 
-    whole_row, cut_row = (gathered(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (whole, cut))
+    whole_row, cut_row = (gather_pages(cache, jnp.array([[1, 2]]), jnp.array([len(ids)])) for cache in (whole, cut))
     for a, b in zip(whole_row.layers, cut_row.layers, strict=True):
         a.by_position(compare, b)
 

@@ -13,8 +13,8 @@ import pytest
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.engine_core import EngineThread
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.thread import EngineThread
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason
 from tests.tiny import TINY, tiny_params
@@ -191,7 +191,7 @@ async def test_calls_made_while_an_engine_starts_are_told_when_it_cannot():
         def has_work(self):
             return False
 
-        def turn(self):
+        def step(self):
             pass
 
     thread = EngineThread(on_end=lambda error: None)
@@ -304,7 +304,7 @@ async def test_who_was_preempted_is_ended_with_those_who_run(way: str):
             await started(backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40)))
             for i in range(3)
         ]
-        scheduler = backend._loop.scheduler
+        scheduler = backend._core.scheduler
         await engine.gate.reached()
         while not any(run.num_preempted for _, run in scheduler._waiting):
             engine.gate.let_one_pass()
@@ -340,7 +340,7 @@ async def test_an_update_that_fails_before_the_old_weights_are_given_up_leaves_t
     async with running() as (backend, engine):
         engine.gate.open()
         engine.gives_up_old_weights, engine.refusal = False, RuntimeError("out of memory")
-        with pytest.raises(WeightUpdateError, match="out of memory.*those of version 1 serve on"):
+        with pytest.raises(WeightUpdateError, match="out of memory.*version 1 is still served"):
             await backend.update_weights(update(2))
         output = await soon(backend.generate(request("r")))
         assert set(output.policy_versions) == {1} and (await backend.health()).ok

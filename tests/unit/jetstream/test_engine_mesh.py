@@ -6,7 +6,7 @@ import pytest
 
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.jetstream.layout import engine_config, make_engine_mesh
+from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from tests.simulated import run_on_devices
 from tests.tiny import TINY
 
@@ -17,7 +17,7 @@ import jax, numpy as np
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.jetstream.layout import make_engine_mesh
+from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.models.config import Experts, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
@@ -58,13 +58,13 @@ async def outputs(mesh):
         changed = await backend.generate(request("changed", prompts[2]))
         assert changed.cached_tokens == 0 and changed.policy_versions == (1,) * 12
         assert (await backend.metrics()).recompilations == 0
-        params, cache = backend._loop.scheduler.params, backend._loop.scheduler.cache
+        params, cache = backend._core.scheduler.params, backend._core.scheduler.cache
         part = {k: x.addressable_shards[0].data.size / x.size
                 for k, x in {"embed": params.embed, "keys": cache.layers[0].keys, **params.layers[0]}.items()
                 for x in jax.tree.leaves(x)[:1] if x.ndim > 1}
     finally:
         await backend.close()
-    return [*first, second, adapted, changed, in_flight(backend._loop.scheduler, prompts[1])], part
+    return [*first, second, adapted, changed, in_flight(backend._core.scheduler, prompts[1])], part
 
 def in_flight(scheduler, prompt):
     "A generation under whose middle the weights change: by hand, for the engine's thread does not wait."
@@ -110,7 +110,7 @@ from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
-from jax_agent_rl.jetstream.layout import make_engine_mesh
+from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from tests.tiny import TINY, tiny_params
 

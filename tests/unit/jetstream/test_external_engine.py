@@ -13,7 +13,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.external_engine import ExternalEngineAdapter, load_engine_function
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
-from tests.later_api import LaterApiEngine, bring, external_engine
+from tests.later_api import LaterApiEngine, external_engine, make_external_engine
 from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
@@ -23,7 +23,7 @@ PARAMS = tiny_params()
 
 
 @contextlib.asynccontextmanager
-async def running(make=bring, **options):
+async def running(make=make_external_engine, **options):
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES, external_engine=make, version=1, **options)
     await backend.start()
     try:
@@ -212,4 +212,4 @@ def test_a_wrong_name_says_what_to_write(where: str, words: str):
 
 
 def test_the_function_is_found_by_its_name():
-    assert load_engine_function("tests.later_api:bring") is bring
+    assert load_engine_function("tests.later_api:make_external_engine") is make_external_engine

@@ -307,7 +307,7 @@ async def test_start_says_what_it_compiles(params):
     small = EngineShapes(
         max_model_len=24, max_concurrent_decodes=1, kv_cache_tokens=32, decode_steps=2, prefill_buckets=(8,)
     )
-    backend = JetStreamBackend(TINY, params, small, compile_ahead=True, say=lines.append)
+    backend = JetStreamBackend(TINY, params, small, compile_ahead=True, print_line=lines.append)
     await backend.start()
     try:
         assert (await backend.metrics()).recompilations == 0

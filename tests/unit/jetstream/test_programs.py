@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.models.sharding import replicated
@@ -33,10 +33,10 @@ def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_th
     params = engine.load_params(tiny_params())
     cache = engine.warm_up(params, engine.init_cache())
     before = len(engine.table)
-    slots = idle_decode_batch(3, SHAPES.context_pages, 10)
+    slots = make_decode_batch(3, SHAPES.context_pages, 10)
     cache, _, _ = engine.decode(params, cache, slots, 4, 1)
     assert len(engine.table) == before + 2  # 64 positions, and 128
-    cache, _, _ = engine.decode(params, cache, idle_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
+    cache, _, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
     assert len(engine.table) == before + 2
     cache = engine.extend(params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))])
     assert len(engine.table) == before + 4  # what computes a chunk, and what writes it
@@ -52,7 +52,7 @@ def test_ahead_all_programs_are_compiled_that_the_shapes_allow():
     before = len(engine.table)
     cache = engine.warm_up(params, engine.init_cache())
     assert len(engine.table) - before == len(engine.program_keys()) + 1  # the empty cache
-    engine.decode(params, cache, idle_decode_batch(1, small.context_pages, 3), 2, 1)
+    engine.decode(params, cache, make_decode_batch(1, small.context_pages, 3), 2, 1)
     assert engine.table.recompilations == 0
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS
-from jax_agent_rl.jetstream.kv import LayerKV, stored
+from jax_agent_rl.jetstream.kv_cache import LayerKV, to_cache
 from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.models.quantized import Quantized, grouped_product
@@ -71,7 +71,7 @@ def described_cache(mesh: Mesh, rows: int, length: int, dtype: jnp.dtype, size: 
 
     heads_first = (rows, KV_HEADS, size, length), (rows, KV_HEADS, length, size)
     floats = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in heads_first]
-    return jax.tree.map(split, jax.eval_shape(functools.partial(stored, dtype=dtype), *floats))
+    return jax.tree.map(split, jax.eval_shape(functools.partial(to_cache, dtype=dtype), *floats))
 
 
 def kernels(program: jax.stages.Compiled) -> int:

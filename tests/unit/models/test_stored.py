@@ -80,7 +80,7 @@ import jax, jax.numpy as jnp, numpy as np
 from dataclasses import replace
 from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.config.mesh import EngineMeshConfig
-from jax_agent_rl.jetstream.layout import make_engine_mesh, parameter_places
+from jax_agent_rl.jetstream.sharding import make_engine_mesh, learner_shardings
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.models import stored
 from tests.tiny import TINY, tiny_params
@@ -92,7 +92,7 @@ folder = stored.version_folder(sys.argv[1], 1)
 stored.write_part(folder, jax.tree.map(place, params, parameter_shardings(mesh, shapes)), part=0)
 digest = stored.publish(folder, parts=1)
 for tensor in (1, 4):
-    places = parameter_places(model, make_engine_mesh(EngineMeshConfig(tensor=tensor), device_offset=3))
+    places = learner_shardings(model, make_engine_mesh(EngineMeshConfig(tensor=tensor), device_offset=3))
     reader = stored.StoredParams(folder, manifest_digest=digest)
     found = reader.read(shapes, dtype=jnp.bfloat16, shardings=places)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):

@@ -6,7 +6,7 @@ import pytest
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.programs import RecordingTable, inventory
 from jax_agent_rl.deploy.plan.topology import place_devices
-from jax_agent_rl.jetstream.decode_batch import idle_decode_batch
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.learner.learner import Learner
@@ -89,7 +89,7 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
     for table, weights in ((CountingTable(), params), (RecordingTable(), described)):
         engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, table=table)
         served, cache = engine.load_params(weights), engine.init_cache()
-        slots = idle_decode_batch(8, engine.shapes.context_pages, 16)
+        slots = make_decode_batch(8, engine.shapes.context_pages, 16)
         given.append((shapes(served), shapes(engine.decode(served, cache, slots, 16, 1))))
         given[-1] += ([key[0] for key in table.recorded],)
     assert given[0] == given[1]

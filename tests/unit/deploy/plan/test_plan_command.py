@@ -95,10 +95,10 @@ def test_whoever_ends_the_command_ends_its_compiler(tmp_path):
 
 
 def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
-    brought = "rollout.jetstream.engine_factory=pkg.module:make"
-    done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.kv_cache_tokens=40000000", brought, "--json")
+    external = "rollout.jetstream.engine_factory=pkg.module:make"
+    done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.kv_cache_tokens=40000000", external, "--json")
     assert done.returncode == 1, done.stderr
-    assert f"{brought}: planned as if it were the built-in engine" in done.stdout
+    assert f"{external}: planned as if it were the built-in engine" in done.stdout
     advised = [line for line in done.stdout.splitlines() if " not fit: " in line]
     (line,) = [line for line in advised if "decode 8 slots of 128" in line]
     assert "write to the cache" in line and "rollout.jetstream.kv_cache_tokens=20000000" in line

@@ -78,11 +78,11 @@ def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
             f"{KEY} takes {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} key/value "
             f"heads can be shared evenly by {fitting} devices only"
         )
-    parameter_places(model, mesh)  # the other dimensions
+    learner_shardings(model, mesh)  # the other dimensions
     return replace(model, num_kv_heads=kv_heads)
 
 
-def parameter_places(model: DecoderConfig, mesh: Mesh) -> Params:
+def learner_shardings(model: DecoderConfig, mesh: Mesh) -> Params:
     """Return a sharding for every parameter in the *learner's* layout on an engine's mesh.
 
     Raises:
@@ -94,7 +94,7 @@ def parameter_places(model: DecoderConfig, mesh: Mesh) -> Params:
     return places
 
 
-def engine_places(params: EngineParams, mesh: Mesh) -> EngineParams:
+def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
     """Return a sharding for every array of an engine's parameters, or of their shapes."""
 
     def one(path: tuple, x: jax.Array) -> NamedSharding:
@@ -111,6 +111,6 @@ def engine_places(params: EngineParams, mesh: Mesh) -> EngineParams:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def cache_places(mesh: Mesh) -> NamedSharding:
+def cache_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of keys, values and their scales, [N, K, …]."""
     return NamedSharding(mesh, PartitionSpec(None, DEVICES))

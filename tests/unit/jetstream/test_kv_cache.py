@@ -8,18 +8,26 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_agent_rl.jetstream.kv import KVCache, LayerKV
-from jax_agent_rl.jetstream.page_ops import aligned, copied, gathered, pages_of, write_back, written
+from jax_agent_rl.jetstream.kv_cache import (
+    KVCache,
+    LayerKV,
+    align_to_pages,
+    copy_page,
+    count_pages,
+    gather_pages,
+    write_back,
+    write_pages,
+)
 
 SIZE, COUNT, CHUNK, STEPS = 4, 5, 6, 7
 PAGES = np.array([[3, 1, 6, 2, 8], [3, 1, 4, 7, 0]], np.int32)  # two rows that begin alike; the second has four pages
 ALONE = 2 * SIZE  # from here on each row has pages of its own
 
 chunk_written = jax.jit(
-    lambda cache, new, starts, into: written(cache, aligned(cache, (new,), starts, into[:, 0]), into)
+    lambda cache, new, starts, into: write_pages(cache, align_to_pages(cache, (new,), starts, into[:, 0]), into)
 )
 steps_written = jax.jit(functools.partial(write_back, steps=STEPS))
-rows_of = jax.jit(gathered)
+rows_of = jax.jit(gather_pages)
 FULL = np.full(2, COUNT * SIZE)
 
 
@@ -68,7 +76,7 @@ def test_a_row_has_nothing_behind_its_context():
 @given(starts=st.tuples(*[st.integers(ALONE, 4 * SIZE - 1)] * 2))
 def test_a_chunk_stands_behind_what_was_there_and_nothing_else_changes(starts: tuple[int, int]):
     cache, new = KVCache((layer(0, 9, SIZE),)), layer(1, 2, CHUNK)
-    into = np.zeros((2, pages_of(CHUNK, SIZE)), np.int32)
+    into = np.zeros((2, count_pages(CHUNK, SIZE)), np.int32)
     for row, start in enumerate(starts):
         own = PAGES[row, start // SIZE :][: into.shape[1]]
         into[row, : len(own)] = own
@@ -104,7 +112,7 @@ def test_steps_write_what_is_new_and_shared_pages_stay(positions: tuple[int, int
 
 def test_a_page_is_copied_over_another():
     cache = KVCache((layer(0, 9, SIZE),))
-    after = copied(cache, np.array([3, 5]))
+    after = copy_page(cache, np.array([3, 5]))
     for held, before in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(held[5], before[3])
         np.testing.assert_array_equal(held[3], before[3])

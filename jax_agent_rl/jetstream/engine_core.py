@@ -1,0 +1,376 @@
+"""The engine's thread: how the asyncio side reaches it, and the requests, pauses and weight updates it serves.
+
+::
+
+    asyncio side                                      the thread
+    post(command), call(function) ──► commands ──►    each command, then one step of the core, repeatedly
+        ▲                                                │
+        └──── futures, one loop call a step ◄── settle, call_soon
+
+Commands run between steps, so pauses, aborts and weight updates never interrupt one. The thread sleeps on a condition
+while it has neither commands nor work. When it ends, every pending future gets the reason. The core::
+
+    serving ──pause(keep)──► frozen ──pause(wait)──┐
+       │  ▲                    │                   ▼
+       │  └──────resume────────┴──resume──── draining: running requests go on, none is admitted
+       └──────────pause(wait)──────────────────────┘ │ none runs any more
+                                                     ▼
+                                                  frozen, and pause(wait) returns
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    TrajectoryError,
+    WeightUpdateError,
+)
+from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.jetstream.weights import ServedWeights
+from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.rollout.protocol import GenerateRequest, Health, TokenChunk, WeightUpdate
+from jax_agent_rl.types import PauseMode
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+BURST_GAP_SECONDS = 0.001  # an idle engine starts once no request has come for this long,
+BURST_SECONDS = 0.02  # or this long after the first
+ChunkSink = asyncio.Queue[TokenChunk | Exception]
+"""Output of one submission. Request ids may be reused, so they cannot identify it."""
+
+
+class EngineThread:
+    """The thread of the module docstring. All but ``settle`` and ``call_soon`` are for the asyncio side.
+
+    Args:
+        on_end: called on the asyncio side when the thread ends, with the reason.
+    """
+
+    def __init__(self, on_end: Callable[[BackendError], None]) -> None:
+        self._on_end = on_end
+        self._commands: deque[Callable[[], object]] = deque()
+        self._promises: set[asyncio.Future] = set()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._failure: str | None = None
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    async def start(self, core: EngineCore) -> None:
+        """Start the thread and wait until the core is set up; raise what that raises."""
+        if self._thread is not None:
+            raise BackendError("the backend was already started")
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(core, ready), name="jetstream-engine", daemon=True)
+        self._thread.start()
+        await ready
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None and self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def post(self, command: Callable[[], object], promise: asyncio.Future | None = None) -> None:
+        """Queue a command.
+
+        Args:
+            command: runs in the thread.
+            promise: a future the command settles, now or later; fails if the thread ends first.
+
+        Raises:
+            EngineDiedError: the engine died.
+            BackendClosedError: the backend is closed, or not started.
+        """
+        with self._wake:  # the thread also ends under this lock, so no command comes after its end
+            if self._failure:
+                raise EngineDiedError(self._failure)
+            if self._closing or self._thread is None:
+                raise BackendClosedError(
+                    "the backend is closed" if self._closing else "the backend was not started: call start()"
+                )
+            if promise is not None:
+                self._promises.add(promise)
+                promise.add_done_callback(self._promises.discard)
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the thread, between steps, and return its result."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def command() -> None:
+            try:
+                result = function()
+            except Exception as error:  # raised in the caller
+                self.settle(future, error=error)
+            else:
+                self.settle(future, result)
+
+        self.post(command, future)
+        return await future
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def settle(self, future: asyncio.Future, result: Any = None, *, error: Exception | None = None) -> None:
+        """Settle a future of the asyncio side."""
+        self.call_soon(_settle, future, result, error)
+
+    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the asyncio loop, unless the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("the asyncio loop closed before the engine thread")
+
+    def _run(self, core: EngineCore, ready: asyncio.Future[None]) -> None:
+        try:
+            core.set_up()
+        except Exception as error:
+            self.settle(ready, error=error)
+            self._end(EngineDiedError(f"the engine could not start: {error}"))
+            return
+        self.settle(ready)
+        try:
+            while self._serve_once(core):
+                pass
+        except Exception as error:  # the engine is lost, its callers must not hang
+            logger.exception("the engine thread died")
+            self._end(EngineDiedError(f"the engine died: {type(error).__name__}: {error}"))
+        else:
+            self._end(BackendClosedError("the backend was closed before this ended"))
+
+    def _serve_once(self, core: EngineCore) -> bool:
+        """Run commands, then one step; return False when closing."""
+        with self._wake:
+            if not (self._closing or self._commands or core.has_work()):
+                self._wait_for_commands()
+            if self._closing:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        core.step()
+        return True
+
+    def _wait_for_commands(self) -> None:
+        """Sleep until a command comes, then until the burst of requests ends.
+
+        Otherwise the first request of a burst would decode alone while the others wait for its dispatch.
+        """
+        while not (self._closing or self._commands):
+            self._wake.wait()
+        deadline = time.perf_counter() + BURST_SECONDS
+        while not self._closing and self._wake.wait(BURST_GAP_SECONDS) and time.perf_counter() < deadline:
+            pass
+
+    def _end(self, error: BackendError) -> None:
+        with self._wake:
+            if isinstance(error, EngineDiedError):
+                self._failure = str(error)
+            self._commands.clear()
+        self.call_soon(self._fail_all, error)
+
+    def _fail_all(self, error: BackendError) -> None:
+        for promise in list(self._promises):
+            _settle(promise, None, error)
+        self._on_end(error)
+
+
+def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> None:
+    if future.done():  # the caller went away, or the thread ended first
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class EngineCore:
+    """The state machine of the module docstring. Everything here runs in the thread.
+
+    Args:
+        thread: the thread it runs in.
+        make_scheduler: makes the engine, compiled and with its first weights.
+        weights: checks weight updates.
+        version: policy version of the first weights.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        make_scheduler: Callable[[], Scheduler],
+        weights: ServedWeights,
+        *,
+        version: int,
+    ) -> None:
+        self._thread = thread
+        self._make_scheduler = make_scheduler
+        self._weights = weights
+        self.version = version
+        self._sinks: dict[RunningRequest, ChunkSink] = {}
+        self._drains: list[asyncio.Future[None]] = []  # callers of pause(wait)
+        self._paused = self._asleep = False
+        self._weights_lost: str | None = None  # why there are no weights to serve
+
+    def set_up(self) -> None:
+        self.scheduler = self._make_scheduler()
+
+    def has_work(self) -> bool:
+        """Whether a step would do something without a command."""
+        if self._asleep or (self._paused and not self._drains):
+            return False
+        return bool(self.scheduler.running) or (self.scheduler.waiting > 0 and not self._drains)
+
+    def step(self) -> None:
+        if self.has_work():
+            self._publish(self.scheduler.step(admit=not self._drains))
+        self._end_drains()
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None, sink: ChunkSink) -> None:
+        try:
+            if self._weights_lost:
+                raise EngineDiedError(self._weights_lost)
+            self._sinks[self.scheduler.submit(request, multimodal)] = sink
+        except TrajectoryError as error:  # the request is at fault
+            self._thread.call_soon(sink.put_nowait, error)
+        except Exception as error:  # one request must not end the others
+            logger.exception("request %r could not be queued", request.request_id)
+            refusal = BackendError(f"request {request.request_id!r} cannot be taken: {type(error).__name__}: {error}")
+            self._thread.call_soon(sink.put_nowait, refusal)
+
+    def abort(self, request_id: str) -> bool:
+        ended = self.scheduler.abort(request_id)
+        if ended is not None:
+            self._publish([ended])
+        return ended is not None
+
+    def _abort_started(self) -> None:
+        for request_id in self.scheduler.started:
+            self.abort(request_id)
+
+    def _publish(self, progress: Sequence[tuple[RunningRequest, TokenChunk]]) -> None:
+        if progress:
+            sinks = [self._sinks[run] if chunk.final is None else self._sinks.pop(run) for run, chunk in progress]
+            chunks = [chunk for _, chunk in progress]
+            self._thread.call_soon(_deliver, sinks, chunks)
+
+    # --- pausing ----------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause with KEEP or ABORT; for WAIT see :meth:`drain`."""
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            self._abort_started()
+        elif self.scheduler.running:
+            self._fail_drains("pause(keep) froze the requests this pause(wait) waited for; resume(), then pause again")
+
+    def drain(self, drained: asyncio.Future[None]) -> None:
+        """Let running and frozen requests finish, then settle ``drained``."""
+        self._drains.append(drained)
+        self._end_drains()
+
+    def cancel_drain(self, drained: asyncio.Future[None]) -> None:
+        """Cancel a drain, as its caller went away."""
+        if drained in self._drains:
+            self._drains.remove(drained)
+
+    def resume(self) -> None:
+        self._paused = False
+        self._fail_drains("resume() came before the requests this pause(wait) waited for had ended")
+
+    def _end_drains(self) -> None:
+        if self._drains and not self.scheduler.running:
+            self._paused = True
+            for drained in self._drains:
+                self._thread.settle(drained)
+            self._drains.clear()
+
+    def _fail_drains(self, why: str) -> None:
+        for drained in self._drains:
+            self._thread.settle(drained, error=BackendError(why))
+        self._drains.clear()
+
+    # --- memory and weights -----------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        if self._weights_lost:
+            raise EngineDiedError(self._weights_lost)
+        self._abort_started()
+        if not self._asleep:
+            self.scheduler.sleep()
+        self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self.scheduler.wake()
+        self._asleep = False
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Serve new weights from now on.
+
+        Raises:
+            WeightUpdateError: they were not loaded; says what is served now.
+        """
+        self._weights.check(update, self.version)
+        begin = time.perf_counter()
+        scheduler = self.scheduler
+        try:
+            old = None if self._weights_lost else scheduler.params
+            params = jax.block_until_ready(scheduler.engine.load_params(update.payload, old))
+        except Exception as error:
+            what = f"weights of version {update.version} could not be loaded ({type(error).__name__}: {error})"
+            on_device = (x for x in jax.tree.leaves(scheduler.params) if isinstance(x, jax.Array))
+            if not any(x.is_deleted() for x in on_device):
+                raise WeightUpdateError(f"{what}; version {self.version} is still served") from error
+            what += f" after those of version {self.version} had made room for them; send a whole update"
+            self._lose_weights(what)
+            raise WeightUpdateError(what) from error
+        scheduler.set_weights(params, update.version)
+        self.version, self._weights_lost = update.version, None
+        scheduler.counters.weight_update_seconds += time.perf_counter() - begin
+
+    def _lose_weights(self, why: str) -> None:
+        """Stop serving until an update succeeds, and fail all requests."""
+        logger.error("the engine stops serving: %s", why)
+        self._weights_lost, error = why, EngineDiedError(why)
+        for run, sink in self._sinks.items():
+            self.scheduler.abort(run.request.request_id)
+            self._thread.call_soon(sink.put_nowait, error)
+        self._sinks.clear()
+
+    def health(self) -> Health:
+        if self._weights_lost:
+            return Health(ok=False, detail=self._weights_lost, policy_version=self.version)
+        return self.scheduler.health()
+
+
+def _deliver(sinks: Sequence[ChunkSink], chunks: Sequence[TokenChunk]) -> None:
+    """Deliver chunks, on the asyncio side."""
+    for sink, chunk in zip(sinks, chunks, strict=True):
+        sink.put_nowait(chunk)

@@ -1,0 +1,213 @@
+"""The KV cache on the device, in the engine's precision or in 8 bits, and movement of its pages.
+
+Shapes: P pages of S positions (or rows of several pages, where they were gathered), K key/value heads, h head size, R
+rows of n pages. In 8 bits each position's key and value have one float32 scale per head, with positions last: a TPU
+would pad any other axis to 128. Comments on keys […, K, h, positions] apply to values [K, positions, h] and scales too.
+
+Page 0 is the null page: it is read where a row has no page, and writes to it are dropped. Work per layer is a jitted
+function: it is traced and lowered once for all layers, and XLA inlines it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.quantized import quantized
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerKV:
+    """Keys and values of one layer, in the layouts that products read contiguously.
+
+    Attributes:
+        keys: [P, K, h, S].
+        values: [P, K, S, h].
+        scales: float32 [P, K, 2, S], of keys and of values; None if not quantized.
+    """
+
+    keys: Any
+    values: Any
+    scales: Any = None
+
+    def by_position(self, function: Callable[..., Any], *others: LayerKV) -> LayerKV:
+        """Map ``function(axis, array, *others' arrays)`` over the arrays; ``axis`` is that of positions."""
+        scales = None
+        if self.scales is not None:
+            scales = function(3, self.scales, *(other.scales for other in others))
+        return LayerKV(
+            keys=function(3, self.keys, *(other.keys for other in others)),
+            values=function(2, self.values, *(other.values for other in others)),
+            scales=scales,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers."""
+
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of pages."""
+        return self.layers[0].keys.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Positions of a page."""
+        return self.layers[0].keys.shape[-1]
+
+
+def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype) -> KVCache:
+    """Return a cache of ``count`` pages of zeros, with scales for int8 or float8."""
+    heads, size = config.num_kv_heads, config.head_dim
+
+    def layer() -> LayerKV:
+        return LayerKV(
+            keys=jnp.zeros((count, heads, size, length), dtype),
+            values=jnp.zeros((count, heads, length, size), dtype),
+            scales=jnp.zeros((count, heads, 2, length), jnp.float32) if is_quantized(dtype) else None,
+        )
+
+    return KVCache(tuple(layer() for _ in range(config.num_layers)))
+
+
+def is_quantized(dtype: jnp.dtype) -> bool:
+    """Whether a cache of this type has scales."""
+    return jnp.dtype(dtype).itemsize == 1
+
+
+def to_cache(keys: jax.Array, values: jax.Array, dtype: jnp.dtype) -> LayerKV:
+    """Convert keys [R, K, h, T] and values [R, K, T, h] to a cache of ``dtype``."""
+    if not is_quantized(dtype):
+        return LayerKV(keys.astype(dtype), values.astype(dtype))
+    own_keys, own_values = quantized(keys, dtype, axis=2), quantized(values, dtype, axis=3)
+    scales = jnp.concatenate([own_keys.scale, own_values.scale.mT], axis=2)
+    return LayerKV(own_keys.numbers, own_values.numbers, scales)
+
+
+def from_cache(kept: LayerKV, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Invert :func:`to_cache`: return keys and values, in ``dtype`` if they are quantized."""
+    if kept.scales is None:
+        return kept.keys, kept.values
+    keys = kept.keys.astype(jnp.float32) * kept.scales[:, :, :1]
+    values = kept.values.astype(jnp.float32) * kept.scales[:, :, 1, :, None]
+    return keys.astype(dtype), values.astype(dtype)
+
+
+def gather_pages(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache:
+    """Gather pages into rows of n S positions.
+
+    Args:
+        cache: P pages.
+        pages: int32 [R, n].
+        counts: int32 [R], positions of each row's context. The rest is zeroed: stale values may be NaN, which an
+            attention weight of zero does not remove.
+    """
+
+    def array(axis: int, x: jax.Array) -> jax.Array:
+        found = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, axis)  # [R, K, h, n, S]
+        rows = found.reshape(*found.shape[:axis], -1, *found.shape[axis + 2 :])
+        own = jnp.arange(rows.shape[axis]) < counts[:, None]
+        return jnp.where(jnp.expand_dims(own, [i for i in (1, 2, 3) if i != axis]), rows, 0)
+
+    layer = jax.jit(lambda layer: layer.by_position(array))
+    return KVCache(tuple(map(layer, cache.layers)))
+
+
+def write_pages(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> KVCache:
+    """Write rows of n S positions to pages int32 [R, n], which are distinct except for page 0."""
+    pages = jnp.where(pages == NULL_PAGE, cache.count, pages).reshape(-1)
+
+    def array(axis: int, x: jax.Array, row: jax.Array) -> jax.Array:
+        parts = row.reshape(*row.shape[:axis], -1, x.shape[axis], *row.shape[axis + 1 :])
+        parts = jnp.moveaxis(parts, axis, 1).reshape(-1, *x.shape[1:])
+        return x.at[pages].set(parts, mode="drop", unique_indices=True)
+
+    layer = jax.jit(lambda layer, row: layer.by_position(array, row))
+    return KVCache(tuple(map(layer, cache.layers, rows)))
+
+
+def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int) -> KVCache:
+    """Write the positions that ``steps`` decode steps may have changed from gathered rows back to the cache.
+
+    Args:
+        cache: P pages.
+        rows: gathered from it.
+        pages: int32 [R, n], pages of the rows.
+        positions: int32 [R], of the first step. Pages from there on belong to one row only.
+        steps: static.
+    """
+    size, row_pages = cache.length, pages.shape[1]
+    count = min(row_pages, count_pages(steps, size))
+    first = positions // size
+    begin = jnp.minimum(first, row_pages - count)
+    index = begin[:, None] + jnp.arange(count)
+    mine = jnp.where(index >= first[:, None], jnp.take_along_axis(pages, index, axis=1), NULL_PAGE)
+
+    def window(axis: int, x: jax.Array) -> jax.Array:
+        part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count * size, axis - 1)  # noqa: E731
+        return jax.vmap(part)(x, begin * size)
+
+    layer = jax.jit(lambda layer: layer.by_position(window))
+    return write_pages(cache, tuple(map(layer, rows.layers)), mine)
+
+
+def align_to_pages(
+    cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, first: jax.Array
+) -> tuple[LayerKV, ...]:
+    """Align chunks of T positions to whole pages, after what their first page already holds.
+
+    Args:
+        cache: P pages.
+        chunks: KV of each layer.
+        starts: int32 [R], where the chunks begin.
+        first: int32 [R], the pages that hold these positions.
+
+    Returns:
+        Rows of ``count_pages(T, S)`` pages; their content after a chunk is undefined.
+    """
+    size = cache.length
+    before = starts % size
+
+    def array(axis: int, x: jax.Array, chunk: jax.Array) -> jax.Array:
+        width = count_pages(chunk.shape[axis], size) * size
+        sides = [(0, 0)] * 4
+        sides[axis] = size, width - chunk.shape[axis]
+        shift = lambda row, by: jax.lax.dynamic_slice_in_dim(row, by, width, axis - 1)  # noqa: E731
+        shifted = jax.vmap(shift)(jnp.pad(chunk, sides), size - before)
+        sides[axis] = 0, width - size
+        held = jnp.pad(x.at[first].get(mode="clip"), sides)
+        mine = jnp.expand_dims(jnp.arange(width) >= before[:, None], [i for i in (1, 2, 3) if i != axis])
+        return jnp.where(mine, shifted, held)
+
+    layer = jax.jit(lambda layer, chunk: layer.by_position(array, chunk))
+    return tuple(map(layer, cache.layers, chunks))
+
+
+def count_pages(count: int, size: int) -> int:
+    """Return the most pages that ``count`` consecutive positions touch.
+
+    >>> count_pages(1, 32), count_pages(16, 32), count_pages(33, 32), count_pages(34, 32)
+    (1, 2, 2, 3)
+    """
+    return -(-(count - 1) // size) + 1
+
+
+def copy_page(cache: KVCache, place: jax.Array) -> KVCache:
+    """Copy page ``place[0]`` over page ``place[1]``."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_index_in_dim(x, place[0], keepdims=True)
+        return jax.lax.dynamic_update_index_in_dim(x, page, place[1], axis=0)
+
+    return jax.tree.map(copy, cache)
