@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import cast
 
 from jax_agent_rl.errors import BackendError, EngineDiedError
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.types import PauseMode, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+_EVACUATE_TIMEOUT_SECONDS = 2.0
+"""Time limit of a lost server for returning what its requests have sampled."""
+
+_CLOSE_TIMEOUT_SECONDS = 30.0
 
 OnIds = Callable[[Sequence[int]], None]
 """Called with newly sampled ids of one request; must be quick and must not raise."""
@@ -54,9 +62,27 @@ class AsyncServer:
     async def close(self) -> None:
         await self.backend.close()
 
-    def abandon(self, reason: str) -> None:
+    async def close_quietly(self, *, timeout: float | None = None) -> None:
+        """Close a server that may be in any state, within ``timeout`` seconds; log what fails."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.close()
+        except Exception as error:
+            logger.warning("server %s failed to close: %r", self.name, error)
+
+    async def end(self, why: str) -> None:
+        """Return what the requests have, if the backend can still report that, fail the rest, and close."""
+        try:
+            async with asyncio.timeout(_EVACUATE_TIMEOUT_SECONDS):
+                await self.evacuate()
+        except Exception as error:
+            logger.info("server %s returned nothing: %r", self.name, error)
+        self.abandon(why)
+        await self.close_quietly(timeout=_CLOSE_TIMEOUT_SECONDS)
+
+    def abandon(self, why: str) -> None:
         """Fail every call that waits for the backend, now and later, with ``EngineDiedError``."""
-        self._abandoned = reason
+        self._abandoned = f"server {self.name} is lost: {why}"
         for deadline in self._waits:
             deadline.reschedule(0.0)
 

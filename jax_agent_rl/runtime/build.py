@@ -33,7 +33,7 @@ from jax_agent_rl.runtime.multihost_engines import (
 )
 from jax_agent_rl.runtime.placement import FleetMetrics, first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.runtime.sampling import open_agents, open_manager, prepare
+from jax_agent_rl.runtime.sampling import open_agents, prepare
 from jax_agent_rl.trainer.components import RunComponents
 
 
@@ -98,14 +98,14 @@ async def build(
         )
         if weight_buffer is not None:
             here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, say=say)}
-        manager = await stack.enter_async_context(open_manager(config, client))
+        stack.push_async_callback(client.close)
         say(f"starting the {config.rollout.backend} engine")
-        await manager.start(place_engines(config, places, here))
-        beside = [*here, *(await join_hosts(manager) if weight_buffer is not None else [])]
+        await client.start(place_engines(config, places, here))
+        beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
         yield RunComponents(
             config=config,
             codec=codec,
-            metrics=FleetMetrics(lambda: manager.backends).read,
+            metrics=FleetMetrics(lambda: client.backends).read,
             client=client,
             collector=agents.collector,
             evaluator=agents.evaluator,

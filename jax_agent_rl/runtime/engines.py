@@ -29,7 +29,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.peft import read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
-from jax_agent_rl.rollout.lifecycle import BackendFactory
+from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.utils.hub import model_folder

@@ -37,7 +37,7 @@ from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.jetstream.weight_loading import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
+from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
 from jax_agent_rl.runtime.engines import UNTRAINED, engine_mesh, make_engine
 
@@ -188,12 +188,12 @@ def own_address(coordinator: str | None) -> str:
 
 
 async def join_hosts(
-    manager: LLMServerManager, *, registry: HostRegistry | None = None, others: int | None = None
+    client: LLMServerClient, *, registry: HostRegistry | None = None, others: int | None = None
 ) -> list[str]:
-    """Add the engines of all other processes to a manager, once they are up; return the names of their servers.
+    """Add the engines of all other processes to a client, once they are up; return the names of their servers.
 
     Args:
-        manager: manages the run's engines.
+        client: the run's client.
         registry: where the others register.
         others: their number; None: all other processes.
 
@@ -206,7 +206,7 @@ async def join_hosts(
     registry.publish_token(token)
     urls = await registry.addresses(jax.process_count() - 1 if others is None else others)
     connect = {f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()}
-    await asyncio.gather(*(manager.join(name, make) for name, make in connect.items()))
+    await asyncio.gather(*(client.join(name, make) for name, make in connect.items()))
     return list(connect)
 
 

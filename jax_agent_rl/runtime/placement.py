@@ -24,7 +24,7 @@ from typing import Any, cast
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import BackendFactory
+from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine

@@ -5,7 +5,7 @@ Training adds a learner (:mod:`~jax_agent_rl.runtime.build`); evaluation and col
 
 ::
 
-    prepare ──► open_places ──► open_agents ──► preflight ──► open_manager ──► its engines start
+    prepare ──► open_places ──► open_agents ──► preflight ──► its engines start
     (cheap checks)  (Ray)       (judge, too)    (servers)
 """
 
@@ -29,7 +29,6 @@ from jax_agent_rl.environments import EnvironmentPools, load_environments, requi
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, read_model, recovery_seconds
 from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
@@ -156,6 +155,9 @@ async def open_agents(
         decode_text=functools.partial(prepared.codec.decode, skip_special_tokens=False),
         max_in_flight_per_server=config.rollout.max_in_flight_per_server,
         wait_for_server_seconds=config.rollout.wait_for_server_seconds,
+        recovery_seconds=recovery_seconds(config),
+        stall_seconds=config.rollout.stall_seconds,
+        seed=config.seed,
     )
     async with open_scorer(config, prepared.services, client=client, codec=prepared.codec) as score:
         agents = make_agents(
@@ -208,21 +210,6 @@ def make_agents(
 
 
 @asynccontextmanager
-async def open_manager(config: Config, client: LLMServerClient) -> AsyncIterator[LLMServerManager]:
-    """Yield the manager that starts the engines, monitors them, and closes them in the end."""
-    manager = LLMServerManager(
-        client,
-        recovery_seconds=recovery_seconds(config),
-        stall_seconds=config.rollout.stall_seconds,
-        seed=config.seed,
-    )
-    try:
-        yield manager
-    finally:
-        await manager.close()
-
-
-@asynccontextmanager
 async def open_rollouts(
     config: Config, source: Source, *, version: int, say: Callable[[str], None]
 ) -> AsyncIterator[Rollouts]:
@@ -249,9 +236,9 @@ async def open_rollouts(
         here = backend_factories(
             config, codec, weights=functools.partial(load_model, config, codec), say=say, version=version
         )
-        manager = await stack.enter_async_context(open_manager(config, client))
+        stack.push_async_callback(client.close)
         say(f"starting the {config.rollout.backend} engine")
-        await manager.start(place_engines(config, places, here))
+        await client.start(place_engines(config, places, here))
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 

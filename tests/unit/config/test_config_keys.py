@@ -50,11 +50,11 @@ EFFECTS = {
             "test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions"
         ),
     "rollout.recovery_seconds":
-        "unit/rollout/test_lifecycle.py::test_without_recovery_a_loss_is_final_and_told_at_once",
+        "unit/rollout/test_pool.py::test_without_recovery_a_loss_is_final_and_told_at_once",
     "rollout.wait_for_server_seconds":
         "unit/rollout/test_request_queue.py::test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled",
     "rollout.stall_seconds":
-        "unit/rollout/test_lifecycle.py::test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on",
+        "unit/rollout/test_pool.py::test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on",
     "rollout.max_model_len":
         "unit/trainer/test_sampling_of_a_run.py::"
         "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",

@@ -4,13 +4,11 @@ import asyncio
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.multihost_engines import (
     KIND,
@@ -68,13 +66,10 @@ def weight_buffer() -> WeightBuffer:
     return WeightBuffer(lambda params: {"copy of": params})
 
 
-async def fleet(
-    store: Store, engine: Engine, kept: WeightBuffer, **more: Any
-) -> tuple[LLMServerClient, LLMServerManager]:
+async def fleet(engine: Engine, kept: WeightBuffer) -> LLMServerClient:
     client = LLMServerClient(decode_text=to_text)
-    manager = LLMServerManager(client)
-    await manager.start({"host-0": lambda: WeightBufferBackend(engine, kept)})  # type: ignore[dict-item]
-    return client, manager
+    await client.start({"host-0": lambda: WeightBufferBackend(engine, kept)})  # type: ignore[dict-item]
+    return client
 
 
 async def test_all_engines_take_the_version_in_their_own_weight_buffer():
@@ -85,9 +80,9 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         number=1,
         host="127.0.0.1",
     )
-    client, manager = await fleet(store, engines[0], buffers[0])
+    client = await fleet(engines[0], buffers[0])
     try:
-        assert await join_hosts(manager, registry=HostRegistry(store), others=1) == ["host-1"]
+        assert await join_hosts(client, registry=HostRegistry(store), others=1) == ["host-1"]
         for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
         await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
@@ -98,7 +93,7 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         assert {output.policy_versions for output in outputs} == {(1,) * 5} and len({o.token_ids for o in outputs}) == 1
         assert [(await s.backend.metrics()).requests_finished for s in client.servers] == [2, 2]
     finally:
-        await manager.close()
+        await client.close()
         await asyncio.to_thread(other.close)
     assert engines[1].closed
 
@@ -106,12 +101,12 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     store, kept = Store(), weight_buffer()
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
-    _, manager = await fleet(store, Engine(), kept)
+    client = await fleet(Engine(), kept)
     try:
         with pytest.raises(BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"):
-            await join_hosts(manager, registry=HostRegistry(store), others=1)
+            await join_hosts(client, registry=HostRegistry(store), others=1)
     finally:
-        await manager.close()
+        await client.close()
         await asyncio.to_thread(other.close)
 
 
