@@ -25,9 +25,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -38,7 +38,8 @@ from jax_agent_rl.jetstream.weight_loading import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.runtime.engines import UNTRAINED, engine_mesh, make_engine
 
 logger = logging.getLogger(__name__)
@@ -84,27 +85,14 @@ class WeightBuffer:
             raise WeightUpdateError(f"weights of version {version} are not in this process, which has {found}")
         return kept[1]
 
+    @contextlib.asynccontextmanager
+    async def receive(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+        """Yield the update with the buffered arrays."""
+        yield replace(update, kind="arrays", payload=self.take(update.version))
 
-class WeightBufferBackend:
-    """An engine that takes its weights from a :class:`WeightBuffer`."""
-
-    def __init__(self, backend: RolloutBackend, weight_buffer: WeightBuffer) -> None:
-        self._backend = backend
-        self._weight_buffer = weight_buffer
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self._backend.capabilities, weight_payloads=frozenset({KIND}))
-
-    async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind != KIND:
-            raise WeightUpdateError(f"an engine beside the learner takes weights of kind {KIND!r}, got {update.kind!r}")
-        await self._backend.update_weights(
-            replace(update, kind="arrays", payload=self._weight_buffer.take(update.version))
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+    def serve(self, backend: RolloutBackend) -> RolloutBackend:
+        """Return the backend with weights from this buffer."""
+        return cast(RolloutBackend, TransportBackend(backend, KIND, self.receive))
 
 
 def make_weight_buffer(config: Config) -> WeightBuffer:
@@ -120,7 +108,7 @@ def make_host_engine(
     own = config.model_copy(update={"seed": config.seed + jax.process_index()})
     dtype = config.rollout.jetstream.dtype
     engine = make_engine(own, version=UNTRAINED, say=say, dtype=dtype)
-    return cast(RolloutBackend, WeightBufferBackend(engine, weight_buffer))
+    return weight_buffer.serve(engine)
 
 
 # --- discovery -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
@@ -126,9 +126,9 @@ def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBack
 
 
 def _from_store(make: BackendFactory) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray.host import ObjectStoreBackend
+    from jax_agent_rl.rollout.ray.weights import from_object_store
 
-    return cast(RolloutBackend, ObjectStoreBackend(make()))
+    return from_object_store(make())
 
 
 def room_for_learning(

@@ -15,7 +15,6 @@ from jax_agent_rl.runtime.multihost_engines import (
     HostEngine,
     HostRegistry,
     WeightBuffer,
-    WeightBufferBackend,
     join_hosts,
     own_address,
 )
@@ -68,14 +67,14 @@ def weight_buffer() -> WeightBuffer:
 
 async def fleet(engine: Engine, kept: WeightBuffer) -> LLMServerClient:
     client = LLMServerClient(decode_text=to_text)
-    await client.start({"host-0": lambda: WeightBufferBackend(engine, kept)})  # type: ignore[dict-item]
+    await client.start({"host-0": lambda: kept.serve(engine)})  # type: ignore[dict-item]
     return client
 
 
 async def test_all_engines_take_the_version_in_their_own_weight_buffer():
     store, engines, buffers = Store(), [Engine(), Engine()], [weight_buffer(), weight_buffer()]
     other = HostEngine(
-        lambda: WeightBufferBackend(engines[1], buffers[1]),  # type: ignore[arg-type,return-value]
+        lambda: buffers[1].serve(engines[1]),  # type: ignore[arg-type,return-value]
         HostRegistry(store),
         number=1,
         host="127.0.0.1",
@@ -119,7 +118,7 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
 
 async def test_a_version_that_is_not_in_the_weight_buffer_is_refused():
     engine, kept = Engine(), weight_buffer()
-    served = WeightBufferBackend(engine, kept)  # type: ignore[arg-type]
+    served = kept.serve(engine)  # type: ignore[arg-type]
     with pytest.raises(WeightUpdateError, match="version 1 are not in this process, which has none"):
         await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
     kept.put(1, "parameters")  # type: ignore[arg-type]
