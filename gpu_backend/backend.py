@@ -301,7 +301,7 @@ class VllmBackend:
     async def _resume_unless_paused(self) -> None:
         if self._paused or self._failure is not None:  # wrong weights stay paused until a whole update succeeds
             return
-        self._delivery.set()  # first: a cancellation in the next line comes after vLLM was told
+        self._delivery.set()  # first: a cancellation in the next line comes after vLLM has resumed
         await self._engine.resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> None:

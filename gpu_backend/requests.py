@@ -39,12 +39,12 @@ class RequestAdmission:
         self._decode_text = decode_text
         self._placeholders = placeholders or {}
 
-    def admit(self, request: GenerateRequest, living: Container[str]) -> RunningRequest:
+    def admit(self, request: GenerateRequest, running: Container[str]) -> RunningRequest:
         """Check a request, and return its initial state.
 
         Args:
             request: the request.
-            living: ids of the running requests.
+            running: ids of the running requests.
 
         Raises:
             PromptTooLongError: no room for one sampled id.
@@ -56,16 +56,16 @@ class RequestAdmission:
                 f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
                 "shorten the prompt or raise rollout.max_model_len"
             )
-        if request.request_id in living:
-            raise BackendError(f"{name} is already running; request ids must be unique while they live")
+        if request.request_id in running:
+            raise BackendError(f"{name} is already running; request ids must be unique while they run")
         if not all(0 <= i < self._vocabulary for i in request.prompt_ids):
             raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
         if request.sampling.stop and self._decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
         for kind, items in request.multi_modal.items():
-            if len(items) > (most := self._settings.multi_modal.get(kind, 0)):
+            if len(items) > (allowed := self._settings.multi_modal.get(kind, 0)):
                 raise BackendError(
-                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {most}: "
+                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {allowed}: "
                     f"raise rollout.vllm.multi_modal.{kind}"
                 )
         if request.lora is not None and request.lora not in self._settings.adapters:

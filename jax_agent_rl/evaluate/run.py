@@ -100,7 +100,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     chosen, source = sampling(config, request), source_of(config, request)
     begin = time.monotonic()
     with Progress(console, total_steps=0) as progress:
-        async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
+        async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
             folder = RunFolder(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
             folder.write_json(folder.config, recorded.model_dump(mode="json"))

@@ -51,7 +51,7 @@ def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @asynccontextmanager
 async def build(
-    config: Config, *, say: Callable[[str], None], channel: ControlChannel | None = None
+    config: Config, *, print_line: Callable[[str], None], channel: ControlChannel | None = None
 ) -> AsyncIterator[RunComponents]:
     """Load, compile and start everything; close it in the end.
 
@@ -59,7 +59,7 @@ async def build(
 
     Args:
         config: the resolved configuration.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
         channel: commands the learner's other processes, if any (``runtime.multihost``).
 
     Raises:
@@ -80,7 +80,7 @@ async def build(
         client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
         agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])
-        say(f"loading {config.model.path}")
+        print_line(f"loading {config.model.path}")
         probe_ids = codec.encode_prompt(train[0]["prompt"])
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
@@ -92,14 +92,14 @@ async def build(
             config,
             codec,
             weights=lambda: (model, learner.params),  # the learner's copy: with adapters it may be quantized
-            say=say,
+            print_line=print_line,
             version=first_version(config),
             table=shared and shared.table,
         )
         if weight_buffer is not None:
-            here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, say=say)}
+            here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, print_line=print_line)}
         stack.push_async_callback(client.close)
-        say(f"starting the {config.rollout.backend} engine")
+        print_line(f"starting the {config.rollout.backend} engine")
         await client.start(place_engines(config, places, here))
         beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
         yield RunComponents(

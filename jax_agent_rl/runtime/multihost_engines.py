@@ -102,12 +102,12 @@ def make_weight_buffer(config: Config) -> WeightBuffer:
 
 
 def make_host_engine(
-    config: Config, weight_buffer: WeightBuffer, *, say: Callable[[str], None] = logger.info
+    config: Config, weight_buffer: WeightBuffer, *, print_line: Callable[[str], None] = logger.info
 ) -> RolloutBackend:
     """Return this process's engine, with the model's files until the first weights are published."""
     own = config.model_copy(update={"seed": config.seed + jax.process_index()})
     dtype = config.rollout.jetstream.dtype
-    engine = make_engine(own, version=UNTRAINED, say=say, dtype=dtype)
+    engine = make_engine(own, version=UNTRAINED, print_line=print_line, dtype=dtype)
     return weight_buffer.serve(engine)
 
 

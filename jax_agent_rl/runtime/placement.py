@@ -30,7 +30,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
-from jax_agent_rl.utils.hub import placeless
+from jax_agent_rl.utils.hub import absolute_model_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def first_version(config: Config) -> int:
 
 def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
     rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep_during_update": False})
-    model = config.model.model_copy(update={"path": placeless(config.model.path)})
+    model = config.model.model_copy(update={"path": absolute_model_path(config.model.path)})
     # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}

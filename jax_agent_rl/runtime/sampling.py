@@ -211,7 +211,7 @@ def make_agents(
 
 @asynccontextmanager
 async def open_rollouts(
-    config: Config, source: Source, *, version: int, say: Callable[[str], None]
+    config: Config, source: Source, *, version: int, print_line: Callable[[str], None]
 ) -> AsyncIterator[Rollouts]:
     """Load, compile and start everything that samples from the model's files; close it in the end.
 
@@ -219,7 +219,7 @@ async def open_rollouts(
         config: the resolved configuration.
         source: the rows to sample for.
         version: policy version of the model's files, for an engine in this process.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
@@ -230,14 +230,14 @@ async def open_rollouts(
         places = await stack.enter_async_context(open_places(config, learner=False))
         client, agents = await stack.enter_async_context(open_agents(config, prepared))
         await agents.preflight(rows)
-        say(f"loading {config.model.path}")
+        print_line(f"loading {config.model.path}")
         if config.rollout.backend != "remote":
             read_model(config, codec, codec.encode_prompt(rows[0]["prompt"]) if rows[0]["prompt"] else ())
         here = backend_factories(
-            config, codec, weights=functools.partial(load_model, config, codec), say=say, version=version
+            config, codec, weights=functools.partial(load_model, config, codec), print_line=print_line, version=version
         )
         stack.push_async_callback(client.close)
-        say(f"starting the {config.rollout.backend} engine")
+        print_line(f"starting the {config.rollout.backend} engine")
         await client.start(place_engines(config, places, here))
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 

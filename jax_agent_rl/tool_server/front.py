@@ -30,7 +30,7 @@ from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, encode_
 from jax_agent_rl.tool_server.worker import allow_many_descriptors
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
-from jax_agent_rl.utils.interrupt import at_leaving
+from jax_agent_rl.utils.interrupt import on_forced_exit
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -262,7 +262,7 @@ async def run(settings: ToolServerSettings, say: Callable[[str], None]) -> None:
     """
     allow_many_descriptors()
     server = ToolServer(settings)
-    with at_leaving(server.kill):
+    with on_forced_exit(server.kill):
         async with server:
             say(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
             if settings.sandbox == "unsafe_local":

@@ -140,7 +140,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = str(file), request.limit
         try:
-            async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
+            async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
                 _show(progress, journal, len(rollouts.rows))
                 await _Collection(

@@ -50,7 +50,7 @@ async def open_tracer(config: TraceConfig, folder: RunFolder) -> AsyncIterator[T
         return
     sinks = TraceSinks(open_sinks(config, folder))
     try:
-        yield Tracer(sinks.put, most_per_step=config.max_trajectories_per_step)
+        yield Tracer(sinks.put, max_per_step=config.max_trajectories_per_step)
     finally:
         await asyncio.to_thread(sinks.close)
 

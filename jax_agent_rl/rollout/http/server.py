@@ -156,11 +156,11 @@ class RolloutServer:
         """Wrap a handler to refuse clients of another protocol version or server instance."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            spoken = request.headers.get(wire.PROTOCOL_HEADER)
-            if spoken != str(wire.PROTOCOL_VERSION):
+            version = request.headers.get(wire.PROTOCOL_HEADER)
+            if version != str(wire.PROTOCOL_VERSION):
                 raise Refused(
                     426,
-                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; "
+                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {version}; "
                     "install one version",
                 )
             if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:

@@ -18,9 +18,9 @@ _ID = re.compile(r"[0-9a-f]{16,64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _BLOCK = 4 << 20
 _MEMORY = Path("/dev/shm")
-FORGOTTEN_SECONDS = 900.0
+UPLOAD_TTL_SECONDS = 900.0
 """Age at which an unused upload is deleted: its client died."""
-SILENT_SECONDS = 60.0
+UPLOAD_TIMEOUT_SECONDS = 60.0
 """Timeout for the next bytes of a file."""
 MAX_UPLOADS = 4
 """Maximum uploads at a time; a learner sends one after the other."""
@@ -70,7 +70,7 @@ class Uploads:
         """
         if not (_ID.fullmatch(upload) and _NAME.fullmatch(name)):
             raise WeightUpdateError(f"upload {upload!r}, file {name!r}: these names are not allowed")
-        self.drop_forgotten()
+        self.drop_expired()
         kept = self._open(upload)
         kept.files += 1
         kept.arriving += 1
@@ -105,17 +105,17 @@ class Uploads:
         """Delete everything."""
         tempdirs.remove_folder(self._root)
 
-    async def sweep(self, every: float = FORGOTTEN_SECONDS / 10) -> None:
-        """Call :meth:`drop_forgotten` every ``every`` seconds, until cancelled."""
+    async def sweep(self, every: float = UPLOAD_TTL_SECONDS / 10) -> None:
+        """Call :meth:`drop_expired` every ``every`` seconds, until cancelled."""
         while True:
             await asyncio.sleep(every)
-            self.drop_forgotten()
+            self.drop_expired()
 
-    def drop_forgotten(self) -> None:
-        """Delete uploads of clients that died: nothing was added for ``FORGOTTEN_SECONDS``."""
+    def drop_expired(self) -> None:
+        """Delete uploads of clients that died: nothing was added for ``UPLOAD_TTL_SECONDS``."""
         now = self._clock()
         for name, kept in list(self._uploads.items()):
-            if not kept.arriving and now - kept.touched > FORGOTTEN_SECONDS:
+            if not kept.arriving and now - kept.touched > UPLOAD_TTL_SECONDS:
                 self.drop(name)
 
     def _open(self, upload: str) -> _Upload:
@@ -141,7 +141,7 @@ class Uploads:
                 out.write(pending)
 
             while True:
-                async with asyncio.timeout(SILENT_SECONDS):
+                async with asyncio.timeout(UPLOAD_TIMEOUT_SECONDS):
                     block = await anext(blocks, b"")
                 if not block:
                     break

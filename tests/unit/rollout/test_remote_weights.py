@@ -15,7 +15,7 @@ from jax_agent_rl.rollout.http import uploads as uploads_module
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.http.shared_dir import SharedFolder
-from jax_agent_rl.rollout.http.uploads import FORGOTTEN_SECONDS, MAX_UPLOADS, Uploads
+from jax_agent_rl.rollout.http.uploads import MAX_UPLOADS, UPLOAD_TTL_SECONDS, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils import tempdirs
 from tests.toy_backend import ToyBackend
@@ -225,10 +225,10 @@ async def test_what_nobody_uses_is_deleted_without_another_request(tmp_path: Pat
     now = [0.0]
     uploads = Uploads(max_bytes=9, folder=tmp_path, clock=lambda: now[0])
     await uploads.receive("0" * 16, "w.safetensors", DIGEST, blocks(b"x"))
-    now[0] = FORGOTTEN_SECONDS - 1
-    uploads.drop_forgotten()
+    now[0] = UPLOAD_TTL_SECONDS - 1
+    uploads.drop_expired()
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-    now[0] = FORGOTTEN_SECONDS + 1
+    now[0] = UPLOAD_TTL_SECONDS + 1
     sweeping = asyncio.create_task(uploads.sweep(every=0.0))
     async with asyncio.timeout(20):
         while list(tmp_path.rglob("*.safetensors")):
@@ -238,7 +238,7 @@ async def test_what_nobody_uses_is_deleted_without_another_request(tmp_path: Pat
 
 
 async def test_a_sender_that_falls_silent_leaves_nothing(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(uploads_module, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(uploads_module, "UPLOAD_TIMEOUT_SECONDS", 0.05)
     uploads = Uploads(max_bytes=9, folder=tmp_path)
 
     async def stalled() -> AsyncIterator[bytes]:
