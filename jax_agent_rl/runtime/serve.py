@@ -17,9 +17,8 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.server import AsyncServer, engine_families
 from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, load_model, make_backends, make_engine
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.http_server import HttpServer

@@ -25,12 +25,11 @@ from typing import Any
 from aiohttp import web
 
 from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
-from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.requests import decode_request
-from jax_agent_rl.rollout.http.shared_dir import SharedFolder
-from jax_agent_rl.rollout.http.uploads import Uploads
+from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, text_of
@@ -50,7 +49,7 @@ class RolloutServer:
         host: address to listen on. Anything but loopback needs a token.
         port: 0 picks a free one.
         token: bearer token of clients; None for none.
-        weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedFolder`.
+        weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedDir`.
         max_request_bytes: limit of a JSON body.
         max_upload_bytes: see :class:`Uploads`.
         upload_folder: see :class:`Uploads`.
@@ -78,7 +77,7 @@ class RolloutServer:
         self._heartbeat = heartbeat_seconds
         self._requests = RequestCounts()
         self._updating = 0
-        self._shared = SharedFolder(weight_dir)
+        self._shared = SharedDir(weight_dir)
         self._http = HttpServer(
             self._routes(),
             refuse=lambda status, message: _refuse(status, BackendError(message)),
@@ -115,7 +114,7 @@ class RolloutServer:
         except BaseException:
             await self.close()
             raise
-        self._sweeping = asyncio.create_task(self._uploads.sweep(), name="forgotten-uploads")
+        self._sweeping = asyncio.create_task(self._uploads.sweep(), name="expired-uploads")
 
     async def close(self) -> None:
         """End running requests and stop listening; the backend keeps running."""

@@ -31,7 +31,6 @@ from jax_agent_rl.utils import tempdirs
 KIND = "object_store"
 """Kind of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
 
-_MEMORY = Path("/dev/shm")
 Form = Literal["arrays", "safetensors"]
 Fetch = Callable[[Any], Awaitable[Any]]
 
@@ -125,7 +124,7 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
     if stored.form == "arrays":
         yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
         return
-    folder = tempdirs.make_folder("jax_agent_rl-fetched-", _MEMORY if _MEMORY.is_dir() else None)
+    folder = tempdirs.make_folder("jax_agent_rl-fetched-", in_memory=True)
     try:
         files = await asyncio.to_thread(_write, tree, folder)
         yield replace(update, kind="safetensors", payload=files)

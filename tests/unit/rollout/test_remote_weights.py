@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.http import uploads as uploads_module
+from jax_agent_rl.rollout.http import weight_files
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.http.shared_dir import SharedFolder
-from jax_agent_rl.rollout.http.uploads import MAX_UPLOADS, UPLOAD_TTL_SECONDS, Uploads
+from jax_agent_rl.rollout.http.weight_files import MAX_UPLOADS, UPLOAD_TTL_SECONDS, SharedDir, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils import tempdirs
 from tests.toy_backend import ToyBackend
@@ -104,7 +103,7 @@ async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_share
 
 
 async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memory_is_read():
-    shared = SharedFolder(None)
+    shared = SharedDir(None)
     if not Path("/dev/shm").is_dir():
         pytest.skip("no shared memory")
     for prefix, sees in (("jax_agent_rl-weights-", True), ("other-", False)):
@@ -138,7 +137,7 @@ async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memor
     ],
 )
 async def test_an_address_is_below_the_configured_folder_or_bucket(tree: Path, folder, address, is_taken):
-    shared = SharedFolder(folder and folder.format(tree=tree))
+    shared = SharedDir(folder and folder.format(tree=tree))
     address = address.format(tree=tree)
     if is_taken:
         assert await shared.address(address) == address
@@ -238,7 +237,7 @@ async def test_what_nobody_uses_is_deleted_without_another_request(tmp_path: Pat
 
 
 async def test_a_sender_that_falls_silent_leaves_nothing(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(uploads_module, "UPLOAD_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(weight_files, "UPLOAD_TIMEOUT_SECONDS", 0.05)
     uploads = Uploads(max_bytes=9, folder=tmp_path)
 
     async def stalled() -> AsyncIterator[bytes]:
@@ -253,7 +252,7 @@ async def test_a_sender_that_falls_silent_leaves_nothing(tmp_path: Path, monkeyp
 
 async def test_without_a_setting_uploads_leave_half_of_the_free_memory(tmp_path: Path, monkeypatch):
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(uploads_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(weight_files.shutil, "disk_usage", lambda _: usage)
     uploads = Uploads(folder=tmp_path)
     with pytest.raises(WeightUpdateError, match="6 bytes, more than the server's limit of 5"):
         await uploads.receive("0" * 16, "w.safetensors", "", blocks(b"xxxxxx"))
