@@ -15,7 +15,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.checksums import check_files
+from jax_agent_rl.utils.weight_checks import check_files
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}

@@ -153,7 +153,7 @@ class WeightUpdate:
         partial: only some parameters are named; the others stay.
         lasting: the payload stays valid until the next update is made, so that a server that joins meanwhile can
             take it, too. Arrays are not lasting: the learner's next step reuses their memory.
-        digests: digests of the payload's files by name (``jax_agent_rl.utils.checksums``), checked before an engine
+        digests: digests of the payload's files by name (``jax_agent_rl.utils.weight_checks``), checked before an engine
             takes anything; files without one are not checked.
     """
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from gpu_backend.media import check_conditioned, fold, vllm_media
+from gpu_backend.requests import check_conditioned, fold, vllm_media
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams
