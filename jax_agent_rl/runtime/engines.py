@@ -117,20 +117,6 @@ def load_model(config: Config, codec: ChatCodec, *, dtype: str = "float32") -> t
     return model, load_hf(config.model.path, dtype=jnp.dtype(dtype), shardings=places)[1]
 
 
-def make_backends(
-    config: Config,
-    codec: ChatCodec,
-    *,
-    weights: Weights,
-    print_line: Callable[[str], None],
-    version: int = 0,
-    table: ProgramTable | None = None,
-) -> list[RolloutBackend]:
-    """Return the engines of ``rollout.backend``; see :func:`backend_factories`."""
-    makes = backend_factories(config, codec, weights=weights, print_line=print_line, version=version, table=table)
-    return [make() for make in makes.values()]
-
-
 def backend_factories(
     config: Config,
     codec: ChatCodec,
@@ -179,8 +165,8 @@ def make_engine(
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     weights = functools.partial(load_model, config, codec, dtype=dtype)
-    (backend,) = make_backends(config, codec, weights=weights, print_line=print_line, version=version)
-    return backend
+    (make,) = backend_factories(config, codec, weights=weights, print_line=print_line, version=version).values()
+    return make()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.server import AsyncServer, engine_families
-from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, load_model, make_backends, make_engine
+from jax_agent_rl.runtime.engines import UNTRAINED, backend_factories, check_engine, load_model, make_engine
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.http_server import HttpServer
 from jax_agent_rl.utils.network import token_from
@@ -179,14 +179,15 @@ async def _context(
     agent = serving_limits(config.agent, length)
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
     check_engine(config)
-    backends = make_backends(config, codec, weights=functools.partial(load_model, config, codec), print_line=print_line)
-    servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
+    weights = functools.partial(load_model, config, codec)
+    factories = backend_factories(config, codec, weights=weights, print_line=print_line)
+    servers = [AsyncServer(make(), name=f"engine-{i}") for i, make in enumerate(factories.values())]
     client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
 
     async def start() -> None:
-        await asyncio.gather(*(backend.start() for backend in backends))
+        await asyncio.gather(*(server.start() for server in servers))
 
     try:
         yield AgentContext(client=client, codec=codec, limits=agent, max_model_len=length), servers, start
     finally:
-        await asyncio.gather(*(backend.close() for backend in backends))
+        await asyncio.gather(*(server.close() for server in servers))
