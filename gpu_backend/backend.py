@@ -258,15 +258,19 @@ class VllmBackend:
         cause = root_cause(self._started.log) or "its process ended without a message (killed? out of memory?)"
         return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
 
-    def _check_serving(self) -> None:
+    def _check_running(self) -> None:
+        """Raise unless the engine runs; it may hold wrong weights, and take new ones."""
         if self._closed:
             raise BackendClosedError("the backend is closed")
         if self._started is None:
             raise BackendClosedError("the backend was not started")
-        if self._failure is not None:
-            raise EngineDiedError(self._failure)
         if self._engine.errored:
             raise EngineDiedError(self._death())
+
+    def _check_serving(self) -> None:
+        self._check_running()
+        if self._failure is not None:
+            raise EngineDiedError(self._failure)
 
     async def _abort_all(self) -> None:
         for live in list(self._live.values()):
@@ -367,14 +371,6 @@ class VllmBackend:
         self._check_running()
         if not self.capabilities.sleep:
             raise NotImplementedError("sleep needs CUDA and rollout.sleep_during_update=true")
-
-    def _check_running(self) -> None:
-        """Check as :meth:`_check_serving` does, but let an engine with wrong weights take new ones."""
-        failure, self._failure = self._failure, None
-        try:
-            self._check_serving()
-        finally:
-            self._failure = failure
 
     # --- state ------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ async def test_work_in_a_foreign_task_can_be_put_under_a_trajectory():
     assert named(traces[0])[1] == ("generate", "", 0)
 
 
-def test_a_failure_is_told_and_passes_on():
+def test_a_failure_is_recorded_and_raised():
     made, traces = tracer()
     with pytest.raises(KeyError), made.trajectory(**FACTS):
         with span("tool", "broken"):

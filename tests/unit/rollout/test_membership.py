@@ -12,7 +12,7 @@ from jax_agent_rl.types import StopReason
 from tests.fleet import Fleet
 
 NAMES = st.sampled_from("abcd")
-FOR_EVER = 1e6
+FOREVER = 1e6
 
 
 class Membership(RuleBasedStateMachine):
@@ -32,9 +32,9 @@ class Membership(RuleBasedStateMachine):
     def begin(self, limit):
         async def start():
             self.fleet = Fleet(
-                wait_for_server_seconds=FOR_EVER,
+                wait_for_server_seconds=FOREVER,
                 max_in_flight_per_server=limit,
-                recovery_seconds=FOR_EVER,
+                recovery_seconds=FOREVER,
                 stall_seconds=8.0,
             )
             await self.fleet.start("a", "b")

@@ -106,7 +106,7 @@ def test_a_server_that_leaves_loses_no_request(drain):
     in_virtual_time(main)
 
 
-def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
+def test_a_lost_server_is_replaced_updated_and_takes_part_again():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.publish(1)
@@ -123,7 +123,7 @@ def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
     in_virtual_time(main)
 
 
-def test_requests_wait_for_a_server_that_is_being_brought_back():
+def test_requests_wait_for_a_server_that_is_being_replaced():
     async def main(fleet):
         await fleet.start("a")
         fleet["a"].capabilities = replace(fleet["a"].capabilities, multi_modal=frozenset({"image"}))
@@ -174,7 +174,7 @@ def test_when_time_is_up_a_server_is_given_up_and_its_loss_is_the_answer():
     in_virtual_time(main, recovery_seconds=20.0)
 
 
-def test_without_recovery_a_loss_is_final_and_told_at_once():
+def test_without_recovery_a_loss_is_final_and_reported_at_once():
     async def main(fleet):
         await fleet.start("a")
         fleet["a"].die()
@@ -236,7 +236,7 @@ def test_an_engine_that_dies_without_being_asked_is_noticed():
     in_virtual_time(main, stall_seconds=20.0)
 
 
-def test_a_server_that_hangs_while_it_takes_weights_does_not_hold_up_the_run_for_ever():
+def test_a_server_that_hangs_while_it_takes_weights_does_not_hold_up_the_run_forever():
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].fall_silent()
@@ -265,7 +265,7 @@ def test_a_server_that_refuses_what_another_took_is_fenced_and_tried_again():
     in_virtual_time(main)
 
 
-def test_if_all_refuse_the_old_weights_serve_on_and_the_error_is_told():
+def test_if_all_refuse_the_old_weights_are_still_served_and_the_error_is_raised():
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].refuses = fleet["b"].refuses = True

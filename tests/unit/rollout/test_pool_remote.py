@@ -72,7 +72,7 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
         outputs = await asyncio.gather(*tasks)
         assert len({output.token_ids for output in outputs}) == 1, "keyed by seed and position: whoever sampled them"
         assert {len(output.token_ids) for output in outputs} == {100}
-        assert tuple(heard) == outputs[2].token_ids, "what was streamed stands, and nothing is told twice"
+        assert tuple(heard) == outputs[2].token_ids, "what was streamed stands, and nothing is streamed twice"
         assert set(hosts[0].engine.asked) == {1}, "no request before the weights"
         stats = client.stats()
         assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (1, 2, 1, 0)

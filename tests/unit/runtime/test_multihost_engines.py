@@ -40,7 +40,7 @@ class Store:
 
 
 class Engine(ToyBackend):
-    """Notes what weights it was given, and fails to start if told so."""
+    """Records the weights it was given; may fail to start."""
 
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__()
@@ -159,4 +159,4 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
     ]
     for line in lines:
         assert line["found"] == pytest.approx(line["expected"], abs=1e-4) and line["recompilations"] == 0
-    assert lines[0]["found"] != lines[2]["found"], "nothing was learnt"
+    assert lines[0]["found"] != lines[2]["found"], "the weights did not change"

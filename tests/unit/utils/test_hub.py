@@ -105,7 +105,7 @@ def load(hub: Hub, cache: Path, name: str, *arguments: str, **more: str) -> subp
     return subprocess.run(command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=120)
 
 
-def test_a_model_named_on_the_hub_is_brought_once_and_its_weights_when_they_are_needed(hub, tmp_path):
+def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed(hub, tmp_path):
     cache = tmp_path / "cache"
     described = load(hub, cache, "some/model")
     assert described.returncode == 0, described.stderr

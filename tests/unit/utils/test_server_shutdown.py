@@ -36,12 +36,12 @@ async def main():
 
 run_server(main(), print_line=lambda line: print(line, flush=True))
 """
-FOR_EVER = "await asyncio.Event().wait()"
+FOREVER = "await asyncio.Event().wait()"
 STUCK = "asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)"
 HANGS = {
-    "closing that never ends": ("pass", FOR_EVER, FOR_EVER),
-    "closing that cannot be cancelled": ("pass", FOR_EVER, "threading.Event().wait()"),
-    "a thread that cannot be stopped": (STUCK, FOR_EVER, "pass"),
+    "closing that never ends": ("pass", FOREVER, FOREVER),
+    "closing that cannot be cancelled": ("pass", FOREVER, "threading.Event().wait()"),
+    "a thread that cannot be stopped": (STUCK, FOREVER, "pass"),
     "an event loop that stands still": ("pass", "threading.Event().wait()", "pass"),
 }
 
@@ -78,7 +78,7 @@ def test_children_that_might_hang_are_ended_before_a_server_leaves_at_once():
     last = """with on_forced_exit(lambda: print('killed', flush=True)):
             print("closing", flush=True)
             await asyncio.Event().wait()"""
-    text = SERVER.format(starting="pass", serving=FOR_EVER, closing=last)
+    text = SERVER.format(starting="pass", serving=FOREVER, closing=last)
     process = start("-c", text.replace("import run_server", "import on_forced_exit, run_server"))
     assert process.stdout is not None
     try:
@@ -96,7 +96,7 @@ def test_children_that_might_hang_are_ended_before_a_server_leaves_at_once():
 
 
 def test_the_first_signal_is_enough_for_a_server_that_closes():
-    process = start("-c", SERVER.format(starting="pass", serving=FOR_EVER, closing="print('closed', flush=True)"))
+    process = start("-c", SERVER.format(starting="pass", serving=FOREVER, closing="print('closed', flush=True)"))
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
