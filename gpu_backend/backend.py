@@ -272,11 +272,6 @@ class VllmBackend:
         if self._failure is not None:
             raise EngineDiedError(self._failure)
 
-    async def _abort_all(self) -> None:
-        for live in list(self._live.values()):
-            if live.collector is not None:
-                await self._engine.abort(live.collector.request_id, internal=True)
-
     # --- pausing and weights ----------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
@@ -350,7 +345,9 @@ class VllmBackend:
         logger.error("the vLLM engine stops serving: %s", self._failure)
         self._delivery.set()
         if not self._engine.errored:
-            await self._abort_all()
+            for live in list(self._live.values()):
+                if live.collector is not None:
+                    await self._engine.abort(live.collector.request_id, internal=True)
 
     async def reset_prefix_cache(self) -> None:
         self._check_running()

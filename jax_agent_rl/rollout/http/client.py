@@ -71,8 +71,7 @@ class RemoteBackend(ProxyBackend):
         self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._shares_disk = shares_disk
-        self._is_local = is_loopback(parts.hostname)
+        self._may_share_disk = is_loopback(parts.hostname) if shares_disk is None else shares_disk
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
@@ -165,14 +164,10 @@ class RemoteBackend(ProxyBackend):
         files = [Path(path).absolute() for path in update.payload]
         if missing := [str(file) for file in files if not file.is_file()]:
             raise WeightUpdateError(f"weight files do not exist: {missing}")
-        if await self._server_sees(files):
+        sizes = [{"path": str(file), "size": file.stat().st_size} for file in files]
+        if self._may_share_disk and await self._call("sees_files", files=sizes):
             return {"paths": [str(file) for file in files]}
         return {"upload": await self._upload(files)}
-
-    async def _server_sees(self, files: list[Path]) -> bool:
-        if not (self._is_local if self._shares_disk is None else self._shares_disk):
-            return False
-        return await self._call("sees_files", files=[{"path": str(f), "size": f.stat().st_size} for f in files])
 
     async def _upload(self, files: list[Path]) -> str:
         """Send the bytes, file by file; return the name of the upload."""

@@ -131,7 +131,7 @@ class RolloutServer:
             "pause": lambda body: backend.pause(PauseMode(body["mode"])),
             "resume": lambda body: backend.resume(),
             "update_weights": self._update_weights,
-            "sees_files": self._sees_files,
+            "sees_files": lambda body: self._shared.sees({str(file["path"]): file["size"] for file in body["files"]}),
             "reset_prefix_cache": lambda body: backend.reset_prefix_cache(),
             "sleep": lambda body: backend.sleep(),
             "wake": lambda body: backend.wake(),
@@ -298,10 +298,6 @@ class RolloutServer:
             self._updating -= 1
             if upload:
                 self._uploads.drop(upload)
-
-    async def _sees_files(self, body: Body) -> bool:
-        """Return whether files of these paths and sizes can be read here, too."""
-        return await self._shared.sees({str(file["path"]): file["size"] for file in body["files"]})
 
 
 async def _body(request: web.Request) -> Body:

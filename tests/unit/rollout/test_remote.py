@@ -434,7 +434,7 @@ async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_
     async with served(weight_dir=str(tmp_path)) as (_, _http, remote):
         monkeypatch.setattr(remote, "_upload", None)  # would fail if it were used
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
-        remote._is_local = False
+        remote._may_share_disk = False
         with pytest.raises(TypeError):
             await remote.update_weights(WeightUpdate(version=2, kind="safetensors", payload=[file]))
 

@@ -97,7 +97,7 @@ async def test_files_of_the_folder_are_read_in_place(tree: Path):
 async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(tree: Path, tmp_path: Path):
     (file := tmp_path / "elsewhere.safetensors").write_text("other")
     async with served(ToyBackend(weight_payloads=PAYLOADS), tree) as remote:
-        remote._shares_disk = True
+        remote._may_share_disk = True
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
 
