@@ -22,7 +22,7 @@ async def train(config: Config) -> list[float]:
     """Run GRPO for ``trainer.steps`` steps and return the mean reward of each."""
     mean_rewards = []
     sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.temperature)
-    async with build(config, say=print) as run:
+    async with build(config, print_line=print) as run:
         for step in range(1, config.trainer.steps + 1):
             # 1. Rollout: every row is played group_size times. Trajectories hold the sampled ids, their log-probs and
             #    the inserted tool results; a reward function has scored each of them.

@@ -258,20 +258,19 @@ class VllmBackend:
         cause = root_cause(self._started.log) or "its process ended without a message (killed? out of memory?)"
         return f"the vLLM engine died: {cause}; start a new one (its log: {self._started.log.file})"
 
-    def _check_serving(self) -> None:
+    def _check_running(self) -> None:
+        """Raise unless the engine runs; it may hold wrong weights, and take new ones."""
         if self._closed:
             raise BackendClosedError("the backend is closed")
         if self._started is None:
             raise BackendClosedError("the backend was not started")
-        if self._failure is not None:
-            raise EngineDiedError(self._failure)
         if self._engine.errored:
             raise EngineDiedError(self._death())
 
-    async def _abort_all(self) -> None:
-        for live in list(self._live.values()):
-            if live.collector is not None:
-                await self._engine.abort(live.collector.request_id, internal=True)
+    def _check_serving(self) -> None:
+        self._check_running()
+        if self._failure is not None:
+            raise EngineDiedError(self._failure)
 
     # --- pausing and weights ----------------------------------------------------------------------------------
 
@@ -301,7 +300,7 @@ class VllmBackend:
     async def _resume_unless_paused(self) -> None:
         if self._paused or self._failure is not None:  # wrong weights stay paused until a whole update succeeds
             return
-        self._delivery.set()  # first: a cancellation in the next line comes after vLLM was told
+        self._delivery.set()  # first: a cancellation in the next line comes after vLLM has resumed
         await self._engine.resume_generation()
 
     async def update_weights(self, update: WeightUpdate) -> None:
@@ -346,7 +345,9 @@ class VllmBackend:
         logger.error("the vLLM engine stops serving: %s", self._failure)
         self._delivery.set()
         if not self._engine.errored:
-            await self._abort_all()
+            for live in list(self._live.values()):
+                if live.collector is not None:
+                    await self._engine.abort(live.collector.request_id, internal=True)
 
     async def reset_prefix_cache(self) -> None:
         self._check_running()
@@ -367,14 +368,6 @@ class VllmBackend:
         self._check_running()
         if not self.capabilities.sleep:
             raise NotImplementedError("sleep needs CUDA and rollout.sleep_during_update=true")
-
-    def _check_running(self) -> None:
-        """Check as :meth:`_check_serving` does, but let an engine with wrong weights take new ones."""
-        failure, self._failure = self._failure, None
-        try:
-            self._check_serving()
-        finally:
-            self._failure = failure
 
     # --- state ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_backend import tpu
-from gpu_backend.settings import VllmSettings, check_installation, environment, write_log_config
+from gpu_backend.settings import VllmSettings, environment, write_log_config
 from jax_agent_rl.errors import BackendError, ConfigError
 
 _CAUSE = re.compile(r"(?:^|[ :])((?:[A-Za-z_]+\.)*[A-Z][A-Za-z]*(?:Error|Exception)): (.+)$")
@@ -58,10 +58,9 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
     """Start vLLM; block until the model is loaded (seconds to minutes).
 
     Raises:
-        ConfigError: vLLM is missing or of another version, or the settings do not fit model or memory.
+        ConfigError: vLLM cannot be imported, or the settings do not fit model or memory.
         BackendError: anything else that kept it from starting.
     """
-    check_installation()
     folder = Path(tempfile.mkdtemp(prefix="vllm-"))
     log_file = Path(settings.log_file) if settings.log_file else folder / "vllm.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,10 @@
-"""Requests on their way in: which ones an engine takes, and their translation for vLLM."""
+"""Requests on their way in: which ones an engine takes, and their translation for vLLM.
+
+Of images and videos, vLLM expects one placeholder per item and expands it itself. It would silently change a prompt
+whose placeholders are expanded already: replace the first of a run by a whole run, and take the rest for text, or for
+the next item. So runs are folded before vLLM gets them, and the ids that it expands them to are compared with the
+request's.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_backend.media import check_conditioned, fold, vllm_media
 from gpu_backend.settings import VllmSettings
-from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.errors import BackendError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.utils.media import FRAMES_PER_SECOND, as_frames, as_image
 
 
 class RequestAdmission:
@@ -39,12 +45,12 @@ class RequestAdmission:
         self._decode_text = decode_text
         self._placeholders = placeholders or {}
 
-    def admit(self, request: GenerateRequest, living: Container[str]) -> RunningRequest:
+    def admit(self, request: GenerateRequest, running: Container[str]) -> RunningRequest:
         """Check a request, and return its initial state.
 
         Args:
             request: the request.
-            living: ids of the running requests.
+            running: ids of the running requests.
 
         Raises:
             PromptTooLongError: no room for one sampled id.
@@ -56,16 +62,16 @@ class RequestAdmission:
                 f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
                 "shorten the prompt or raise rollout.max_model_len"
             )
-        if request.request_id in living:
-            raise BackendError(f"{name} is already running; request ids must be unique while they live")
+        if request.request_id in running:
+            raise BackendError(f"{name} is already running; request ids must be unique while they run")
         if not all(0 <= i < self._vocabulary for i in request.prompt_ids):
             raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
         if request.sampling.stop and self._decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
         for kind, items in request.multi_modal.items():
-            if len(items) > (most := self._settings.multi_modal.get(kind, 0)):
+            if len(items) > (allowed := self._settings.multi_modal.get(kind, 0)):
                 raise BackendError(
-                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {most}: "
+                    f"{name} has {len(items)} of kind {kind!r}, this engine takes {allowed}: "
                     f"raise rollout.vllm.multi_modal.{kind}"
                 )
         if request.lora is not None and request.lora not in self._settings.adapters:
@@ -88,7 +94,7 @@ class RequestAdmission:
         return {"prompt_token_ids": folded, "multi_modal_data": vllm_media(request)}
 
     def check_conditioned(self, request: GenerateRequest, ids: Sequence[int]) -> None:
-        """Check the ids of multi-modal prompts, see :func:`gpu_backend.media.check_conditioned`.
+        """Check the ids of multi-modal prompts, see :func:`check_conditioned`.
 
         Text reaches vLLM unchanged, which the digest of the context proves.
         """
@@ -130,3 +136,83 @@ def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
         "logprobs": 1 if tpu else 0,
         "detokenize": False,
     }
+
+
+def fold(ids: Sequence[int], counts: Mapping[str, int], placeholders: Mapping[str, int]) -> list[int]:
+    """Fold the first runs of a placeholder, as many as there are items, to one id each.
+
+    Later ones are kept: they are text, as a model may sample any id.
+
+    Args:
+        ids: the prompt.
+        counts: number of items by kind.
+        placeholders: ids by kind.
+
+    >>> fold([1, 7, 7, 7, 2, 7, 7], {"image": 1}, {"image": 7})
+    [1, 7, 2, 7, 7]
+    """
+    left = {placeholders[kind]: count for kind, count in counts.items()}
+    folded: list[int] = []
+    run: int | None = None
+    for i in ids:
+        if i == run:
+            continue
+        run = None
+        if left.get(i, 0) > 0:
+            left[i] -= 1
+            run = i
+        folded.append(i)
+    return folded
+
+
+def vllm_media(request: GenerateRequest) -> dict[str, list[Any]]:
+    """Return ``multi_modal_data``: images, and frames with their times.
+
+    Raises:
+        BackendError: an item is not an image or a video.
+    """
+    try:
+        return {
+            kind: [_timed(as_frames(item)) if kind == "video" else as_image(item) for item in items]
+            for kind, items in request.multi_modal.items()
+        }
+    except ValueError as error:
+        raise BackendError(f"request {request.request_id!r}: {error}") from None
+
+
+def _timed(frames: Any) -> tuple[Any, dict[str, Any]]:
+    count = len(frames)
+    return frames, {
+        "fps": FRAMES_PER_SECOND,
+        "duration": count / FRAMES_PER_SECOND,
+        "total_num_frames": count,
+        "frames_indices": list(range(count)),
+        "do_sample_frames": False,
+    }
+
+
+def check_conditioned(request: GenerateRequest, ids: Sequence[int], placeholders: Mapping[str, int]) -> None:
+    """Check that vLLM conditions on the request's ids.
+
+    Args:
+        request: the request.
+        ids: the prompt as vLLM expanded it.
+        placeholders: ids by kind.
+
+    Raises:
+        TokenDriftError: it does not; names the number of placeholders on each side.
+    """
+    if tuple(ids) == request.prompt_ids:
+        return
+    counts = {
+        kind: (request.prompt_ids.count(placeholders[kind]), list(ids).count(placeholders[kind]))
+        for kind in request.multi_modal
+    }
+    numbers = ", ".join(
+        f"{ours} {kind} placeholders where vLLM has {theirs}" for kind, (ours, theirs) in counts.items()
+    )
+    raise TokenDriftError(
+        f"request {request.request_id!r}: vLLM would condition on {len(ids)} ids, the request has "
+        f"{len(request.prompt_ids)} ({numbers}); each placeholder must stand as often as the model reads its item "
+        "(ChatCodec.expand_media), with the same model.max_pixels on both sides"
+    )

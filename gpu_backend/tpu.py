@@ -101,7 +101,7 @@ def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
 
 def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
     """Call the model's loader, of which the plugin has two kinds."""
-    if _takes_tensors(model):
+    if any(kind.__name__ == "LoadableWithIterator" for kind in type(model).__mro__):
         model.load_weights(tensors)
         return
     # The older kind reads the folder it was started with, unless a stream is put here, as Run:ai's streamer does.
@@ -111,10 +111,6 @@ def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
         model.load_weights(runner.rng_key)
     finally:
         del config.runai_model_weights_iterator
-
-
-def _takes_tensors(model: Any) -> bool:
-    return any(kind.__name__ == "LoadableWithIterator" for kind in type(model).__mro__)
 
 
 def _described(x: Any) -> Any:

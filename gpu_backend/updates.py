@@ -20,8 +20,7 @@ from gpu_backend.weights import Checkpoint, Shapes, differences, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensor_samples import TensorSample
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.checksums import check_files
-from jax_agent_rl.utils.weight_probe import LogprobProbe
+from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
 FILES, DEVICE = "safetensors", "cuda_ipc"

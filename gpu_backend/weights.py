@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
-from jax_agent_rl.utils.weight_probe import LogprobProbe
+from jax_agent_rl.utils.weight_checks import LogprobProbe
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_agent_rl.validation import check_finite, check_flag, check_several, check_text, check_whole
+from jax_agent_rl.validation import check_bool, check_collection, check_finite, check_int, check_str
 
-MOST_IDS = 2**31
+ID_BOUND = 2**31
 """Exclusive bound of ids and counts: engines store them as int32."""
 
 
@@ -15,7 +15,7 @@ class SamplingParams:
     """Parameters of one generation.
 
     Attributes:
-        max_tokens: most ids to sample, >= 1.
+        max_tokens: maximum ids to sample, >= 1.
         temperature: finite; 0 is greedy (log-probs are then those of temperature 1).
         top_p: nucleus mass in (0, 1]; 1 is off.
         top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
@@ -39,24 +39,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        check_whole("max_tokens", self.max_tokens, least=1)
+        check_int("max_tokens", self.max_tokens, least=1)
         check_finite("temperature", self.temperature)
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
         check_finite("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
-        check_whole("top_k", self.top_k, below=MOST_IDS)
+        check_int("top_k", self.top_k, below=ID_BOUND)
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 is off)")
         if self.seed is not None:
-            check_whole("seed", self.seed)
-        check_several("stop", self.stop, of="strings")
+            check_int("seed", self.seed)
+        check_collection("stop", self.stop, of="strings")
         for text in self.stop:
-            check_text("stop string", text)
+            check_str("stop string", text)
         if not all(self.stop):
             raise ValueError("stop contains an empty string, which would end every generation at once")
-        check_several("stop_token_ids", self.stop_token_ids, of="ids")
+        check_collection("stop_token_ids", self.stop_token_ids, of="ids")
         for token in self.stop_token_ids:
-            check_whole("stop token id", token, least=0, below=MOST_IDS)
-        check_flag("ignore_eos", self.ignore_eos)
+            check_int("stop token id", token, least=0, below=ID_BOUND)
+        check_bool("ignore_eos", self.ignore_eos)

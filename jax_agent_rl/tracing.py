@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 SpanName = Literal["run", "generate", "tool", "reward", "wait"]
-SHORTEST_WAIT_NS = 1_000_000
+MIN_WAIT_NS = 1_000_000
 """Shorter waits are left out."""
 
 
@@ -162,7 +162,7 @@ class Tracer:
 
     Args:
         emit: receives a trace when its trajectory ends; must be quick and must not raise.
-        most_per_step: most trajectories traced per step and per evaluation: whole groups in order of their start (rows
+        max_per_step: most trajectories traced per step and per evaluation: whole groups in order of their start (rows
             are shuffled, so this is unbiased); of a larger group, its first members.
         clock: nanoseconds, monotonic.
         wall: nanoseconds since the epoch.
@@ -172,11 +172,11 @@ class Tracer:
         self,
         emit: Callable[[Trace], None],
         *,
-        most_per_step: int,
+        max_per_step: int,
         clock: Callable[[], int] = time.perf_counter_ns,
         wall: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._emit, self._most = emit, most_per_step
+        self._emit, self._max_per_step = emit, max_per_step
         self._clock, self._wall = clock, wall
         self._chosen: defaultdict[tuple[bool, int], dict[str, int]] = defaultdict(dict)
 
@@ -216,7 +216,7 @@ class Tracer:
     def _members(self, group_id: str, group_size: int, chosen: dict[str, int]) -> int:
         """Return how many members of a group are traced; choose the group if its step has room."""
         if group_id not in chosen:
-            room = self._most - sum(chosen.values())
+            room = self._max_per_step - sum(chosen.values())
             if group_size > room and chosen:
                 return 0
             chosen[group_id] = min(group_size, room)
@@ -242,7 +242,7 @@ class _Record:
         return self.begun - 1, self.now()
 
     def end(self, number: int, span: Span) -> None:
-        if span.name != "wait" or span.end_ns - span.start_ns >= SHORTEST_WAIT_NS:
+        if span.name != "wait" or span.end_ns - span.start_ns >= MIN_WAIT_NS:
             self.ended[number] = span
 
     def close(self) -> tuple[Span, ...]:

@@ -177,7 +177,7 @@ class Fork:
 
         parent  = [20 21 2] [30 31 32] [40 41 2]
         fork    = turns 1, tokens 1
-        branch  = [20 21 2] [30 31 32] [40] + [50 2]        sampled anew: 50 2
+        branch  = [20 21 2] [30 31 32] [40] + [50 2]        newly sampled: 50 2
 
     Attributes:
         tree_id: the first trajectory of the tree.

@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 
-def check_whole(name: str, value: Any, *, least: int | None = None, below: int | None = None) -> None:
+def check_int(name: str, value: Any, *, least: int | None = None, below: int | None = None) -> None:
     """Require a whole number >= ``least`` and < ``below``."""
     if not isinstance(value, Integral):
         raise ValueError(f"{name}={value!r}: must be a whole number")
@@ -32,19 +32,19 @@ def check_finite(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: must be a finite number")
 
 
-def check_text(name: str, value: Any) -> None:
+def check_str(name: str, value: Any) -> None:
     """Require a string."""
     if not isinstance(value, str):
         raise ValueError(f"{name}={value!r}: must be a string")
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     """Require True or False: any text, even "false", would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be True or False")
 
 
-def check_several(name: str, value: Any, of: str) -> None:
+def check_collection(name: str, value: Any, of: str) -> None:
     """Require a collection, and not a string, which would count as one of characters."""
     if isinstance(value, str) or not isinstance(value, Collection):
         raise ValueError(f"{name}={value!r}: must be a tuple of {of}")

@@ -1,4 +1,4 @@
-"""Servers in virtual time whose engines can die, hang and refuse weights, and a manager over them."""
+"""Servers in virtual time whose engines can die, hang and refuse weights, and a client of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
@@ -96,7 +95,7 @@ class FaultyEngine(SimulatedEngine):
 
 
 class Fleet:
-    """A client, its manager, and all engines created for them.
+    """A client and all engines created for them.
 
     Attributes:
         engines: all engines by name, the newest last.
@@ -105,15 +104,14 @@ class Fleet:
         inside: ids of requests that are in some engine.
     """
 
-    def __init__(self, *, client: dict[str, Any] | None = None, speed: EngineSpeed = SPEED, **manager: Any) -> None:
+    def __init__(self, *, speed: EngineSpeed = SPEED, **client: Any) -> None:
         self.speed = speed
         self.engines: dict[str, list[FaultyEngine]] = {}
         self.starts: list[tuple[str, float]] = []
         self.unreachable: set[str] = set()
         self.inside: set[str] = set()
         self.start_seconds = 0.0
-        self.client = LLMServerClient(**{"wait_for_server_seconds": 50.0} | (client or {}))
-        self.manager = LLMServerManager(self.client, **{"recovery_seconds": 100.0} | manager)
+        self.client = LLMServerClient(**{"wait_for_server_seconds": 50.0, "recovery_seconds": 100.0} | client)
         self._number = 0
 
     def make(self, name: str, **engine: Any) -> Callable[[], FaultyEngine]:
@@ -125,7 +123,7 @@ class Fleet:
         return factory
 
     async def start(self, *names: str) -> None:
-        await self.manager.start({name: self.make(name) for name in names})
+        await self.client.start({name: self.make(name) for name in names})
 
     def __getitem__(self, name: str) -> FaultyEngine:
         """Return the newest engine of this name."""
@@ -146,14 +144,14 @@ class Fleet:
 
 
 def in_virtual_time(main: Callable[..., Awaitable[Any]], **fleet: Any) -> Any:
-    """Run ``main(fleet)`` in virtual time, then close the manager and require that no task is left."""
+    """Run ``main(fleet)`` in virtual time, then close the client and require that no task is left."""
 
     async def whole() -> Any:
         made = Fleet(**fleet)
         try:
             return await main(made)
         finally:
-            await made.manager.close()
+            await made.client.close()
             await asyncio.sleep(0)
             left = asyncio.all_tasks() - {asyncio.current_task()}
             assert not left, left

@@ -70,16 +70,16 @@ def train(
     from jax_agent_rl.runtime.build import follow_run
     from jax_agent_rl.runtime.multihost import initialize
     from jax_agent_rl.runtime.train import train as run
-    from jax_agent_rl.utils.interrupt import EXIT_CODE, leave_within
+    from jax_agent_rl.utils.interrupt import EXIT_CODE, exit_within
 
     use_compilation_cache()
     if initialize(settings.learner.multihost):  # process 0 leads
         follow_run(settings)
         return
-    leave = functools.partial(leave_within, console.print)
+    exit_soon = functools.partial(exit_within, console.print)
     try:
         how = "if_any" if auto_resume else resume
-        asyncio.run(run(settings, resume=how, from_step=step, console=console, leave=leave))
+        asyncio.run(run(settings, resume=how, from_step=step, console=console, exit_within=exit_soon))
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise typer.Exit(EXIT_CODE) from None
 

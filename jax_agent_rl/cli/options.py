@@ -175,10 +175,10 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     Raises:
         typer.Exit: it was interrupted.
     """
-    from jax_agent_rl.utils.interrupt import EXIT_CODE, Interruption, InterruptStage, leave_within
+    from jax_agent_rl.utils.interrupt import EXIT_CODE, Interruption, InterruptStage, exit_within
 
     async def interruptible() -> T:
-        with Interruption(print, functools.partial(leave_within, print), stage=InterruptStage.SAMPLING):
+        with Interruption(print, functools.partial(exit_within, print), stage=InterruptStage.SAMPLING):
             return await main
 
     try:

@@ -97,7 +97,7 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
 
     use_compilation_cache()
     with open_policy(choice) as subject:
-        run_server(serving(subject.config, policy=subject.name, say=functools.partial(print_line, Console())))
+        run_server(serving(subject.config, policy=subject.name, print_line=functools.partial(print_line, Console())))
 
 
 def diagnose(

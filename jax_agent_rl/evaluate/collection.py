@@ -29,7 +29,7 @@ from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.groups import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
-from jax_agent_rl.utils.checksums import file_digest
+from jax_agent_rl.utils.weight_checks import file_digest
 
 _SECTIONS = ("agent", "tools", "tool_config", "search", "interactions", "reward", "environments")
 """Sections on which trajectories depend, besides the policy, its sampling and the rows."""
@@ -146,7 +146,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
         source = str(file), request.limit
         try:
-            async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
+            async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
                 _show(progress, journal, len(rollouts.rows))
                 await _Collection(

@@ -104,7 +104,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     chosen, source = sampling(config, request), select_rows(config, request)
     begin = time.monotonic()
     with Progress(console, total_steps=0) as progress:
-        async with open_rollouts(config, source, version=subject.step, say=progress.phase) as rollouts:
+        async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
             run_dir = RunDir(out)
             recorded = subject.recorded.model_copy(update={"run_dir": str(out)})
             run_dir.write_json(run_dir.config, recorded.model_dump(mode="json"))

@@ -33,7 +33,7 @@ from jax_agent_rl.models.mesh import MESH_AXES, Device, bounds_of, local_bounds
 from jax_agent_rl.models.sharding import place, replicated
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.checksums import check_files
+from jax_agent_rl.utils.weight_checks import check_files
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}

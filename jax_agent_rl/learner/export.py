@@ -16,8 +16,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.utils import tempdirs
-from jax_agent_rl.utils.checksums import file_digest
-from jax_agent_rl.utils.weight_probe import LogprobProbe
+from jax_agent_rl.utils.weight_checks import LogprobProbe, file_digest
 
 GIB = 1 << 30
 _MEMORY = Path("/dev/shm")

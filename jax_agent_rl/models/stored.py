@@ -29,7 +29,7 @@ import tensorstore as ts
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.mesh import Bounds, bounds_of, local_bounds
-from jax_agent_rl.utils.checksums import check, digest
+from jax_agent_rl.utils.weight_checks import check, digest
 
 MANIFEST = "manifest.json"
 # A version that a power cut destroys is published again: no need to wait for the disk.

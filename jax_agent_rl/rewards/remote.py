@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import Score
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
 
 if TYPE_CHECKING:
     import httpx
-
-_WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
-_LONGEST_PAUSE = 30.0
 
 
 class RemoteReward:
@@ -31,10 +29,13 @@ class RemoteReward:
         timeout: seconds per attempt.
         max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
         retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.
-        max_concurrency: most concurrent requests.
-        requests_per_second: most requests started per second, evenly spaced; None: no limit.
+        max_concurrency: limit of concurrent requests.
+        requests_per_second: limit of requests started per second, evenly spaced; None: no limit.
         headers: headers of every request, e.g. an authorization.
         transport: httpx transport, for tests.
+
+    Raises:
+        ConfigError: the URL is invalid.
     """
 
     def __init__(
@@ -50,15 +51,24 @@ class RemoteReward:
         transport: httpx.AsyncBaseTransport | None = None,
     ):
         self.url = url
-        self._timeout = timeout
-        self._max_retries = max_retries
-        self._retry_delay = retry_delay
         self._slots = asyncio.Semaphore(max_concurrency)
         self._interval = 0.0 if requests_per_second is None else 1.0 / requests_per_second
         self._next_start = 0.0
-        self._headers = dict(headers or {})
-        self._transport = transport
-        self._client: httpx.AsyncClient | None = None
+        settings = ServiceSettings(
+            url=url,
+            url_key="reward.remote.url",
+            timeout=timeout,
+            timeout_key="reward.remote.timeout",
+            max_retries=max_retries,
+            retry_delay=retry_delay,
+            backoff=2.0,
+            headers=headers,
+            token_hint="set it in reward.remote.headers",
+            trust_env=True,
+        )
+        self._service = JsonService(
+            settings, error=RewardError, pace=self._wait_for_turn, sleep=asyncio.sleep, transport=transport
+        )
 
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
@@ -75,60 +85,18 @@ class RemoteReward:
             "extra_info": dict(extra_info),
         }
         async with self._slots:
-            response = await self._post(question)
-        try:
-            return response.json()
-        except ValueError:
-            raise RewardError(f"the reward server {self.url} answered no JSON: {response.text[:200]!r}") from None
+            try:
+                return await self._service.post(question, repeatable=True)
+            except TimeoutError as late:
+                raise RewardError(str(late)) from None
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
-
-    async def _post(self, question: Mapping[str, Any]) -> httpx.Response:
-        """Return a successful response."""
-        import httpx
-
-        client = self._client = self._client or httpx.AsyncClient(
-            timeout=None, headers=self._headers, transport=self._transport
-        )
-        attempt = 0
-        while True:
-            await self._wait_for_turn()
-            wanted_pause: float | None = None
-            try:
-                async with asyncio.timeout(self._timeout):  # httpx's own limits each phase, not the whole
-                    response = await client.post(self.url, json=question)
-                if response.is_success:
-                    return response
-                problem = f"answered {response.status_code} {response.text[:200]!r}"
-                if response.status_code not in _WORTH_A_RETRY:
-                    raise RewardError(f"the reward server {self.url} {problem}")
-                wanted_pause = _retry_after(response)
-            except TimeoutError:
-                problem = f"gave no whole answer within reward.remote.timeout={self._timeout:g} seconds"
-            except httpx.TransportError as error:
-                problem = f"cannot be reached ({type(error).__name__}: {error})"
-            if attempt == self._max_retries:
-                raise RewardError(
-                    f"the reward server {self.url} {problem}, {attempt + 1} attempts; start it or correct "
-                    "reward.remote.url"
-                )
-            pause = self._retry_delay * 2**attempt if wanted_pause is None else wanted_pause
-            await asyncio.sleep(min(pause, _LONGEST_PAUSE))
-            attempt += 1
+        await self._service.close()
 
     async def _wait_for_turn(self) -> None:
-        """Wait so that requests start at least ``interval`` apart, first come first served."""
+        """Wait so that requests start at least ``interval`` seconds apart, first come first served."""
         now = time.monotonic()
         start = max(now, self._next_start)
         self._next_start = start + self._interval
         await asyncio.sleep(start - now)
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds in ``Retry-After``, or None."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else None

@@ -45,6 +45,24 @@ _MAX_LOSSES = 20
 """Servers lost in a row under a request without a new id, after which the request is held responsible."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServingStats:
+    """Counts of a client's servers since it was made.
+
+    Attributes:
+        servers_up: in rotation now.
+        servers_lost: died, cut off, stalled or without current weights.
+        servers_joined: entered the rotation after the first request.
+        stale_served: tokens older than the weights that were served when their part of a request began; 0, or an
+            engine served what it should have replaced.
+    """
+
+    servers_up: int
+    servers_lost: int
+    servers_joined: int
+    stale_served: int
+
+
 @dataclass(kw_only=True, slots=True)
 class _InFlight:
     """A running request: where it is, whether its caller aborted it, and what its current part has streamed so far."""
@@ -62,14 +80,13 @@ class _InFlight:
 
 
 class LLMServerClient(ServerPool):
-    """Routes, resumes and retries. Use it from one event loop.
+    """Routes, resumes and retries over a pool of servers. Use it from one event loop.
 
     Args:
-        servers: started servers with different names, all at the same policy version.
+        servers: see :class:`~jax_agent_rl.rollout.pool.ServerPool`; or call :meth:`start`.
         decode_text: ids to text, special tokens included; finds stop strings that an interruption cut in two.
             Without it, an interrupted request that has stop strings fails.
-        max_in_flight_per_server: requests beyond it wait here, those of older sessions first; None: unlimited.
-        wait_for_server_seconds: how long requests wait while there is no server but one is expected.
+        pool: further arguments of :class:`~jax_agent_rl.rollout.pool.ServerPool`.
     """
 
     def __init__(
@@ -77,16 +94,35 @@ class LLMServerClient(ServerPool):
         servers: Iterable[AsyncServer] = (),
         *,
         decode_text: DecodeText | None = None,
-        max_in_flight_per_server: int | None = None,
-        wait_for_server_seconds: float = 0.0,
+        **pool: Any,
     ):
-        super().__init__(
-            servers,
-            max_in_flight_per_server=max_in_flight_per_server,
-            wait_for_server_seconds=wait_for_server_seconds,
-        )
+        super().__init__(servers, **pool)
         self._decode_text = decode_text
         self._in_flight: dict[str, _InFlight] = {}
+        self._stale = 0
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a server."""
+        return self.queue.waiting
+
+    def stats(self) -> ServingStats:
+        """Return the counts so far."""
+        return ServingStats(
+            servers_up=len(self.servers),
+            servers_lost=self._lost,
+            servers_joined=self._joined,
+            stale_served=self._stale,
+        )
+
+    def require_server(self) -> None:
+        """Check that there is a server, or that one is worth waiting for.
+
+        Raises:
+            EngineDiedError: every server is lost; names the reason of the last loss.
+        """
+        if not self.queue.is_open:
+            raise EngineDiedError(f"no rollout engine is left: {self.queue.why_closed}")
 
     async def generate(
         self,
@@ -216,7 +252,7 @@ class LLMServerClient(ServerPool):
                 state.server = None
         except (EngineDiedError, BackendClosedError) as error:
             self.mark_lost(server, str(error))
-            if not self.is_open:
+            if not self.queue.is_open:
                 raise
             return self._salvage(request, state, error)
         finally:

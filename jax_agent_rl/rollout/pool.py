@@ -1,59 +1,57 @@
-"""The servers in rotation, and the weights that they serve."""
+"""The servers behind one client: the only owner of their state, from start to close.
+
+::
+
+    factory ──► start ──► same weights as the others? ──► in rotation ──► requests
+       ▲                    │ older: the last update, if its       │
+       │                    │ payload lasts; else the next one     │ died, cut off, stalled,
+       │ back-off           └─ newer: refused                      │ refused weights others took
+       └──────────────────────────────────────────────────── lost ◄┘
+                until ``recovery_seconds`` are over
+
+    start, join     consumes: a factory.     produces: a server in rotation.  waits for: its weights.
+    update_weights  consumes: an update.     produces: one version in all.    waits for: a join that is under way.
+    recovery        consumes: a lost server. produces: another of its name.   waits for: back-off, its weights.
+    watchdog        consumes: counters.      produces: lost servers.          waits for: its next check.
+
+Joins and updates exclude each other, so no server enters with outdated weights; the start of an engine (loading,
+compiling) does not block updates. No request reaches a server before it is in rotation.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.request_queue import RequestQueue
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.watchdog import watch_servers
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
 
+BackendFactory = Callable[[], RolloutBackend]
+"""Makes a backend, not yet started; called again for every one that is lost."""
 
-@dataclass(frozen=True, kw_only=True)
-class ServingStats:
-    """What happened to a client's servers since it was made.
-
-    Attributes:
-        servers_up: in rotation now.
-        servers_lost: died, cut off, stalled or without current weights.
-        servers_joined: entered the rotation after the first request.
-        stale_served: tokens older than the weights that were served when their part of a request began; 0, or an
-            engine served what it should have replaced.
-    """
-
-    servers_up: int
-    servers_lost: int
-    servers_joined: int
-    stale_served: int
-
-
-class ServerLifecycle(Protocol):
-    """What a client needs of :class:`~jax_agent_rl.rollout.lifecycle.LLMServerManager`."""
-
-    def lost(self, server: AsyncServer, why: str) -> None:
-        """Handle a server that is about to leave the rotation."""
-        ...
-
-    async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Update all servers, see :meth:`ServerPool.update_weights`."""
-        ...
+_MIN_BACKOFF, _MAX_BACKOFF = 0.5, 30.0
+"""Seconds before a lost server is started again: doubled each time, with jitter of up to one half."""
 
 
 class ServerPool:
     """Servers of one policy version; the base of :class:`~jax_agent_rl.rollout.client.LLMServerClient`.
 
     Args:
-        servers: started servers with different names, all at the same policy version.
-        max_in_flight_per_server: requests beyond it wait here, those of older sessions first; None: unlimited.
+        servers: started servers with different names, all at the same policy version; closed and not replaced when
+            they are lost.
+        max_in_flight_per_server: maximum concurrent requests per server; None: unlimited.
         wait_for_server_seconds: how long requests wait while there is no server but one is expected.
+        recovery_seconds: how long to retry a lost server that the pool started; 0: never.
+        stall_seconds: how long a server that the pool started may have requests and make no progress; None: unlimited.
+        seed: of the back-off's jitter.
     """
 
     def __init__(
@@ -62,14 +60,28 @@ class ServerPool:
         *,
         max_in_flight_per_server: int | None = None,
         wait_for_server_seconds: float = 0.0,
+        recovery_seconds: float = 0.0,
+        stall_seconds: float | None = None,
+        seed: int = 0,
     ):
         self.queue = RequestQueue(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
-        self._lifecycle: ServerLifecycle | None = None
-        self._updating = False
+        self._recovery_seconds = recovery_seconds
+        self._stall_seconds = stall_seconds
+        self._seed = seed
+        self._members: dict[str, AsyncServer] = {}  # in rotation, draining, or out of rotation for a while
+        self._fenced: dict[AsyncServer, asyncio.Future[None]] = {}  # started, waiting for weights
+        self._factories: dict[str, BackendFactory] = {}
+        self._recoveries: dict[str, asyncio.Task[None]] = {}
+        self._endings: set[asyncio.Task[None]] = set()
+        self._backoffs: dict[str, float] = {}  # before each last came back
+        self._watchdog: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._updating = self._closed = False
+        self._latest: WeightUpdate | None = None
         self._version: int | None = None
         self._modalities: frozenset[str] = frozenset()
         self._has_requests = False
-        self._lost = self._joined = self._stale = 0
+        self._lost = self._joined = 0
         for server in servers:
             self.add_server(server)
 
@@ -79,19 +91,14 @@ class ServerPool:
         return self.queue.servers
 
     @property
+    def backends(self) -> tuple[RolloutBackend, ...]:
+        """Backends of all started servers, also of those outside the rotation."""
+        return tuple(server.backend for server in (*self._members.values(), *self._fenced))
+
+    @property
     def policy_version(self) -> int | None:
         """Version of the weights that are served; None before there was a server."""
         return self._version
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a server, or one is worth waiting for."""
-        return self.queue.is_open
-
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait for a server."""
-        return self.queue.waiting
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -99,39 +106,96 @@ class ServerPool:
         taken = [server.backend.capabilities.multi_modal for server in self.servers]
         return frozenset.intersection(*taken) if taken else self._modalities
 
-    def stats(self) -> ServingStats:
-        """Return what happened to the servers so far."""
-        return ServingStats(
-            servers_up=len(self.servers),
-            servers_lost=self._lost,
-            servers_joined=self._joined,
-            stale_served=self._stale,
-        )
+    # --- joining and leaving ----------------------------------------------------------------------------------
 
-    def require_server(self) -> None:
-        """Check that there is a server, or that one is worth waiting for.
+    async def start(self, factories: Mapping[str, BackendFactory]) -> None:
+        """Start the first servers side by side, by name, and the watchdog.
 
         Raises:
-            EngineDiedError: every server is lost; names the reason of the last loss.
+            Exception: the first server's that failed; all are closed again.
+            ConfigError: they have different weights.
         """
-        if not self.is_open:
-            raise EngineDiedError(f"no rollout engine is left: {self.queue.why_closed}")
+        servers = [AsyncServer(make(), name=name) for name, make in factories.items()]
+        try:
+            await asyncio.gather(*(server.start() for server in servers))
+            versions = {server.name: server.backend.policy_version for server in servers}
+            if len(set(versions.values())) > 1:
+                raise ConfigError(f"the rollout servers have different policy versions: {versions}; restart all")
+        except BaseException:
+            await asyncio.gather(*(server.close_quietly() for server in servers))
+            raise
+        self._factories.update(factories)
+        for server in servers:
+            self.add_server(server)
+        if self._stall_seconds is not None:
+            watching = watch_servers(self._members.values, self.mark_lost, self._stall_seconds)
+            self._watchdog = asyncio.create_task(watching, name="watchdog of the servers")
 
-    # --- rotation ---------------------------------------------------------------------------------------------
+    async def join(self, name: str, make: BackendFactory, *, within: float = 600.0) -> None:
+        """Start another server, bring it to the weights that are served, and take it into the rotation.
 
-    def set_lifecycle(self, lifecycle: ServerLifecycle) -> None:
-        """Leave losses and weight updates to ``lifecycle`` from now on."""
-        self._lifecycle = lifecycle
+        If the payload of the last update is gone, wait for the next one. A join that fails or is cancelled leaves
+        everything as it was.
+
+        Args:
+            name: unique.
+            make: also makes its replacements.
+            within: seconds it may take to start and take weights.
+
+        Raises:
+            ValueError: the name is in use.
+            WeightUpdateError: it refused the weights (their files may have been replaced meanwhile: join again), or has
+                newer ones.
+            BackendError: it died.
+            TimeoutError: it took too long.
+        """
+        if name in self._factories or name in self._members:
+            raise ValueError(f"a server is called {name!r} already")
+        self._factories[name] = make
+        self.queue.expect(name)
+        try:
+            await self._bring_in(name, asyncio.get_running_loop().time() + within)
+        except BaseException:
+            self._factories.pop(name, None)
+            raise
+        finally:
+            if name not in self._recoveries:  # it may have been lost again by now
+                self.queue.stop_expecting(name)
+
+    async def leave(self, name: str, *, drain: bool = False) -> None:
+        """Take a server out of the rotation for good and close it, also one that is being replaced.
+
+        Args:
+            name: of the server.
+            drain: let it finish its requests first; else they are resumed elsewhere.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        if name not in self._members and name not in self._recoveries:
+            raise KeyError(name)
+        self._factories.pop(name, None)
+        if recovery := self._recoveries.get(name):
+            await _cancel(recovery)
+        if name in self._members:
+            server = self._detach(name)
+            if drain:
+                await server.drain()
+            del self._members[name]
+            await server.end("it left")
 
     def add_server(self, server: AsyncServer) -> None:
         """Take a started server into the rotation, also while requests are running.
 
         Raises:
             ValueError: its name is in use, its weights are not those of the others, or weights are being updated.
+            BackendClosedError: the pool is being closed.
         """
-        version = server.backend.policy_version
+        if self._closed:
+            raise BackendClosedError(f"server {server.name!r} came too late: the servers are being closed")
         if self._updating:
             raise ValueError(f"server {server.name!r} cannot be added while weights are being updated; add it after")
+        version = server.backend.policy_version
         others = sorted({s.backend.policy_version for s in self.servers})
         if others and others != [version]:
             raise ValueError(
@@ -139,115 +203,197 @@ class ServerPool:
                 "bring it up to date first with server.update_weights(...)"
             )
         self.queue.add(server)
+        self._members[server.name] = server
         self._version = version
         self._joined += self._has_requests
 
     async def remove_server(self, name: str, *, drain: bool = False) -> AsyncServer:
-        """Take a server out of the rotation; its requests are resumed elsewhere. The caller closes it.
+        """Take a server out of the rotation for a while; :meth:`add_server` takes it back.
 
         Args:
             name: of the server.
-            drain: let it finish its requests first. A backend that cannot abort always does.
+            drain: let it finish its requests first; else they are resumed elsewhere. A backend that cannot abort always
+                does.
 
         Raises:
             KeyError: there is no such server.
         """
-        server = self.detach(name)
-        if drain:
-            await server.drain()
-        else:
-            await server.evacuate()
+        server = self._detach(name)
+        await (server.drain() if drain else server.evacuate())
         return server
 
-    def detach(self, name: str) -> AsyncServer:
-        """Take a server out of the rotation, but leave its requests on it.
+    async def close(self) -> None:
+        """Close all servers, and end recoveries and the watchdog."""
+        self._closed = True
+        for entered in self._fenced.values():
+            if not entered.done():
+                entered.set_exception(BackendClosedError("the servers are being closed"))
+        await _cancel(*self._recoveries.values(), *filter(None, [self._watchdog]))
+        servers = list(self._members.values())
+        self._members.clear()  # none of them is lost any more
+        await asyncio.gather(*(server.close_quietly() for server in servers), *self._endings)
 
-        Raises:
-            KeyError: there is no such server.
-        """
+    def _detach(self, name: str) -> AsyncServer:
+        """Take a server out of the rotation, but leave its requests on it."""
         server = self.queue.get(name)
         self._remove(server, "was removed")
         return server
-
-    def mark_lost(self, server: AsyncServer, why: str) -> None:
-        """Take a lost server out of the rotation, unless it left before; its requests and sessions move on."""
-        if not self.queue.has(server):
-            return
-        self._lost += 1
-        if self._lifecycle is not None:
-            self._lifecycle.lost(server, why)
-        self._remove(server, why)
-        logger.warning("server %s is lost (%s); %d left", server.name, why, len(self.servers))
 
     def _remove(self, server: AsyncServer, why: str) -> None:
         self._modalities = self.modalities
         self.queue.remove(server, why=why)
 
+    async def _bring_in(self, name: str, deadline: float) -> None:
+        server = AsyncServer(self._factories[name](), name=name)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await server.start()
+                entered = await self._enter(server)
+            if entered is not None:
+                await entered
+        except BaseException:
+            self._fenced.pop(server, None)
+            if self._members.get(name) is server:  # admitted at the moment it was cancelled
+                self._detach(name)
+                del self._members[name]
+            await server.end("it is no longer needed")
+            raise
+
+    async def _enter(self, server: AsyncServer) -> asyncio.Future[None] | None:
+        """Admit a server with, or updated to, the weights of the others; else return the future of its admission."""
+        async with self._lock:
+            own, served = server.backend.policy_version, self._version
+            if served is not None and own > served:
+                raise WeightUpdateError(
+                    f"server {server.name!r} has policy version {own}, newer than the run's {served}: it served "
+                    "another run, or this one before it was resumed; restart it"
+                )
+            if served is not None and own < served and self._latest is not None:
+                await server.update_weights(self._latest)
+            if served is None or server.backend.policy_version == served:
+                self.add_server(server)
+                return None
+            logger.info("server %s has version %d and waits for the next weights", server.name, own)
+            entered = self._fenced[server] = asyncio.get_running_loop().create_future()
+            return entered
+
     # --- weights ----------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
-        """Update all servers at once; see :meth:`AsyncServer.update_weights`.
+        """Update all servers at once, see :meth:`AsyncServer.update_weights`; fenced ones enter the rotation with it.
 
-        A server that dies of it, or refuses what another one took, is lost; the caller closes it.
+        A server that dies of it, or refuses what another one took, is lost. While there is none but one is expected, an
+        update that lasts is kept for it.
+
+        Args:
+            update: the new weights.
+            mode: see :meth:`AsyncServer.update_weights`.
 
         Raises:
             WeightUpdateError: all refused; the old weights are still served.
             BackendError: no server is left.
         """
-        if self._lifecycle is not None:
-            await self._lifecycle.update_weights(update, mode=mode)
+        async with self._lock:
+            # Part of the parameters makes a server current only if the rest of them were.
+            fenced = () if update.partial else tuple(self._fenced)
+            servers = (*self.servers, *fenced)
+            self._updating = True
+            try:
+                updates = (server.update_weights(update, mode=mode) for server in servers)
+                results = await asyncio.gather(*updates, return_exceptions=True)
+            finally:
+                self._updating = False
+            refused: dict[AsyncServer, BaseException] = {}
+            current: list[AsyncServer] = []
+            for server, error in zip(servers, results, strict=True):
+                if error is None:
+                    current += [server] if self.queue.has(server) or server in self._fenced else []
+                elif server in fenced:
+                    if entered := self._unfence(server):
+                        entered.set_exception(error)
+                elif isinstance(error, EngineDiedError | BackendClosedError):
+                    self.mark_lost(server, str(error))
+                elif self.queue.has(server):
+                    refused[server] = error
+            if refused and not any(map(self.queue.has, current)):
+                raise next(iter(refused.values()))
+            self._latest = update if update.lasting and not update.partial else None
+            if not current and (self._latest is None or not self.queue.is_open):
+                raise BackendError(f"no server is left to take weights of version {update.version}")
+            self._version = update.version
+            self.queue.balancer.forget_prefixes()
+            for server, error in refused.items():
+                self.mark_lost(server, f"it refused weights that others took: {error}")
+            for server in fenced:
+                if entered := self._unfence(server):
+                    self.add_server(server)
+                    entered.set_result(None)
+
+    def _unfence(self, server: AsyncServer) -> asyncio.Future[None] | None:
+        """Return the future of a fenced server's admission; None if it left meanwhile."""
+        entered = self._fenced.pop(server, None)
+        return entered if entered is not None and not entered.done() else None
+
+    # --- losses -----------------------------------------------------------------------------------------------
+
+    def mark_lost(self, server: AsyncServer, why: str) -> None:
+        """Take a lost server out of the rotation, end it, and replace it; its requests and sessions move on."""
+        if self._members.get(server.name) is not server:
             return
-        answers = await self.send_update(update, mode=mode)
-        if all(isinstance(error, EngineDiedError | BackendClosedError) for error in answers.values()):
-            for server, error in answers.items():
-                self.mark_lost(server, str(error))
-            raise BackendError(f"no server is left to take weights of version {update.version}")
-        self.commit_update(update, answers)
-        for server, error in answers.items():
-            if error is not None and not isinstance(error, EngineDiedError | BackendClosedError):
-                await server.evacuate()  # without a lifecycle nobody else moves its requests
+        if not self.queue.has(server):  # it is draining or out for a while
+            server.abandon(why)
+            return
+        self._lost += 1
+        del self._members[server.name]
+        name = server.name
+        if self._recovery_seconds > 0 and name in self._factories and not self._closed:
+            self.queue.expect(name)
+            self._recoveries[name] = asyncio.create_task(self._recover(server, why), name=f"recovery of {name}")
+        else:
+            self._factories.pop(name, None)
+            ending = asyncio.create_task(server.end(why))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+        self._remove(server, why)
+        logger.warning("server %s is lost (%s); %d left", name, why, len(self.servers))
 
-    async def send_update(
-        self, update: WeightUpdate, *, mode: PauseMode | None = None, outside: Iterable[AsyncServer] = ()
-    ) -> dict[AsyncServer, BaseException | None]:
-        """Send weights to all servers side by side. Until all have answered, no server may enter the rotation.
-
-        Args:
-            update: the new weights.
-            mode: see :meth:`AsyncServer.update_weights`.
-            outside: more servers, which are not in rotation.
-
-        Returns:
-            The error of each server; None where it took the weights.
-        """
-        self._updating = True
+    async def _recover(self, dead: AsyncServer, why: str) -> None:
+        """Try to bring in another server of the same name until time is up."""
+        name, loop = dead.name, asyncio.get_running_loop()
+        deadline = loop.time() + self._recovery_seconds
         try:
-            servers = (*self.servers, *outside)
-            updates = (server.update_weights(update, mode=mode) for server in servers)
-            return dict(zip(servers, await asyncio.gather(*updates, return_exceptions=True), strict=True))
+            await dead.end(why)
+            for backoff in self._backoff(dead):
+                await asyncio.sleep(min(backoff, deadline - loop.time()))
+                if loop.time() >= deadline:
+                    break
+                try:
+                    await self._bring_in(name, deadline)
+                except Exception as error:  # whatever a factory or an engine's start can raise
+                    why = f"{type(error).__name__}: {error}"
+                    logger.warning("server %s did not come back: %s", name, why)
+                else:
+                    self._backoffs[name] = backoff
+                    logger.warning("server %s is back", name)
+                    return
+            logger.error("server %s is given up after %g s; %s", name, self._recovery_seconds, why)
+            self._factories.pop(name, None)
         finally:
-            self._updating = False
+            if self._recoveries.get(name) is asyncio.current_task():  # else it was lost again by now
+                del self._recoveries[name]
+                self.queue.stop_expecting(name)
 
-    def commit_update(self, update: WeightUpdate, errors: Mapping[AsyncServer, BaseException | None]) -> None:
-        """Serve the new weights; what was computed with the old ones is void.
+    def _backoff(self, dead: AsyncServer) -> Iterator[float]:
+        """Yield seconds to wait; they go on rising for a server that has answered nothing since it came back."""
+        rng = random.Random(f"{self._seed}/{dead.name}")
+        previous = 0.0 if dead.has_answered else self._backoffs.get(dead.name, 0.0)
+        seconds = max(_MIN_BACKOFF, min(2 * previous, _MAX_BACKOFF))
+        while True:
+            yield seconds * rng.uniform(0.5, 1.0)
+            seconds = min(2 * seconds, _MAX_BACKOFF)
 
-        Args:
-            update: what was sent.
-            errors: the answers, from :meth:`send_update`; servers without the new weights are lost.
 
-        Raises:
-            WeightUpdateError: all servers in rotation refused; the old weights are still served.
-        """
-        answers = {server: errors[server] for server in self.servers if server in errors}
-        refused = {}
-        for server, error in answers.items():
-            if isinstance(error, EngineDiedError | BackendClosedError):
-                self.mark_lost(server, str(error))
-            elif error is not None:
-                refused[server] = error
-        if refused and None not in answers.values():
-            raise next(iter(refused.values()))
-        self._version = update.version
-        self.queue.balancer.forget_prefixes()
-        for server, error in refused.items():
-            self.mark_lost(server, f"it refused weights that others took: {error}")
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

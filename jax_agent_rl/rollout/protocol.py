@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
-from jax_agent_rl.validation import check_flag, check_ids, check_text, check_whole
+from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ class GenerateRequest:
     lora: str | None = None
 
     def __post_init__(self) -> None:
-        check_text("request_id", self.request_id)
+        check_str("request_id", self.request_id)
         if not self.prompt_ids:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
         check_ids(f"the prompt of request {self.request_id!r}", self.prompt_ids)
@@ -113,9 +113,9 @@ class GenerateRequest:
             raise ValueError(f"sampling={self.sampling!r}: must be SamplingParams")
         for name in ("session_id", "lora"):
             if (value := getattr(self, name)) is not None:
-                check_text(name, value)
-        check_flag("session_ends", self.session_ends)
-        check_whole("priority", self.priority)
+                check_str(name, value)
+        check_bool("session_ends", self.session_ends)
+        check_int("priority", self.priority)
         if not isinstance(self.multi_modal, Mapping):
             raise ValueError(f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to images or videos")
 
@@ -153,7 +153,7 @@ class WeightUpdate:
         partial: only some parameters are named; the others stay.
         lasting: the payload stays valid until the next update is made, so that a server that joins meanwhile can
             take it, too. Arrays are not lasting: the learner's next step reuses their memory.
-        digests: digests of the payload's files by name (``jax_agent_rl.utils.checksums``), checked before an engine
+        digests: digests of the payload's files by name (``jax_agent_rl.utils.weight_checks``), checked before an engine
             takes anything; files without one are not checked.
     """
 

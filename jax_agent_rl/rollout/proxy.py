@@ -1,12 +1,15 @@
-"""Base of backends whose engine lives in another process."""
+"""Backends in front of others: of an engine in another process, and of one whose weights come by a transport."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.errors import BackendError
-from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.errors import BackendError, WeightUpdateError
+from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode
 
 
@@ -54,3 +57,35 @@ class ProxyBackend(ABC):
 
     async def wake(self) -> None:
         await self._call("wake")
+
+
+Receive = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
+"""Yields an update in the form the engine takes, valid within the context."""
+
+
+class TransportBackend:
+    """A backend that takes weights of one kind, in place of those its engine takes.
+
+    Args:
+        backend: the engine's.
+        kind: kind of the updates it takes.
+        receive: the receiving end of the transport.
+    """
+
+    def __init__(self, backend: RolloutBackend, kind: str, receive: Receive) -> None:
+        self._backend = backend
+        self._kind = kind
+        self._receive = receive
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._backend.capabilities, weight_payloads=frozenset({self._kind}))
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if update.kind != self._kind:
+            raise WeightUpdateError(f"this engine takes weights of kind {self._kind!r}, got {update.kind!r}")
+        async with self._receive(update) as received:
+            await self._backend.update_weights(received)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)

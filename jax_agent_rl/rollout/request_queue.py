@@ -38,7 +38,7 @@ class _Waiter:
 
 
 class RequestQueue:
-    """See the module docstring.
+    """Assign requests to servers, and let them wait where there is no room.
 
     Args:
         max_in_flight: maximum concurrent requests per server; None: unlimited.

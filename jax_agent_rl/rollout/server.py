@@ -1,15 +1,35 @@
-"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, and its weight updates."""
+"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, weight updates and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import cast
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 from jax_agent_rl.errors import BackendError, EngineDiedError
-from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    RolloutBackend,
+    TokenChunk,
+    WeightUpdate,
+)
 from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.utils.prometheus import PREFIX
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+logger = logging.getLogger(__name__)
+
+_EVACUATE_TIMEOUT_SECONDS = 2.0
+"""Time limit of a lost server for returning what its requests have sampled."""
+
+_CLOSE_TIMEOUT_SECONDS = 30.0
 
 OnIds = Callable[[Sequence[int]], None]
 """Called with newly sampled ids of one request; must be quick and must not raise."""
@@ -54,9 +74,27 @@ class AsyncServer:
     async def close(self) -> None:
         await self.backend.close()
 
-    def abandon(self, reason: str) -> None:
+    async def close_quietly(self, *, timeout: float | None = None) -> None:
+        """Close a server that may be in any state, within ``timeout`` seconds; log what fails."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.close()
+        except Exception as error:
+            logger.warning("server %s failed to close: %r", self.name, error)
+
+    async def end(self, why: str) -> None:
+        """Return what the requests have, if the backend can still report that, fail the rest, and close."""
+        try:
+            async with asyncio.timeout(_EVACUATE_TIMEOUT_SECONDS):
+                await self.evacuate()
+        except Exception as error:
+            logger.info("server %s returned nothing: %r", self.name, error)
+        self.abandon(why)
+        await self.close_quietly(timeout=_CLOSE_TIMEOUT_SECONDS)
+
+    def abandon(self, why: str) -> None:
         """Fail every call that waits for the backend, now and later, with ``EngineDiedError``."""
-        self._abandoned = reason
+        self._abandoned = f"server {self.name} is lost: {why}"
         for deadline in self._waits:
             deadline.reschedule(0.0)
 
@@ -165,3 +203,42 @@ class AsyncServer:
         if capabilities.in_flight_update and PauseMode.KEEP in capabilities.pause_modes:
             return PauseMode.KEEP
         return next((mode for mode in (PauseMode.ABORT, PauseMode.WAIT) if mode in capabilities.pause_modes), None)
+
+
+COUNTED = {
+    "generated_tokens": "Ids sampled.",
+    "prefill_tokens": "Prompt ids computed.",
+    "cached_tokens": "Prompt ids reused from the prefix cache.",
+    "requests_finished": "Requests that ended, by any stop reason.",
+    "busy_seconds": "Time the engine was computing.",
+    "prefill_seconds": "Part of busy_seconds spent on prompts.",
+    "recompilations": "Programs compiled since warm-up ended.",
+    "weight_update_seconds": "Time spent taking weights.",
+    "slot_steps": "Slots of every decode step, idle ones included.",
+}
+"""Description of every field of :class:`~jax_agent_rl.rollout.protocol.BackendMetrics`."""
+
+
+def engine_families(
+    metrics: BackendMetrics, health: Health, capabilities: Capabilities, *, engine: str
+) -> Iterator[Metric]:
+    """Yield an engine's counters and state, labelled with its name."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for name, text in COUNTED.items():
+        family = CounterMetricFamily(f"{PREFIX}engine_{name}", text, labels=["engine"])
+        family.add_metric([engine], getattr(metrics, name))
+        yield family
+    state = {
+        "up": ("Whether it serves.", health.ok),
+        "policy_version": ("Version of the weights it serves.", health.policy_version),
+        "requests_running": ("Requests that sample.", health.running),
+        "requests_waiting": ("Requests that wait for a slot.", health.waiting),
+        "max_concurrent": ("Decode slots.", capabilities.max_concurrent),
+        "kv_used_share": ("Used share of the KV cache, kept prefixes included.", health.kv_used_share),
+    }
+    for name, (text, value) in state.items():
+        if value is not None:
+            family = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=["engine"])
+            family.add_metric([engine], float(value))
+            yield family

@@ -33,7 +33,7 @@ from jax_agent_rl.runtime.multihost_engines import (
 )
 from jax_agent_rl.runtime.placement import FleetMetrics, first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.runtime.sampling import open_agents, open_manager, prepare
+from jax_agent_rl.runtime.sampling import open_agents, prepare
 from jax_agent_rl.trainer.components import RunComponents
 
 
@@ -51,7 +51,7 @@ def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @asynccontextmanager
 async def build(
-    config: Config, *, say: Callable[[str], None], channel: ControlChannel | None = None
+    config: Config, *, print_line: Callable[[str], None], channel: ControlChannel | None = None
 ) -> AsyncIterator[RunComponents]:
     """Load, compile and start everything; close it in the end.
 
@@ -59,7 +59,7 @@ async def build(
 
     Args:
         config: the resolved configuration.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
         channel: commands the learner's other processes, if any (``runtime.multihost``).
 
     Raises:
@@ -80,7 +80,7 @@ async def build(
         client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
         agents.collector.require_branching(train)
         await agents.preflight([*train, *heldout])
-        say(f"loading {config.model.path}")
+        print_line(f"loading {config.model.path}")
         probe_ids = codec.encode_prompt(train[0]["prompt"])
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
@@ -92,20 +92,20 @@ async def build(
             config,
             codec,
             weights=lambda: (model, learner.params),  # the learner's copy: with adapters it may be quantized
-            say=say,
+            print_line=print_line,
             version=first_version(config),
             table=shared and shared.table,
         )
         if weight_buffer is not None:
-            here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, say=say)}
-        manager = await stack.enter_async_context(open_manager(config, client))
-        say(f"starting the {config.rollout.backend} engine")
-        await manager.start(place_engines(config, places, here))
-        beside = [*here, *(await join_hosts(manager) if weight_buffer is not None else [])]
+            here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, print_line=print_line)}
+        stack.push_async_callback(client.close)
+        print_line(f"starting the {config.rollout.backend} engine")
+        await client.start(place_engines(config, places, here))
+        beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
         yield RunComponents(
             config=config,
             codec=codec,
-            metrics=FleetMetrics(lambda: manager.backends).read,
+            metrics=FleetMetrics(lambda: client.backends).read,
             client=client,
             collector=agents.collector,
             evaluator=agents.evaluator,

@@ -29,7 +29,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.peft import read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
-from jax_agent_rl.rollout.lifecycle import BackendFactory
+from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.utils.hub import model_folder
@@ -83,7 +83,7 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
         config: the resolved configuration.
         codec: the model's tokenizer.
         prompt_ids: a prompt of the run, checked against the model's vocabulary. Unused ids may exceed it: some
-            tokenizers have more ids (of images, say) than the model has embeddings.
+            tokenizers have more ids (of images, print_line) than the model has embeddings.
 
     Raises:
         ModelError: the files are missing, damaged or of an unknown family, or the tokenizer is another model's.
@@ -117,26 +117,12 @@ def load_model(config: Config, codec: ChatCodec, *, dtype: str = "float32") -> t
     return model, load_hf(config.model.path, dtype=jnp.dtype(dtype), shardings=places)[1]
 
 
-def make_backends(
-    config: Config,
-    codec: ChatCodec,
-    *,
-    weights: Weights,
-    say: Callable[[str], None],
-    version: int = 0,
-    table: ProgramTable | None = None,
-) -> list[RolloutBackend]:
-    """Return the engines of ``rollout.backend``; see :func:`backend_factories`."""
-    makes = backend_factories(config, codec, weights=weights, say=say, version=version, table=table)
-    return [make() for make in makes.values()]
-
-
 def backend_factories(
     config: Config,
     codec: ChatCodec,
     *,
     weights: Weights,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     version: int = 0,
     table: ProgramTable | None = None,
 ) -> dict[str, BackendFactory]:
@@ -146,7 +132,7 @@ def backend_factories(
         config: the resolved configuration.
         codec: the model's codec.
         weights: returns the model and its initial parameters; called only for engines that do not read them.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
         version: policy version of the initial parameters.
         table: see :func:`one_program`.
     """
@@ -156,7 +142,7 @@ def backend_factories(
         case "vllm":
             return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
-            return {"jetstream": lambda: _jetstream(config, codec, *weights(), say, version, table)}
+            return {"jetstream": lambda: _jetstream(config, codec, *weights(), print_line, version, table)}
 
 
 def recovery_seconds(config: Config) -> float:
@@ -166,21 +152,21 @@ def recovery_seconds(config: Config) -> float:
 
 
 def make_engine(
-    config: Config, *, version: int, say: Callable[[str], None] = logger.info, dtype: str = "float32"
+    config: Config, *, version: int, print_line: Callable[[str], None] = logger.info, dtype: str = "float32"
 ) -> RolloutBackend:
     """Return the one engine of ``rollout.backend`` with the model's files, for a process without a learner.
 
     Args:
         config: the resolved configuration.
         version: policy version of those files.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
         dtype: dtype of the parameters given to an embedded engine, now and later.
     """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
     weights = functools.partial(load_model, config, codec, dtype=dtype)
-    (backend,) = make_backends(config, codec, weights=weights, say=say, version=version)
-    return backend
+    (make,) = backend_factories(config, codec, weights=weights, print_line=print_line, version=version).values()
+    return make()
 
 
 @dataclass(frozen=True)
@@ -265,7 +251,7 @@ def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
         return
     raise ConfigError(
         f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data over the same "
-        f"{len(shared)} devices, where they would wait for each other for ever; give the engine devices of its own (a "
+        f"{len(shared)} devices, where they would deadlock; give the engine devices of its own (a "
         "smaller learner.mesh, and rollout.jetstream.device_offset behind it), let it take one "
         "(rollout.jetstream.mesh), or set trainer.mode=sync or rollout.placement=hybrid"
     )
@@ -276,7 +262,7 @@ def _jetstream(
     codec: ChatCodec,
     model: DecoderConfig,
     params: Params,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     version: int,
     table: ProgramTable | None,
 ) -> RolloutBackend:
@@ -302,7 +288,7 @@ def _jetstream(
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),
-        print_line=say,
+        print_line=print_line,
     )
 
 

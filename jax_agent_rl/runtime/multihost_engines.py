@@ -25,9 +25,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,8 +37,9 @@ from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
-from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.runtime.engines import UNTRAINED, engine_mesh, make_engine
 
 logger = logging.getLogger(__name__)
@@ -84,27 +85,14 @@ class WeightBuffer:
             raise WeightUpdateError(f"weights of version {version} are not in this process, which has {found}")
         return kept[1]
 
+    @contextlib.asynccontextmanager
+    async def receive(self, update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
+        """Yield the update with the buffered arrays."""
+        yield replace(update, kind="arrays", payload=self.take(update.version))
 
-class WeightBufferBackend:
-    """An engine that takes its weights from a :class:`WeightBuffer`."""
-
-    def __init__(self, backend: RolloutBackend, weight_buffer: WeightBuffer) -> None:
-        self._backend = backend
-        self._weight_buffer = weight_buffer
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self._backend.capabilities, weight_payloads=frozenset({KIND}))
-
-    async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind != KIND:
-            raise WeightUpdateError(f"an engine beside the learner takes weights of kind {KIND!r}, got {update.kind!r}")
-        await self._backend.update_weights(
-            replace(update, kind="arrays", payload=self._weight_buffer.take(update.version))
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+    def serve(self, backend: RolloutBackend) -> RolloutBackend:
+        """Return the backend with weights from this buffer."""
+        return cast(RolloutBackend, TransportBackend(backend, KIND, self.receive))
 
 
 def make_weight_buffer(config: Config) -> WeightBuffer:
@@ -114,13 +102,13 @@ def make_weight_buffer(config: Config) -> WeightBuffer:
 
 
 def make_host_engine(
-    config: Config, weight_buffer: WeightBuffer, *, say: Callable[[str], None] = logger.info
+    config: Config, weight_buffer: WeightBuffer, *, print_line: Callable[[str], None] = logger.info
 ) -> RolloutBackend:
     """Return this process's engine, with the model's files until the first weights are published."""
     own = config.model_copy(update={"seed": config.seed + jax.process_index()})
     dtype = config.rollout.jetstream.dtype
-    engine = make_engine(own, version=UNTRAINED, say=say, dtype=dtype)
-    return cast(RolloutBackend, WeightBufferBackend(engine, weight_buffer))
+    engine = make_engine(own, version=UNTRAINED, print_line=print_line, dtype=dtype)
+    return weight_buffer.serve(engine)
 
 
 # --- discovery -----------------------------------------------------------------------------------------------------
@@ -188,12 +176,12 @@ def own_address(coordinator: str | None) -> str:
 
 
 async def join_hosts(
-    manager: LLMServerManager, *, registry: HostRegistry | None = None, others: int | None = None
+    client: LLMServerClient, *, registry: HostRegistry | None = None, others: int | None = None
 ) -> list[str]:
-    """Add the engines of all other processes to a manager, once they are up; return the names of their servers.
+    """Add the engines of all other processes to a client, once they are up; return the names of their servers.
 
     Args:
-        manager: manages the run's engines.
+        client: the run's client.
         registry: where the others register.
         others: their number; None: all other processes.
 
@@ -206,7 +194,7 @@ async def join_hosts(
     registry.publish_token(token)
     urls = await registry.addresses(jax.process_count() - 1 if others is None else others)
     connect = {f"host-{n}": functools.partial(RemoteBackend, url, token=token) for n, url in urls.items()}
-    await asyncio.gather(*(manager.join(name, make) for name, make in connect.items()))
+    await asyncio.gather(*(client.join(name, make) for name, make in connect.items()))
     return list(connect)
 
 

@@ -19,18 +19,18 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import BackendFactory
+from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
-from jax_agent_rl.utils.hub import placeless
+from jax_agent_rl.utils.hub import absolute_model_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def first_version(config: Config) -> int:
 
 def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
     rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep_during_update": False})
-    model = config.model.model_copy(update={"path": placeless(config.model.path)})
+    model = config.model.model_copy(update={"path": absolute_model_path(config.model.path)})
     # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
@@ -126,9 +126,9 @@ def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBack
 
 
 def _from_store(make: BackendFactory) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray.host import ObjectStoreBackend
+    from jax_agent_rl.rollout.ray.weights import from_object_store
 
-    return cast(RolloutBackend, ObjectStoreBackend(make()))
+    return from_object_store(make())
 
 
 def room_for_learning(

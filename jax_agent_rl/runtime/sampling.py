@@ -5,7 +5,7 @@ Training adds a learner (:mod:`~jax_agent_rl.runtime.build`); evaluation and col
 
 ::
 
-    prepare ──► open_places ──► open_agents ──► preflight ──► open_manager ──► its engines start
+    prepare ──► open_places ──► open_agents ──► preflight ──► its engines start
     (cheap checks)  (Ray)       (judge, too)    (servers)
 """
 
@@ -29,7 +29,6 @@ from jax_agent_rl.environments import EnvironmentPools, load_environments, requi
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, read_model, recovery_seconds
 from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
@@ -159,6 +158,9 @@ async def open_agents(
         decode_text=functools.partial(prepared.codec.decode, skip_special_tokens=False),
         max_in_flight_per_server=config.rollout.max_in_flight_per_server,
         wait_for_server_seconds=config.rollout.wait_for_server_seconds,
+        recovery_seconds=recovery_seconds(config),
+        stall_seconds=config.rollout.stall_seconds,
+        seed=config.seed,
     )
     async with open_scorer(config, prepared.services, client=client, codec=prepared.codec) as score:
         agents = make_agents(
@@ -211,23 +213,8 @@ def make_agents(
 
 
 @asynccontextmanager
-async def open_manager(config: Config, client: LLMServerClient) -> AsyncIterator[LLMServerManager]:
-    """Yield the manager that starts the engines, monitors them, and closes them in the end."""
-    manager = LLMServerManager(
-        client,
-        recovery_seconds=recovery_seconds(config),
-        stall_seconds=config.rollout.stall_seconds,
-        seed=config.seed,
-    )
-    try:
-        yield manager
-    finally:
-        await manager.close()
-
-
-@asynccontextmanager
 async def open_rollouts(
-    config: Config, source: Source, *, version: int, say: Callable[[str], None]
+    config: Config, source: Source, *, version: int, print_line: Callable[[str], None]
 ) -> AsyncIterator[Rollouts]:
     """Load, compile and start everything that samples from the model's files; close it in the end.
 
@@ -235,7 +222,7 @@ async def open_rollouts(
         config: the resolved configuration.
         source: the rows to sample for.
         version: policy version of the model's files, for an engine in this process.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
@@ -246,15 +233,15 @@ async def open_rollouts(
         places = await stack.enter_async_context(open_places(config, learner=False))
         client, agents = await stack.enter_async_context(open_agents(config, prepared))
         await agents.preflight(rows)
-        say(f"loading {config.model.path}")
+        print_line(f"loading {config.model.path}")
         if config.rollout.backend != "remote":
             read_model(config, codec, codec.encode_prompt(rows[0]["prompt"]) if rows[0]["prompt"] else ())
         here = backend_factories(
-            config, codec, weights=functools.partial(load_model, config, codec), say=say, version=version
+            config, codec, weights=functools.partial(load_model, config, codec), print_line=print_line, version=version
         )
-        manager = await stack.enter_async_context(open_manager(config, client))
-        say(f"starting the {config.rollout.backend} engine")
-        await manager.start(place_engines(config, places, here))
+        stack.push_async_callback(client.close)
+        print_line(f"starting the {config.rollout.backend} engine")
+        await client.start(place_engines(config, places, here))
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 

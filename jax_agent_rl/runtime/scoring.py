@@ -24,7 +24,6 @@ from jax_agent_rl.rewards import (
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.types import SamplingParams
 
@@ -122,10 +121,9 @@ async def _open_judge(config: JudgeConfig, *, client: LLMServerClient, codec: Ch
     )
     decode = functools.partial(codec.decode, skip_special_tokens=False)
     backend = JetStreamBackend(model, params, shapes, seed=0, decode_text=decode)
-    await backend.start()
+    judge_client = LLMServerClient(decode_text=decode)
     try:
-        server = AsyncServer(backend, name="judge-0")
-        judge_client = LLMServerClient([server], decode_text=decode)
+        await judge_client.start({"judge-0": lambda: backend})
         yield ModelJudge(judge_client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
     finally:
-        await backend.close()
+        await judge_client.close()

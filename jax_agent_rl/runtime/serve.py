@@ -17,10 +17,9 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.engines import UNTRAINED, check_engine, load_model, make_backends, make_engine
+from jax_agent_rl.rollout.server import AsyncServer, engine_families
+from jax_agent_rl.runtime.engines import UNTRAINED, backend_factories, check_engine, load_model, make_engine
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.http_server import HttpServer
 from jax_agent_rl.utils.network import token_from
@@ -39,7 +38,7 @@ async def serve_openai(
     port: int,
     token_env: str | None,
     model_name: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> None:
     """Serve the model to OpenAI clients until cancelled (``jax-agent-rl serve``).
 
@@ -50,26 +49,28 @@ async def serve_openai(
         port: 0 takes a free one.
         token_env: environment variable with the API key; None: no key, on loopback only.
         model_name: the name under ``/v1/models``.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
 
     Raises:
         ConfigError: the address cannot be used, or a token is missing.
         ModelError: the model cannot be read.
     """
     api_key = token_from(token_env, key="--token-env")
-    say(f"loading {policy}")
-    async with _context(config, say) as (context, servers, start):
+    print_line(f"loading {policy}")
+    async with _context(config, print_line) as (context, servers, start):
         server = open_endpoint(context, servers, config, host=host, port=port, api_key=api_key, model_name=model_name)
         try:
             await start()
             await server.start()
-            say(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
+            print_line(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
             await asyncio.Event().wait()
         finally:
             await server.close()
 
 
-async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, say: Callable[[str], None]) -> None:
+async def serve_rollouts(
+    config: Config, *, policy: str, host: str, port: int, print_line: Callable[[str], None]
+) -> None:
     """Serve the configured engine to trainers until cancelled (``jax-agent-rl rollout-server``).
 
     Args:
@@ -77,7 +78,7 @@ async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, s
         policy: name of the weights, for messages.
         host: address to listen on.
         port: 0 takes a free one.
-        say: takes a line of progress.
+        print_line: takes a line of progress.
 
     Raises:
         ConfigError: ``rollout.backend`` is remote, the token is missing, or the address cannot be used.
@@ -86,15 +87,15 @@ async def serve_rollouts(config: Config, *, policy: str, host: str, port: int, s
         raise ConfigError("a rollout server needs an engine of its own: set rollout.backend=jetstream rollout.urls=[]")
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     check_engine(config)
-    say(f"loading {policy}")
-    backend = make_engine(config, version=UNTRAINED, say=say)
+    print_line(f"loading {policy}")
+    backend = make_engine(config, version=UNTRAINED, print_line=print_line)
     folder = config.rollout.weight_dir
     # A bad address is refused before minutes of compiling.
     server = RolloutServer(backend, host=host, port=port, token=token, weight_dir=folder)
     try:
         await backend.start()
         await server.start()
-        say(f"serving {policy} on {server.url}")
+        print_line(f"serving {policy} on {server.url}")
         await asyncio.Event().wait()
     finally:
         await server.close()
@@ -171,21 +172,22 @@ def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
 
 @asynccontextmanager
 async def _context(
-    config: Config, say: Callable[[str], None]
+    config: Config, print_line: Callable[[str], None]
 ) -> AsyncIterator[tuple[AgentContext, list[AsyncServer], Callable]]:
     """Yield the loaded engine as agents see it, its servers, and the function that starts them."""
     length = config.rollout.max_model_len
     agent = serving_limits(config.agent, length)
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
     check_engine(config)
-    backends = make_backends(config, codec, weights=functools.partial(load_model, config, codec), say=say)
-    servers = [AsyncServer(backend, name=f"engine-{i}") for i, backend in enumerate(backends)]
+    weights = functools.partial(load_model, config, codec)
+    factories = backend_factories(config, codec, weights=weights, print_line=print_line)
+    servers = [AsyncServer(make(), name=f"engine-{i}") for i, make in enumerate(factories.values())]
     client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
 
     async def start() -> None:
-        await asyncio.gather(*(backend.start() for backend in backends))
+        await asyncio.gather(*(server.start() for server in servers))
 
     try:
         yield AgentContext(client=client, codec=codec, limits=agent, max_model_len=length), servers, start
     finally:
-        await asyncio.gather(*(backend.close() for backend in backends))
+        await asyncio.gather(*(server.close() for server in servers))

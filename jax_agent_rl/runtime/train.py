@@ -29,7 +29,7 @@ from jax_agent_rl.trainer.observing import check_observers, format_warnings, obs
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
 from jax_agent_rl.trainer.timing import Breakdown, format_breakdown
-from jax_agent_rl.utils.interrupt import Interruption, Leave
+from jax_agent_rl.utils.interrupt import ExitWithin, Interruption
 
 TRAINERS: dict[str, type[Trainer]] = {
     "sync": SyncTrainer,
@@ -45,22 +45,22 @@ async def train(
     resume: bool | Literal["if_any"],
     console: Console,
     from_step: int | None = None,
-    leave: Leave = lambda seconds: None,
+    exit_within: ExitWithin = lambda seconds: None,
 ) -> dict[str, Any]:
     """Run training to its end and return the summary, which is also written to ``summary.json``.
 
     Args:
         config: the configuration; a number is added to its ``run_dir`` if that folder exists, unless resuming.
-        resume: continue from a checkpoint; ``if_any``: start anew if there is none.
+        resume: continue from a checkpoint; ``if_any``: start a new run if there is none.
         console: where progress and results are printed.
         from_step: step of the checkpoint; None: the newest. Newer ones are deleted.
-        leave: called once an interrupted run is saved, before everything is closed, with the seconds that closing may
-            take; with 0 at the second interruption.
+        exit_within: called once an interrupted run is saved, before everything is closed, with the seconds that closing
+            may take; with 0 at the second interruption.
 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
     """
-    with leading() as channel, Interruption(console.print, leave, leads=channel is not None) as interruption:
+    with leading() as channel, Interruption(console.print, exit_within, leads=channel is not None) as interruption:
         return await _train(config, resume, from_step, console, interruption, channel)
 
 
@@ -80,7 +80,7 @@ async def _train(
     console.print(f"run folder: {path}", highlight=False, markup=False)
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        async with build(config, say=lambda text: progress.phase(text), channel=channel) as runtime:
+        async with build(config, print_line=progress.phase, channel=channel) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
             place = config.trainer.checkpoint_dir or folder.checkpoints
             cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away

@@ -31,7 +31,7 @@ from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, describ
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
-from jax_agent_rl.utils.interrupt import at_leaving
+from jax_agent_rl.utils.interrupt import on_forced_exit
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -240,7 +240,7 @@ async def run(settings: ToolServerSettings, print_line: Callable[[str], None]) -
     """Serve until cancelled; ``print_line`` prints the address."""
     raise_descriptor_limit()
     server = ToolServer(settings)
-    with at_leaving(server.kill):
+    with on_forced_exit(server.kill):
         async with server:
             print_line(f"tool server on {server.url}: {', '.join(settings.tools)} ({settings.workers} workers)")
             if settings.sandbox == "unsafe_local":

@@ -30,16 +30,16 @@ from jax_agent_rl.utils.network import is_loopback, names_this_machine
 if TYPE_CHECKING:
     from jax_agent_rl.utils.prometheus import RequestCounts
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 256
 """File descriptors left for everything but connections."""
-HEAD_SECONDS = 10.0
+HEAD_TIMEOUT_SECONDS = 10.0
 """Time limit of a new connection for the head of its first request."""
-BODY_SECONDS = 60.0
+BODY_TIMEOUT_SECONDS = 60.0
 """Time limit of a JSON body."""
-MOST_NESTED = 100
-"""Most levels of arrays and objects in a body; recursive code can handle several times as many."""
-CLOSING_SECONDS = 1.0
+MAX_NESTING = 100
+"""Maximum levels of arrays and objects in a body; recursive code can handle several times as many."""
+SHUTDOWN_TIMEOUT_SECONDS = 1.0
 """Time for running requests at shutdown."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -73,8 +73,8 @@ class HttpServer:
         body_key: setting of that limit, for messages.
         keep_alive: seconds an idle connection stays open.
         around: middlewares that see every request, refused ones too.
-        most_connections: most open connections; further ones are closed. The process's limit may lower it.
-        head_seconds: see :data:`HEAD_SECONDS`.
+        max_connections: maximum open connections; further ones are closed. The process's limit may lower it.
+        head_seconds: see :data:`HEAD_TIMEOUT_SECONDS`.
 
     Raises:
         ConfigError: the address is reachable from other machines, without a token.
@@ -94,8 +94,8 @@ class HttpServer:
         body_key: str,
         keep_alive: float = 75.0,
         around: Sequence[Any] = (),
-        most_connections: int = MOST_CONNECTIONS,
-        head_seconds: float = HEAD_SECONDS,
+        max_connections: int = MAX_CONNECTIONS,
+        head_seconds: float = HEAD_TIMEOUT_SECONDS,
     ) -> None:
         if not token and not is_loopback(host):
             raise ConfigError(
@@ -109,7 +109,7 @@ class HttpServer:
         self._refuse = refuse
         self._body_key = body_key
         self._keep_alive = keep_alive
-        self._most_connections = most_connections
+        self._max_connections = max_connections
         self._head_seconds = head_seconds
         self._socket: socket.socket | None = None
         self._runner: web.AppRunner | None = None
@@ -153,11 +153,11 @@ class HttpServer:
             self.app,
             handler_cancellation=True,
             keepalive_timeout=self._keep_alive,
-            shutdown_timeout=CLOSING_SECONDS,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_SECONDS,
             access_log=None,
         )
         await self._runner.setup()
-        await _Site(self._runner, self._socket, self._most_connections, self._head_seconds).start()
+        await _Site(self._runner, self._socket, self._max_connections, self._head_seconds).start()
 
     async def close(self) -> None:
         """Stop listening and end running requests; idempotent."""
@@ -223,7 +223,9 @@ def counted(requests: RequestCounts) -> Any:
     return count
 
 
-async def read_json(request: web.Request, *, lone_surrogates: bool = False, seconds: float = BODY_SECONDS) -> Any:
+async def read_json(
+    request: web.Request, *, lone_surrogates: bool = False, seconds: float = BODY_TIMEOUT_SECONDS
+) -> Any:
     """Read and decode a request's body.
 
     Args:
@@ -247,20 +249,20 @@ async def read_json(request: web.Request, *, lone_surrogates: bool = False, seco
         raise Refused(400, _TOO_DEEP) from None
     except ValueError as error:
         raise Refused(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
-    if _deeper_than(MOST_NESTED, value):
+    if _is_deeper_than(MAX_NESTING, value):
         raise Refused(400, _TOO_DEEP)
     if not lone_surrogates and _ESCAPED_SURROGATE.search(body) and not _is_text(value):
-        raise Refused(400, r"the body is not text: a \ud800 to \udfff is half a character; send its pair, too")
+        raise Refused(400, r"the body is not text: a \ud800 to \udfff is half of a surrogate pair; send both halves")
     return value
 
 
-_TOO_DEEP = f"the body is nested more than {MOST_NESTED} levels deep; send a flatter one"
+_TOO_DEEP = f"the body is nested more than {MAX_NESTING} levels deep; send a flatter one"
 
 
-def _deeper_than(most: int, value: Any) -> bool:
+def _is_deeper_than(limit: int, value: Any) -> bool:
     """Return whether containers are nested deeper, level by level, as recursion would overflow."""
     level = [value]
-    for _ in range(most):
+    for _ in range(limit):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         if not inner:
             return False
@@ -280,13 +282,13 @@ def _is_text(value: Any) -> bool:
 class _Site(web.BaseSite):
     """A listening socket that bounds the number of connections, and their time to the first request."""
 
-    def __init__(self, runner: web.AppRunner, listener: socket.socket, most: int, head_seconds: float) -> None:
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, limit: int, head_seconds: float) -> None:
         super().__init__(runner)
         self._listener = listener
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
-            most = max(1, min(most, soft - SPARE_DESCRIPTORS))
-        self._most = most
+            limit = max(1, min(limit, soft - SPARE_DESCRIPTORS))
+        self._limit = limit
         self._head_seconds = head_seconds
         self._open: set[_Connection] = set()
 
@@ -300,7 +302,7 @@ class _Site(web.BaseSite):
         assert make is not None
 
         def connection() -> _Connection:
-            return _Connection(make(), self._open, self._most, self._head_seconds)
+            return _Connection(make(), self._open, self._limit, self._head_seconds)
 
         self._server = await loop.create_server(connection, sock=self._listener, backlog=1024)
 
@@ -308,17 +310,17 @@ class _Site(web.BaseSite):
 class _Connection(asyncio.Protocol):
     """A connection to aiohttp, which by itself would wait for the first request's head without limit."""
 
-    def __init__(self, inner: Any, places: set[_Connection], most: int, head_seconds: float) -> None:
+    def __init__(self, inner: Any, places: set[_Connection], limit: int, head_seconds: float) -> None:
         self._inner = inner
         self._places = places
-        self._most = most
+        self._limit = limit
         self._head_seconds = head_seconds
         self._waiting: asyncio.TimerHandle | None = None
         self._end = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if len(self._places) >= self._most:
+        if len(self._places) >= self._limit:
             transport.abort()
             return
         self._places.add(self)

@@ -96,6 +96,6 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
     return found["id"], found["revision"]
 
 
-def placeless(path: str) -> str:
+def absolute_model_path(path: str) -> str:
     """Return ``path`` in a form that does not depend on the working directory."""
     return path if hub_name(path) else str(Path(path).expanduser().absolute())

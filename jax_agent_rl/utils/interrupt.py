@@ -26,13 +26,13 @@ from typing import Any
 from jax_agent_rl.utils import tempdirs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PROMISED_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
-CLOSING_SECONDS = (0.5, 2.0)  # of an orderly shutdown: least and most
-FAREWELL_SECONDS = 60.0  # where other processes must be told first: without their leader they would crash
-ENDING_SECONDS = 10.0  # from the end of a server to the end of its process
+SHUTDOWN_TIMEOUT_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
+MIN_CLOSE_SECONDS, MAX_CLOSE_SECONDS = 0.5, 2.0  # for an orderly shutdown
+LEADER_CLOSE_SECONDS = 60.0  # where other processes have to stop first: without their leader they would crash
+SERVER_EXIT_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
-Leave = Callable[[float], None]
+ExitWithin = Callable[[float], None]
 
 
 class InterruptStage(Enum):
@@ -47,29 +47,29 @@ class InterruptStage(Enum):
     """A server."""
 
 
-_LEAVING_AT_ONCE = {InterruptStage.SERVING: "leaving at once"}
+_FORCED_EXIT_MESSAGES = {InterruptStage.SERVING: "leaving at once"}
 
 
 class Interruption:
     """Context in which the first signal cancels the current task. Use it in the main thread.
 
     Args:
-        say: prints a line for the user; called from another thread.
-        leave: ends the process within the given seconds; called when everything worth keeping is on disk.
+        print_line: prints a line for the user; called from another thread.
+        exit_within: ends the process within the given seconds; called when everything worth keeping is on disk.
         leads: whether other processes of the run depend on this one.
         stage: initial stage.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None],
-        leave: Leave,
+        print_line: Callable[[str], None],
+        exit_within: ExitWithin,
         *,
         leads: bool = False,
         stage: InterruptStage = InterruptStage.STARTING,
     ) -> None:
-        self._say = say
-        self._leave = leave
+        self._print_line = print_line
+        self._exit_within = exit_within
         self._leads = leads
         self._stage = stage
         self._began: float | None = None
@@ -101,13 +101,13 @@ class Interruption:
         """Enter the stage in which everything is on disk, so that nothing is worth waiting for."""
         self._enter_stage(InterruptStage.CLOSING)
         if self._began is not None:  # the signal came while the last step was saved
-            self._say(InterruptStage.CLOSING.value)
-            self._leave_in_time()
+            self._print_line(InterruptStage.CLOSING.value)
+            self._exit_in_time()
 
     def saved(self, step: int) -> None:
         """Report that the state after ``step`` is on disk, and leave in time."""
-        self._say(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
-        self._leave_in_time()
+        self._print_line(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
+        self._exit_in_time()
 
     def _enter_stage(self, stage: InterruptStage) -> None:
         with self._lock:
@@ -124,71 +124,73 @@ class Interruption:
         with self._lock:
             if self._began is not None:
                 again = "interrupted again: leaving at once; complete checkpoints are intact"
-                self._say(_LEAVING_AT_ONCE.get(self._stage, again))
-                self._leave(0.0)
+                self._print_line(_FORCED_EXIT_MESSAGES.get(self._stage, again))
+                self._exit_within(0.0)
                 return
             self._began = time.monotonic()
             stage = self._stage
-        self._say(stage.value)
+        self._print_line(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
         if stage not in (InterruptStage.TRAINING, InterruptStage.SERVING):  # these may take their time to close
-            self._leave_in_time()
+            self._exit_in_time()
 
-    def _leave_in_time(self) -> None:
+    def _exit_in_time(self) -> None:
         assert self._began is not None
         if self._leads:
-            self._leave(FAREWELL_SECONDS)
+            self._exit_within(LEADER_CLOSE_SECONDS)
             return
-        left = self._began + PROMISED_SECONDS - time.monotonic()
-        self._leave(min(max(left, CLOSING_SECONDS[0]), CLOSING_SECONDS[1]))
+        left = self._began + SHUTDOWN_TIMEOUT_SECONDS - time.monotonic()
+        self._exit_within(min(max(left, MIN_CLOSE_SECONDS), MAX_CLOSE_SECONDS))
 
 
-_last_acts: list[Callable[[], None]] = []
+_exit_hooks: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
-def at_leaving(last: Callable[[], None]) -> Iterator[None]:
-    """Context in which ``last`` is called, in another thread, if the process leaves abruptly: to end its children."""
-    _last_acts.append(last)
+def on_forced_exit(hook: Callable[[], None]) -> Iterator[None]:
+    """Call ``hook``, in another thread, if the process is forced to exit within the context: to end its children."""
+    _exit_hooks.append(hook)
     try:
         yield
     finally:
-        _last_acts.remove(last)
+        _exit_hooks.remove(hook)
 
 
-def leave_within(say: Callable[[str], None], seconds: float) -> None:
+def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
     """Give an orderly shutdown some seconds, then end the process: a thread inside a compiler cannot be stopped."""
 
-    def leave() -> None:
+    def force_exit() -> None:
         if seconds:
-            say("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
-        for last in list(_last_acts):
-            last()
+            print_line("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
+        for hook in list(_exit_hooks):
+            hook()
         tempdirs.remove_all()
         os._exit(EXIT_CODE)
 
     if not seconds:
-        leave()
-    timer = threading.Timer(seconds, leave)
+        force_exit()
+    timer = threading.Timer(seconds, force_exit)
     timer.daemon = True
     timer.start()
 
 
-def run_server(main: Coroutine[Any, Any, None], *, say: Callable[[str], None] = print) -> None:
+def run_server(main: Coroutine[Any, Any, None], *, print_line: Callable[[str], None] = print) -> None:
     """Run a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
 
     Args:
         main: starts, serves until cancelled, and closes what it opened.
-        say: prints a line for the user; called from another thread.
+        print_line: prints a line for the user; called from another thread.
     """
 
     async def stoppable() -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(Interruption(say, functools.partial(leave_within, say), stage=InterruptStage.SERVING))
+            stack.enter_context(
+                Interruption(print_line, functools.partial(exit_within, print_line), stage=InterruptStage.SERVING)
+            )
             try:
                 await main
             except asyncio.CancelledError:
                 stack.pop_all()  # keep handling signals while the interpreter ends
-                leave_within(say, ENDING_SECONDS)  # which waits even for threads that cannot be stopped
+                exit_within(print_line, SERVER_EXIT_SECONDS)  # which waits even for threads that cannot be stopped
 
     asyncio.run(stoppable())

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 MAX_ANSWER_BYTES = 64 * 2**20
 """Limit of an answer: no model reads more."""
 
+MAX_PAUSE_SECONDS = 30.0
+"""Limit of the pauses that back-off or the service's ``Retry-After`` ask for."""
+
 _NOT_TAKEN = frozenset({429, 502, 503, 504})
+_TRANSIENT = frozenset({408, 425})
 _HINTS = {
     401: "it wants a token: {token_hint}",
     403: "it refuses the token: {token_hint}",
@@ -40,7 +44,8 @@ class ServiceSettings:
         url_key, timeout_key: config keys of ``url`` and ``timeout``, for messages.
         timeout: seconds per attempt, from connecting to the last byte.
         max_retries: retries of a request that was not accepted, or is repeatable and failed.
-        retry_delay: seconds before each retry.
+        retry_delay: seconds before the first retry; the service's ``Retry-After`` takes precedence.
+        backoff: factor of the delay from one retry to the next.
         headers: sent with every request.
         token_hint: what to do about a missing token, for messages.
         trust_env: whether to use the environment's proxies.
@@ -52,6 +57,7 @@ class ServiceSettings:
     timeout_key: str
     max_retries: int = 0
     retry_delay: float = 1.0
+    backoff: float = 1.0
     headers: Mapping[str, str] | None = None
     token_hint: str = "see its documentation"
     trust_env: bool = False
@@ -63,7 +69,9 @@ class JsonService:
     Args:
         settings: the service.
         error: makes the error to raise.
+        pace: awaited before each attempt, to limit their rate.
         sleep: waits between attempts.
+        transport: httpx transport, for tests.
 
     Attributes:
         retries: number of retries so far.
@@ -77,14 +85,18 @@ class JsonService:
         settings: ServiceSettings,
         *,
         error: Callable[[str], JaxAgentRLError],
+        pace: Callable[[], Awaitable[None]] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        transport: httpx.AsyncBaseTransport | None = None,
     ):
         import httpx
 
         self.settings = settings
         self.retries = 0
         self._error = error
+        self._pace = pace
         self._sleep = sleep
+        self._transport = transport
         try:
             parsed = httpx.URL(settings.url)
         except httpx.InvalidURL as problem:
@@ -122,8 +134,12 @@ class JsonService:
             self._client = None
 
     async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
-        for attempt in range(self.settings.max_retries + 1):
-            last, times = attempt == self.settings.max_retries, f" ({attempt + 1} times)" if attempt else ""
+        settings = self.settings
+        for attempt in range(settings.max_retries + 1):
+            last, times = attempt == settings.max_retries, f" ({attempt + 1} times)" if attempt else ""
+            pause = settings.retry_delay * settings.backoff**attempt
+            if self._pace is not None:
+                await self._pace()
             try:
                 return await self._in_time(method, url, body)
             except TimeoutError as late:
@@ -132,8 +148,9 @@ class JsonService:
             except _Failed as failure:
                 if last or not (failure.not_taken or repeatable and failure.may_pass):
                     raise self._error(f"{failure}{times}") from None
+                pause = pause if failure.retry_after is None else failure.retry_after
             self.retries += 1
-            await self._sleep(self.settings.retry_delay)
+            await self._sleep(min(pause, max(MAX_PAUSE_SECONDS, settings.retry_delay)))
         raise AssertionError("the last attempt returns or raises")
 
     async def _in_time(self, method: str, url: str, body: bytes) -> bytes:
@@ -171,7 +188,8 @@ class JsonService:
         raise _Failed(
             f"{url} answered HTTP {answer.status_code}: {said}",
             not_taken=answer.status_code in _NOT_TAKEN,
-            may_pass=answer.status_code >= 500,
+            may_pass=answer.status_code >= 500 or answer.status_code in _TRANSIENT,
+            retry_after=float(wait) if (wait := answer.headers.get("Retry-After", "")).isdecimal() else None,
         )
 
     def _connected(self) -> httpx.AsyncClient:
@@ -182,17 +200,22 @@ class JsonService:
             limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
             settings = self.settings
             headers = {"content-type": "application/json", **(settings.headers or {})}
-            self._client = httpx.AsyncClient(limits=limits, headers=headers, timeout=None, trust_env=settings.trust_env)
+            self._client = httpx.AsyncClient(
+                limits=limits, headers=headers, timeout=None, trust_env=settings.trust_env, transport=self._transport
+            )
         return self._client
 
 
 class _Failed(Exception):
     """Failed attempt. ``not_taken``: the service did not act on it; ``may_pass``: a retry may succeed."""
 
-    def __init__(self, message: str, *, not_taken: bool = False, may_pass: bool = True):
+    def __init__(
+        self, message: str, *, not_taken: bool = False, may_pass: bool = True, retry_after: float | None = None
+    ):
         super().__init__(message)
         self.not_taken = not_taken
         self.may_pass = may_pass
+        self.retry_after = retry_after
 
 
 async def _read(answer: httpx.Response) -> bytes:

@@ -13,13 +13,22 @@ import tempfile
 import threading
 from pathlib import Path
 
+SHARED_MEMORY = Path("/dev/shm")
+
 _mine: dict[Path, int] = {}  # descriptor of the locked folder
 _guard = threading.Lock()
 
 
-def make_folder(prefix: str, parent: Path | None = None) -> Path:
-    """Make a folder in ``parent`` (None: the system's), and remove those of the same prefix whose owners died."""
-    parent = Path(tempfile.gettempdir()) if parent is None else parent
+def make_folder(prefix: str, parent: Path | None = None, *, in_memory: bool = False) -> Path:
+    """Make a folder, and remove those of the same prefix whose owners died.
+
+    Args:
+        prefix: of its name.
+        parent: None: the system's temporary folder.
+        in_memory: prefer ``/dev/shm``, where there is one, if there is no ``parent``.
+    """
+    if parent is None:
+        parent = SHARED_MEMORY if in_memory and SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     for folder in parent.glob(f"{prefix}*"):
         _remove_if_dead(folder)
     unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))

@@ -22,7 +22,7 @@ class DaemonThreads:
     """One daemon thread per call.
 
     Args:
-        max_abandoned: most abandoned calls at the same time.
+        max_abandoned: maximum abandoned calls at the same time.
         kind: what is called, for messages.
         error: error of a refused call, and of one that tried to exit.
     """

@@ -132,7 +132,7 @@ def assert_said_by(reference: VisionReference, groups: Sequence[Group]) -> None:
 
 async def test_engine_learner_and_transformers_agree_before_and_after_an_update(recipe: Path, tmp_path: Path):
     config = load(recipe)
-    async with build(config, say=lambda line: None) as runtime:
+    async with build(config, print_line=lambda line: None) as runtime:
         before = jax.tree.map(np.asarray, runtime.learner.params)
         groups = await collected(runtime, 1)
         assert_said_by(VisionReference(tmp_path / "model"), groups)

@@ -25,7 +25,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools.base import BaseTool, ToolResponse
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, digest_ids
-from jax_agent_rl.utils.weight_probe import LogprobProbe
+from jax_agent_rl.utils.weight_checks import LogprobProbe
 from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import IMAGE, VisionReference, picture, positions, write_model
 
@@ -278,7 +278,7 @@ async def test_pixels_are_one_setting_for_the_engine_and_the_count(folders):
             await backend.generate(request("s", other.prompt(media), multi_modal=media))
 
 
-async def test_a_model_with_eyes_is_told_how_much_it_will_see(folders):
+async def test_a_vision_model_needs_a_limit_of_images_per_prompt(folders):
     with pytest.raises(ConfigError, match=r"takes image and video input; say .*rollout.vllm.multi_modal.image=1"):
         async with running(folders[0]):
             pass

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from jax_agent_rl.tracing import NO_SPAN, SHORTEST_WAIT_NS, Trace, Tracer, current, span, under
+from jax_agent_rl.tracing import MIN_WAIT_NS, NO_SPAN, Trace, Tracer, current, span, under
 
 
 class Ticks:
@@ -22,7 +22,7 @@ class Ticks:
 
 def tracer(most: int = 8, step: int = 10) -> tuple[Tracer, list[Trace]]:
     traces: list[Trace] = []
-    return Tracer(traces.append, most_per_step=most, clock=Ticks(step), wall=lambda: 5_000_000_000), traces
+    return Tracer(traces.append, max_per_step=most, clock=Ticks(step), wall=lambda: 5_000_000_000), traces
 
 
 def named(trace: Trace) -> list[tuple[str, str, int]]:
@@ -133,7 +133,7 @@ async def test_work_in_a_foreign_task_can_be_put_under_a_trajectory():
     assert named(traces[0])[1] == ("generate", "", 0)
 
 
-def test_a_failure_is_told_and_passes_on():
+def test_a_failure_is_recorded_and_raised():
     made, traces = tracer()
     with pytest.raises(KeyError), made.trajectory(**FACTS):
         with span("tool", "broken"):
@@ -179,7 +179,7 @@ def test_groups_are_traced_whole_as_far_as_the_cap_holds_any(most, group_size, k
     assert [sum(trace.group_id == group for trace in traces) for group in "abc"] == kept
 
 
-@pytest.mark.parametrize(("step", "kept"), [(10, False), (SHORTEST_WAIT_NS, True)])
+@pytest.mark.parametrize(("step", "kept"), [(10, False), (MIN_WAIT_NS, True)])
 def test_a_wait_that_took_no_time_is_left_out(step, kept):
     made, traces = tracer(step=step)
     with made.trajectory(**FACTS), span("wait", "slot"):

@@ -20,7 +20,7 @@ from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.recorder import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.rollout.protocol import Capabilities
-from jax_agent_rl.sampling_params import MOST_IDS
+from jax_agent_rl.sampling_params import ID_BOUND
 from jax_agent_rl.types import SamplingParams
 
 Prompt = str | list[int]
@@ -52,7 +52,7 @@ class _Sampled(BaseModel):
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=MOST_IDS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=ID_BOUND)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1)] | None = None

@@ -41,7 +41,7 @@ async def open_tracer(config: TraceConfig, run_dir: RunDir) -> AsyncIterator[Tra
         return
     sinks = TraceSinks(open_sinks(config, run_dir))
     try:
-        yield Tracer(sinks.put, most_per_step=config.max_trajectories_per_step)
+        yield Tracer(sinks.put, max_per_step=config.max_trajectories_per_step)
     finally:
         await asyncio.to_thread(sinks.close)
 

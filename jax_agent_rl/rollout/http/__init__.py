@@ -7,5 +7,5 @@
         └── lines of JSON: chunks, or nothing but heartbeats; the last one is the result or the error
 
 ``wire`` types to JSON and back · ``requests`` generate requests, with images and videos · ``client`` · ``server`` ·
-``shared_dir`` weight files that a client names by path · ``uploads`` weight files that it sends.
+``weight_files`` that a client names by path, or sends.
 """

@@ -71,8 +71,7 @@ class RemoteBackend(ProxyBackend):
         self._headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._shares_disk = shares_disk
-        self._is_local = is_loopback(parts.hostname)
+        self._may_share_disk = is_loopback(parts.hostname) if shares_disk is None else shares_disk
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
@@ -145,32 +144,30 @@ class RemoteBackend(ProxyBackend):
         if update.kind not in wire.REMOTE_PAYLOADS:
             kinds = sorted(wire.REMOTE_PAYLOADS)
             raise WeightUpdateError(f"a remote backend takes weights of kind {kinds}, got {update.kind!r}")
-        body = {
-            "version": update.version,
-            "kind": update.kind,
-            "partial": update.partial,
-            "digests": dict(update.digests),
-        }
+        await self._call(
+            "update_weights",
+            version=update.version,
+            kind=update.kind,
+            partial=update.partial,
+            digests=dict(update.digests),
+            **await self._locate(update),
+        )
+
+    async def _locate(self, update: WeightUpdate) -> dict[str, Any]:
+        """Return where the server finds the weights; upload files that it cannot read."""
         if update.kind == "mesh":
-            await self._call("update_weights", **body)
-            return
+            return {}
         if update.kind == "tensorstore":
             if not isinstance(update.payload, str):
                 raise WeightUpdateError(f"payload must be an address, got {type(update.payload).__name__}")
-            await self._call("update_weights", **body, folder=update.payload)
-            return
+            return {"folder": update.payload}
         files = [Path(path).absolute() for path in update.payload]
         if missing := [str(file) for file in files if not file.is_file()]:
             raise WeightUpdateError(f"weight files do not exist: {missing}")
-        if await self._server_sees(files):
-            await self._call("update_weights", **body, paths=[str(file) for file in files])
-        else:
-            await self._call("update_weights", **body, upload=await self._upload(files))
-
-    async def _server_sees(self, files: list[Path]) -> bool:
-        if not (self._is_local if self._shares_disk is None else self._shares_disk):
-            return False
-        return await self._call("sees_files", files=[{"path": str(f), "size": f.stat().st_size} for f in files])
+        sizes = [{"path": str(file), "size": file.stat().st_size} for file in files]
+        if self._may_share_disk and await self._call("sees_files", files=sizes):
+            return {"paths": [str(file) for file in files]}
+        return {"upload": await self._upload(files)}
 
     async def _upload(self, files: list[Path]) -> str:
         """Send the bytes, file by file; return the name of the upload."""

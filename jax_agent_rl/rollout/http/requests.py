@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.sampling_params import MOST_IDS
+from jax_agent_rl.sampling_params import ID_BOUND
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.media import as_frames, as_image
 
@@ -55,8 +55,8 @@ def decode_request(data: Mapping[str, Any]) -> GenerateRequest:
         ids = tuple(data["prompt_ids"])
         if not all(type(i) is int for i in ids):
             raise TypeError("prompt_ids must be whole numbers")
-        if ids and not 0 <= min(ids) <= max(ids) < MOST_IDS:
-            raise ValueError(f"prompt_ids must be from 0 to {MOST_IDS - 1}, got {min(ids)} to {max(ids)}")
+        if ids and not 0 <= min(ids) <= max(ids) < ID_BOUND:
+            raise ValueError(f"prompt_ids must be from 0 to {ID_BOUND - 1}, got {min(ids)} to {max(ids)}")
         media = {"multi_modal": decode_media(data["multi_modal"])} if data.get("multi_modal") else {}
         return GenerateRequest(**{**data, **media, "prompt_ids": ids, "sampling": SamplingParams(**raw)})
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -25,12 +25,11 @@ from typing import Any
 from aiohttp import web
 
 from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
-from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.requests import decode_request
-from jax_agent_rl.rollout.http.shared_dir import SharedDir
-from jax_agent_rl.rollout.http.uploads import Uploads
+from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, text_of
@@ -115,7 +114,7 @@ class RolloutServer:
         except BaseException:
             await self.close()
             raise
-        self._sweeping = asyncio.create_task(self._uploads.sweep(), name="forgotten-uploads")
+        self._sweeping = asyncio.create_task(self._uploads.sweep(), name="expired-uploads")
 
     async def close(self) -> None:
         """End running requests and stop listening; the backend keeps running."""
@@ -132,7 +131,7 @@ class RolloutServer:
             "pause": lambda body: backend.pause(PauseMode(body["mode"])),
             "resume": lambda body: backend.resume(),
             "update_weights": self._update_weights,
-            "sees_files": self._sees_files,
+            "sees_files": lambda body: self._shared.sees({str(file["path"]): file["size"] for file in body["files"]}),
             "reset_prefix_cache": lambda body: backend.reset_prefix_cache(),
             "sleep": lambda body: backend.sleep(),
             "wake": lambda body: backend.wake(),
@@ -156,11 +155,11 @@ class RolloutServer:
         """Wrap a handler to refuse clients of another protocol version or server instance."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            spoken = request.headers.get(wire.PROTOCOL_HEADER)
-            if spoken != str(wire.PROTOCOL_VERSION):
+            version = request.headers.get(wire.PROTOCOL_HEADER)
+            if version != str(wire.PROTOCOL_VERSION):
                 raise Refused(
                     426,
-                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {spoken}; "
+                    f"the rollout server speaks protocol {wire.PROTOCOL_VERSION}, the client {version}; "
                     "install one version",
                 )
             if request.headers.get(wire.INSTANCE_HEADER, self._instance) != self._instance:
@@ -299,10 +298,6 @@ class RolloutServer:
             self._updating -= 1
             if upload:
                 self._uploads.drop(upload)
-
-    async def _sees_files(self, body: Body) -> bool:
-        """Return whether files of these paths and sizes can be read here, too."""
-        return await self._shared.sees({str(file["path"]): file["size"] for file in body["files"]})
 
 
 async def _body(request: web.Request) -> Body:

@@ -7,6 +7,6 @@
         └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node;
            (StoredWeights)       └ they are read there without copies, checked, and given to the engine
 
-``weights`` a policy's weights in the object store · ``host`` the plain class inside the actor, and a backend of this
-process that reads the same store · ``backend`` the caller's side. Only ``backend`` imports Ray.
+``weights`` a policy's weights in the object store · ``host`` the plain class inside the actor · ``backend`` the
+caller's side, which alone imports Ray.
 """

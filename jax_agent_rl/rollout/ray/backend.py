@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
@@ -24,7 +23,6 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.rollout.ray.host import Answer, EngineHost
-from jax_agent_rl.rollout.ray.weights import KIND
 from jax_agent_rl.types import TokenOutput
 
 _MAX_CALLS = 1 << 14
@@ -67,12 +65,11 @@ class RayBackend(ProxyBackend):
         self._actor = kind.remote(self._make)
         try:
             answer = await self._ask(self._actor.start)
-            capabilities = self._value(answer)
+            self._capabilities = self._value(answer)
         except BaseException:
             await self.close()
             raise
         self._version = answer.policy_version
-        self._capabilities = replace(capabilities, weight_payloads=frozenset({KIND}))
 
     async def close(self) -> None:
         """End the engine, then the actor, also if it does not answer for 30 s or never started."""

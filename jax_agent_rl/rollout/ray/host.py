@@ -11,13 +11,13 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, JaxAgentRLError
 from jax_agent_rl.rollout.http import wire
-from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.ray.weights import KIND, Fetch, fetched
+from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend
+from jax_agent_rl.rollout.ray.weights import Fetch, await_reference, from_object_store
 
 logger = logging.getLogger(__name__)
 _EXPECTED = (JaxAgentRLError, NotImplementedError, ValueError, KeyError)
@@ -36,11 +36,6 @@ class Answer:
     value: Any = None
     error: dict[str, str] | None = None
     policy_version: int = 0
-
-
-async def await_reference(reference: Any) -> Any:
-    """Fetch an object from Ray's object store, whose references can be awaited."""
-    return await reference
 
 
 class EngineHost:
@@ -63,8 +58,6 @@ class EngineHost:
 
     async def call(self, method: str, *arguments: Any) -> Answer:
         """Call any method of the protocol but ``start`` and ``stream``."""
-        if method == "update_weights":
-            return await self._answer(self._update_weights, *arguments)
         return await self._answer(lambda: getattr(self._serving(), method)(*arguments))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Answer]:
@@ -77,15 +70,10 @@ class EngineHost:
             yield self._failed("stream", error)
 
     async def _start(self) -> Capabilities:
-        backend = await asyncio.to_thread(self._make)
+        backend = from_object_store(await asyncio.to_thread(self._make), self._fetch)
         await backend.start()
         self._backend = backend
         return backend.capabilities
-
-    async def _update_weights(self, update: WeightUpdate) -> None:
-        backend = self._serving()
-        async with fetched(update, self._fetch) as given:
-            await backend.update_weights(given)
 
     async def _answer(self, call: Callable[..., Any], *arguments: Any) -> Answer:
         try:
@@ -106,22 +94,3 @@ class EngineHost:
         if not isinstance(error, _EXPECTED):
             logger.error("%s failed", method, exc_info=error)
         return self._result(error=wire.encode_error(error))
-
-
-class ObjectStoreBackend:
-    """A backend of this process, beside others in actors, that takes its weights from the same object store."""
-
-    def __init__(self, backend: RolloutBackend, fetch: Fetch = await_reference) -> None:
-        self._backend = backend
-        self._fetch = fetch
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self._backend.capabilities, weight_payloads=frozenset({KIND}))
-
-    async def update_weights(self, update: WeightUpdate) -> None:
-        async with fetched(update, self._fetch) as given:
-            await self._backend.update_weights(given)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)

@@ -12,24 +12,25 @@ copy arrays of types that NumPy itself does not know (bfloat16).
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 by name)
 import numpy as np
 import xxhash
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.utils import tempdirs
 
 KIND = "object_store"
 """Kind of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
 
-_MEMORY = Path("/dev/shm")
 Form = Literal["arrays", "safetensors"]
 Fetch = Callable[[Any], Awaitable[Any]]
 
@@ -89,6 +90,16 @@ def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
     return replace(update, kind=KIND, payload=payload, lasting=True)
 
 
+async def await_reference(reference: Any) -> Any:
+    """Fetch an object from Ray's object store, whose references can be awaited."""
+    return await reference
+
+
+def from_object_store(backend: RolloutBackend, fetch: Fetch = await_reference) -> RolloutBackend:
+    """Return the backend with weights from the object store; ``fetch`` returns an object by its reference."""
+    return cast(RolloutBackend, TransportBackend(backend, KIND, functools.partial(fetched, fetch=fetch)))
+
+
 @asynccontextmanager
 async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpdate]:
     """Yield the update as an engine takes it: views of the store, or files in shared memory, valid within the context.
@@ -98,11 +109,11 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
         fetch: returns an object by its reference.
 
     Raises:
-        WeightUpdateError: it is of another kind, or the store returns other bytes than were written.
+        WeightUpdateError: the payload is another, or the store returns other bytes than were written.
     """
     stored = update.payload
-    if update.kind != KIND or not isinstance(stored, StoredWeights):
-        raise WeightUpdateError(f"an engine in a Ray actor takes weights of kind {KIND!r}, got {update.kind!r}")
+    if not isinstance(stored, StoredWeights):
+        raise WeightUpdateError(f"payload must be StoredWeights, got {type(stored).__name__}")
     tree = await fetch(stored.reference)
     found = await asyncio.to_thread(checksum, tree)
     if found != stored.checksum:
@@ -113,7 +124,7 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
     if stored.form == "arrays":
         yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
         return
-    folder = tempdirs.make_folder("jax_agent_rl-fetched-", _MEMORY if _MEMORY.is_dir() else None)
+    folder = tempdirs.make_folder("jax_agent_rl-fetched-", in_memory=True)
     try:
         files = await asyncio.to_thread(_write, tree, folder)
         yield replace(update, kind="safetensors", payload=files)

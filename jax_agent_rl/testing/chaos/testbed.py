@@ -257,14 +257,14 @@ async def _trainer(
         ledger,
         decode_text=functools.partial(text.decode, skip_special_tokens=False),
         wait_for_server_seconds=RECOVERY_SECONDS,
+        recovery_seconds=RECOVERY_SECONDS,
+        stall_seconds=STALL_SECONDS,
+        seed=settings.seed,
     )
-    manager = LLMServerManager(
-        client, recovery_seconds=RECOVERY_SECONDS, stall_seconds=STALL_SECONDS, seed=settings.seed
-    )
-    stack.push_async_callback(manager.close)
+    stack.push_async_callback(client.close)
     # Weights are sent over HTTP, where faults can corrupt them.
     connect = functools.partial(RemoteBackend, shares_disk=False, silence_seconds=SILENCE_SECONDS)
-    await manager.start({f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)})
+    await client.start({f"engine-{number}": functools.partial(connect, url) for number, url in enumerate(urls)})
     context = AgentContext(client=client, codec=text, limits=settings.agent, max_model_len=512)
     collector = RolloutCollector(
         context,
@@ -279,7 +279,7 @@ async def _trainer(
     runtime = RunComponents(
         config=settings,
         codec=text,
-        metrics=FleetMetrics(lambda: manager.backends).read,
+        metrics=FleetMetrics(lambda: client.backends).read,
         client=client,
         collector=collector,
         evaluator=collector,

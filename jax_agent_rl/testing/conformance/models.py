@@ -12,7 +12,7 @@ import numpy as np
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.testing.conformance.reference import Reference, log_softmax
 from jax_agent_rl.utils.hub import model_folder
-from jax_agent_rl.utils.weight_probe import LogprobProbe
+from jax_agent_rl.utils.weight_checks import LogprobProbe
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
 _ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")

@@ -155,7 +155,7 @@ async def test_an_environment_that_fails_loses_the_trajectory_and_is_closed(coun
 async def traced(script, *, start: int) -> list[Span]:
     """The environment's spans of a trajectory, which may fail."""
     traces = []
-    tracer = Tracer(traces.append, most_per_step=1)
+    tracer = Tracer(traces.append, max_per_step=1)
     with contextlib.suppress(EnvironmentFailedError):
         with tracer.trajectory(
             trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False

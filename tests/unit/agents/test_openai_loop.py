@@ -50,7 +50,7 @@ async def tool_agent(base_url, api_key, row):
 
 async def test_requests_over_http_are_traced_as_part_of_their_trajectory():
     traces = []
-    tracer = Tracer(traces.append, most_per_step=1)
+    tracer = Tracer(traces.append, max_per_step=1)
     async with tiny_context() as context:
         with tracer.trajectory(
             trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False

@@ -50,11 +50,11 @@ EFFECTS = {
             "test_no_server_gets_more_than_its_limit_and_the_rest_goes_in_the_order_of_sessions"
         ),
     "rollout.recovery_seconds":
-        "unit/rollout/test_lifecycle.py::test_without_recovery_a_loss_is_final_and_told_at_once",
+        "unit/rollout/test_pool.py::test_without_recovery_a_loss_is_final_and_reported_at_once",
     "rollout.wait_for_server_seconds":
         "unit/rollout/test_request_queue.py::test_one_that_is_cancelled_in_the_moment_all_hope_is_lost_is_cancelled",
     "rollout.stall_seconds":
-        "unit/rollout/test_lifecycle.py::test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on",
+        "unit/rollout/test_pool.py::test_an_engine_that_accepts_and_never_answers_is_lost_and_its_requests_move_on",
     "rollout.max_model_len":
         "unit/trainer/test_sampling_of_a_run.py::"
         "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",
@@ -167,11 +167,11 @@ EFFECTS = {
     },
     "learner.multihost.coordinator": "unit/runtime/test_multihost.py::test_without_a_coordinator_a_process_is_alone",
     "learner.multihost.num_processes":
-        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_it_is_told_to",
+        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_configured",
     "learner.multihost.process_id":
-        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_it_is_told_to",
+        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_configured",
     "learner.multihost.timeout":
-        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_it_is_told_to",
+        "unit/runtime/test_multihost.py::test_a_process_waits_for_the_others_as_long_as_configured",
     "trainer.logger": "unit/observe/test_sinks.py::test_a_wrong_logger_is_refused_with_the_fix",
     "trainer.prometheus_port": "unit/observe/test_prometheus.py::test_a_port_in_use_is_a_setting_to_change",
     "trainer.mode": "unit/trainer/test_async.py::test_tokens_are_as_old_as_the_mode_says",

@@ -103,7 +103,7 @@ async def test_the_tool_adds_its_span_to_a_trace_and_does_without(tmp_path: Path
         database.execute("create table orders (customer text, item text)")
         database.execute("insert into orders values ('Ann', 'lamp'), ('Ann', 'chair'), ('Bo', 'desk')")
     traces = []
-    tracer = Tracer(traces.append, most_per_step=1)
+    tracer = Tracer(traces.append, max_per_step=1)
     async with open_tools(ToolsConfig(function_tool_path="orders.py")) as tools:
         call = functools.partial(tools.select()["orders"].execute, "a trajectory", {"customer": "Ann"})
         assert await call() == "lamp, chair"

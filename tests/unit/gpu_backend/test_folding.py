@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from gpu_backend.media import check_conditioned, fold, vllm_media
+from gpu_backend.requests import check_conditioned, fold, vllm_media
 from jax_agent_rl.errors import BackendError, TokenDriftError
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams
 
 PLACEHOLDERS = {"image": 7, "video": 8}
-PICTURE = Image.new("RGB", (4, 2))
+IMAGE = Image.new("RGB", (4, 2))
 
 
 def request(ids, **media) -> GenerateRequest:
@@ -35,11 +35,11 @@ def test_folding_undoes_writing_out_and_leaves_what_follows_alone(items, text, t
 
 
 def test_a_video_is_its_frames_and_their_times():
-    told = vllm_media(request([8], video=([PICTURE] * 4,), image=(PICTURE,)))
-    ((frames, times),) = told["video"]
+    given = vllm_media(request([8], video=([IMAGE] * 4,), image=(IMAGE,)))
+    ((frames, times),) = given["video"]
     assert frames.shape == (4, 2, 4, 3) and (times["fps"], times["duration"]) == (2.0, 2.0)
     assert times["frames_indices"] == [0, 1, 2, 3] and not times["do_sample_frames"]
-    assert told["image"][0].size == (4, 2)
+    assert given["image"][0].size == (4, 2)
 
 
 def test_what_is_no_picture_is_refused_with_the_request():
@@ -48,7 +48,7 @@ def test_what_is_no_picture_is_refused_with_the_request():
 
 
 def test_any_other_context_is_refused():
-    good = request([1, 7, 7, 2], image=(PICTURE,))
+    good = request([1, 7, 7, 2], image=(IMAGE,))
     check_conditioned(good, [1, 7, 7, 2], PLACEHOLDERS)
     with pytest.raises(TokenDriftError, match="on 3 ids, the request has 4 .2 image placeholders where vLLM has 1"):
         check_conditioned(good, [1, 7, 2], PLACEHOLDERS)

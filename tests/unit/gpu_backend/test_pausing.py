@@ -48,7 +48,7 @@ class Engine:
 
 
 class Updater:
-    """Takes every update but those it is told to lose."""
+    """Takes every update but those it is set to lose."""
 
     def __init__(self) -> None:
         self.loses = False

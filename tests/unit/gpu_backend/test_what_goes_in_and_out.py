@@ -101,7 +101,7 @@ def test_a_stop_string_keeps_the_ids_up_to_the_one_that_completes_it():
     chunk = state.take(output([0, 1, 2 + 26, 3]), [(0, 0)])
     assert chunk.final.token_ids == (0, 1, 28) and chunk.token_ids == (0, 1, 28)
     assert (chunk.stop_reason, chunk.final.stop_match) == (StopReason.STOP, "bc")
-    assert not state.left_engine  # vLLM does not know: it must be told
+    assert not state.left_engine  # vLLM does not know: it must be aborted there
 
 
 def test_an_extra_stop_id_is_named():

@@ -54,9 +54,9 @@ async def test_retries_end_and_the_message_names_the_url_and_the_key():
 
     def handler(request):
         attempts.append(request)
-        raise httpx.ReadTimeout("too slow")
+        raise httpx.ConnectError("refused")
 
-    with pytest.raises(RewardError, match=rf"{URL} cannot be reached \(ReadTimeout.*3 attempts.*reward.remote.url"):
+    with pytest.raises(RewardError, match=rf"{URL} cannot be reached \(refused.*reward.remote.url \(3 times\)"):
         await remote(handler, max_retries=2)(*QUESTION)
     assert len(attempts) == 3
 
@@ -66,15 +66,15 @@ async def test_a_refusal_is_not_tried_again():
 
     def handler(request):
         attempts.append(request)
-        return httpx.Response(401, text="who are you?")
+        return httpx.Response(422, text="who are you?")
 
-    with pytest.raises(RewardError, match=f"{URL} answered 401 'who are you"):
+    with pytest.raises(RewardError, match=f"{URL} answered HTTP 422: who are you"):
         await remote(handler)(*QUESTION)
     assert len(attempts) == 1
 
 
 async def test_an_answer_that_is_no_json_is_an_error():
-    with pytest.raises(RewardError, match=f"{URL} answered no JSON: '<html>'"):
+    with pytest.raises(RewardError, match=f"{URL} answered what is not JSON .*<html>"):
         await remote(lambda request: httpx.Response(200, text="<html>"))(*QUESTION)
 
 
@@ -132,7 +132,7 @@ async def test_an_attempt_has_its_time_however_the_answer_trickles_in():
         return httpx.Response(200, content=trickle())
 
     reward = RemoteReward(URL, transport=httpx.MockTransport(handler), timeout=0.01, max_retries=1, retry_delay=0.0)
-    with pytest.raises(RewardError, match=r"no whole answer within reward.remote.timeout=0.01 seconds, 2 attempts"):
+    with pytest.raises(RewardError, match=r"did not answer within reward.remote.timeout=0.01 seconds.*\(2 times\)"):
         await reward(*QUESTION)
 
 

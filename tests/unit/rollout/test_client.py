@@ -105,7 +105,7 @@ async def test_an_abort_before_the_first_id_returns_an_empty_output():
     assert output.token_ids == () and output.context_digest == digest_ids(PROMPT)
 
 
-async def test_an_engine_that_aborts_for_ever_fails_the_request():
+async def test_an_engine_that_aborts_forever_fails_the_request():
     class Quitter(ScriptedBackend):
         async def _wait_for_turn(self, request_id):
             self._aborted.add(request_id)
@@ -365,7 +365,7 @@ class Streams(ScriptedBackend):
         raise AssertionError("the tests end it before")
 
 
-async def test_what_a_lost_server_had_streamed_is_gone_on_with_and_told_once():
+async def test_what_a_lost_server_had_streamed_is_continued_and_streamed_once():
     fleet = Fleet(2)
     fleet.backends[0] = lost = Streams(fleet.codec, [WORDS])
     lost.share_plans(fleet.backends[1])

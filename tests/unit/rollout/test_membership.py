@@ -12,7 +12,7 @@ from jax_agent_rl.types import StopReason
 from tests.fleet import Fleet
 
 NAMES = st.sampled_from("abcd")
-FOR_EVER = 1e6
+FOREVER = 1e6
 
 
 class Membership(RuleBasedStateMachine):
@@ -32,8 +32,9 @@ class Membership(RuleBasedStateMachine):
     def begin(self, limit):
         async def start():
             self.fleet = Fleet(
-                client={"wait_for_server_seconds": FOR_EVER, "max_in_flight_per_server": limit},
-                recovery_seconds=FOR_EVER,
+                wait_for_server_seconds=FOREVER,
+                max_in_flight_per_server=limit,
+                recovery_seconds=FOREVER,
                 stall_seconds=8.0,
             )
             await self.fleet.start("a", "b")
@@ -99,7 +100,7 @@ class Membership(RuleBasedStateMachine):
     def join(self, name):
         async def join():
             try:
-                await self.fleet.manager.join(name, self.fleet.make(name))
+                await self.fleet.client.join(name, self.fleet.make(name))
             except (BackendError, ValueError, TimeoutError):
                 return  # out of reach, or there is one
 
@@ -115,7 +116,7 @@ class Membership(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.fleet.up))
 
         async def begin():
-            self.others.append(asyncio.ensure_future(self.fleet.manager.leave(name, drain=drain)))
+            self.others.append(asyncio.ensure_future(self.fleet.client.leave(name, drain=drain)))
             await asyncio.sleep(0)
 
         self.do(begin())
@@ -159,8 +160,8 @@ class Membership(RuleBasedStateMachine):
             assert (len(output.token_ids), output.stop_reason) == (tokens, StopReason.LENGTH)
             assert list(output.policy_versions) == sorted(output.policy_versions)
         assert not fleet.inside and not fleet.client.waiting and fleet.client.stats().stale_served == 0
-        assert {backend.policy_version for backend in fleet.manager.backends} == {self.version + 1}
-        await fleet.manager.close()
+        assert {backend.policy_version for backend in fleet.client.backends} == {self.version + 1}
+        await fleet.client.close()
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
 

@@ -30,7 +30,7 @@ from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.requests import decode_request, encode_request
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.http.uploads import Uploads
+from jax_agent_rl.rollout.http.weight_files import Uploads
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
@@ -96,7 +96,7 @@ async def test_without_the_right_token_nothing_is_answered(given):
                 assert response.status == 401
 
 
-async def test_a_client_with_a_wrong_token_is_told_which_key_to_look_at():
+async def test_a_client_with_a_wrong_token_reads_which_key_to_check():
     with pytest.raises(BackendError, match=r"does not accept the token.*rollout\.token_env"):
         async with served(token="secret", client={"token": "other"}):
             pass
@@ -203,7 +203,7 @@ async def test_a_surprise_in_the_backend_is_a_backend_error_with_its_name(caplog
     assert "ZeroDivisionError" in caplog.text
 
 
-PICTURES = {
+MEDIA = {
     "image": (Image.effect_noise((20, 10), 90).convert("RGB"), Image.new("L", (3, 3), 77)),
     "video": ([Image.new("RGB", (4, 2), "red"), Image.new("RGB", (4, 2), "blue")],),
 }
@@ -212,7 +212,7 @@ PICTURES = {
 async def test_images_are_refused_before_anything_is_sent():
     async with served() as (_, _http, remote):
         with pytest.raises(BackendError, match=r"server at http.* takes no \['image'\] input"):
-            await remote.generate(request(multi_modal={"image": PICTURES["image"]}))
+            await remote.generate(request(multi_modal={"image": MEDIA["image"]}))
 
 
 async def test_pictures_arrive_pixel_by_pixel():
@@ -221,13 +221,13 @@ async def test_pictures_arrive_pixel_by_pixel():
             seen.append(request.multi_modal)
 
     seen = []
-    async with served(backend=Seeing(tick_seconds=0.001, multi_modal=frozenset(PICTURES))) as (_, _http, remote):
-        assert remote.capabilities.multi_modal == PICTURES.keys()
-        await remote.generate(request(multi_modal=PICTURES))
+    async with served(backend=Seeing(tick_seconds=0.001, multi_modal=frozenset(MEDIA))) as (_, _http, remote):
+        assert remote.capabilities.multi_modal == MEDIA.keys()
+        await remote.generate(request(multi_modal=MEDIA))
     (got,) = seen
-    for sent, arrived in zip(PICTURES["image"], got["image"], strict=True):
+    for sent, arrived in zip(MEDIA["image"], got["image"], strict=True):
         np.testing.assert_array_equal(np.asarray(as_image(sent)), np.asarray(arrived))
-    np.testing.assert_array_equal(as_frames(PICTURES["video"][0]), as_frames(got["video"][0]))
+    np.testing.assert_array_equal(as_frames(MEDIA["video"][0]), as_frames(got["video"][0]))
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ async def test_a_local_server_reads_the_file_itself_and_an_unshared_one_is_sent_
     async with served(weight_dir=str(tmp_path)) as (_, _http, remote):
         monkeypatch.setattr(remote, "_upload", None)  # would fail if it were used
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
-        remote._is_local = False
+        remote._may_share_disk = False
         with pytest.raises(TypeError):
             await remote.update_weights(WeightUpdate(version=2, kind="safetensors", payload=[file]))
 

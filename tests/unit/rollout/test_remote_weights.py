@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.http import uploads as uploads_module
+from jax_agent_rl.rollout.http import weight_files
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.http.shared_dir import SharedDir
-from jax_agent_rl.rollout.http.uploads import FORGOTTEN_SECONDS, MAX_UPLOADS, Uploads
+from jax_agent_rl.rollout.http.weight_files import MAX_UPLOADS, UPLOAD_TTL_SECONDS, SharedDir, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils import tempdirs
 from tests.toy_backend import ToyBackend
@@ -98,7 +97,7 @@ async def test_files_of_the_folder_are_read_in_place(tree: Path):
 async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(tree: Path, tmp_path: Path):
     (file := tmp_path / "elsewhere.safetensors").write_text("other")
     async with served(ToyBackend(weight_payloads=PAYLOADS), tree) as remote:
-        remote._shares_disk = True
+        remote._may_share_disk = True
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
 
@@ -225,10 +224,10 @@ async def test_what_nobody_uses_is_deleted_without_another_request(tmp_path: Pat
     now = [0.0]
     uploads = Uploads(max_bytes=9, folder=tmp_path, clock=lambda: now[0])
     await uploads.receive("0" * 16, "w.safetensors", DIGEST, blocks(b"x"))
-    now[0] = FORGOTTEN_SECONDS - 1
-    uploads.drop_forgotten()
+    now[0] = UPLOAD_TTL_SECONDS - 1
+    uploads.drop_expired()
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-    now[0] = FORGOTTEN_SECONDS + 1
+    now[0] = UPLOAD_TTL_SECONDS + 1
     sweeping = asyncio.create_task(uploads.sweep(every=0.0))
     async with asyncio.timeout(20):
         while list(tmp_path.rglob("*.safetensors")):
@@ -238,7 +237,7 @@ async def test_what_nobody_uses_is_deleted_without_another_request(tmp_path: Pat
 
 
 async def test_a_sender_that_falls_silent_leaves_nothing(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(uploads_module, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(weight_files, "UPLOAD_TIMEOUT_SECONDS", 0.05)
     uploads = Uploads(max_bytes=9, folder=tmp_path)
 
     async def stalled() -> AsyncIterator[bytes]:
@@ -253,7 +252,7 @@ async def test_a_sender_that_falls_silent_leaves_nothing(tmp_path: Path, monkeyp
 
 async def test_without_a_setting_uploads_leave_half_of_the_free_memory(tmp_path: Path, monkeypatch):
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(uploads_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(weight_files.shutil, "disk_usage", lambda _: usage)
     uploads = Uploads(folder=tmp_path)
     with pytest.raises(WeightUpdateError, match="6 bytes, more than the server's limit of 5"):
         await uploads.receive("0" * 16, "w.safetensors", "", blocks(b"xxxxxx"))

@@ -8,7 +8,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason
 from tests.fleet import EngineSpeed, in_virtual_time, now
 
-LIMITED = {"client": {"max_in_flight_per_server": 2, "wait_for_server_seconds": 50.0}}
+LIMITED = {"max_in_flight_per_server": 2, "wait_for_server_seconds": 50.0}
 
 
 def asked(fleet, name):
@@ -35,7 +35,7 @@ def test_a_server_that_joins_late_has_work_at_once():
         tasks = [fleet.ask(10, session_id=f"s{i}") for i in range(4)]
         await asyncio.sleep(3)
         assert fleet.client.waiting == 2
-        await fleet.manager.join("b", fleet.make("b"))
+        await fleet.client.join("b", fleet.make("b"))
         assert fleet.client.waiting == 0
         await asyncio.gather(*tasks)
         assert asked(fleet, "b") == ["r3", "r4"]

@@ -52,7 +52,7 @@ async def collect(traces, *, score=scored, agent="tool_agent", max_in_flight=8, 
         score=score,
         max_in_flight=max_in_flight,
         seed=0,
-        tracer=Tracer(traces.append, most_per_step=8),
+        tracer=Tracer(traces.append, max_per_step=8),
         validate=True,
     )
     row = {"prompt": [{"role": "user", "content": "1 + 2 ?"}], "agent_name": agent, "data_source": "sums"}
@@ -100,7 +100,7 @@ async def test_a_lost_trajectory_says_why():
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 async def test_every_trainer_mode_is_traced(tmp_path: Path, mode: str):
     traces = []
-    tracer = Tracer(traces.append, most_per_step=2)
+    tracer = Tracer(traces.append, max_per_step=2)
     training = make_trainer(tmp_path, steps=3, trainer={"mode": mode}, prompts_per_step=2, rows=3, tracer=tracer)
     await finish(training)
     traced = Counter((trace.step, trace.validate) for trace in traces)

@@ -12,7 +12,6 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.build import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
@@ -33,17 +32,16 @@ async def lead(config: Config) -> None:
         weight_buffer = make_weight_buffer(config)
         publisher = make_publisher(config, model, probe_ids=PROMPT, weight_buffer=weight_buffer)
         client = LLMServerClient(decode_text=str)
-        manager = LLMServerManager(client)
         try:
-            await manager.start({"host-0": functools.partial(make_host_engine, config, weight_buffer)})
-            await join_hosts(manager)
+            await client.start({"host-0": functools.partial(make_host_engine, config, weight_buffer)})
+            await join_hosts(client)
             for version in range(2):
                 if version:
                     learner.update(random_groups(version, vocabulary=400))
                 await client.update_weights(await asyncio.to_thread(publisher.make, learner, version))
                 await show(client, learner, version)
         finally:
-            await manager.close()
+            await client.close()
 
 
 async def show(client: LLMServerClient, learner: Learner | LeadingLearner, version: int) -> None:

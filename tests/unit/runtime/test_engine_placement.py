@@ -12,9 +12,9 @@ from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.rollout.ray.backend import RayBackend
-from jax_agent_rl.rollout.ray.host import ObjectStoreBackend
-from jax_agent_rl.rollout.ray.weights import KIND, store
+from jax_agent_rl.rollout.ray.weights import KIND, from_object_store, store
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import check_turns
 from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning
@@ -123,7 +123,7 @@ async def test_colocated_engines_need_no_ray():
     [
         ("colocated", {"jetstream": ToyBackend}),
         ("separate", {"ray-0": RayBackend, "ray-1": RayBackend}),
-        ("hybrid", {"jetstream": ObjectStoreBackend, "ray-0": RayBackend, "ray-1": RayBackend}),
+        ("hybrid", {"jetstream": TransportBackend, "ray-0": RayBackend, "ray-1": RayBackend}),
     ],
 )
 def test_each_placement_has_its_engines(placement: str, kinds: dict[str, type]):
@@ -139,7 +139,7 @@ async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
     async def fetch(reference: int) -> Any:
         return kept[reference]
 
-    engine = ObjectStoreBackend(ToyBackend(weight_payloads=frozenset({"safetensors"})), fetch)
+    engine = from_object_store(ToyBackend(weight_payloads=frozenset({"safetensors"})), fetch)
     assert engine.capabilities.weight_payloads == {KIND}
     files = WeightUpdate(version=4, kind="safetensors", payload=[str(tmp_path / "w.safetensors")])
     await engine.update_weights(store(files, lambda tree: kept.setdefault(0, tree) and 0))

@@ -37,7 +37,7 @@ async def test_what_a_lost_server_did_stays_and_one_that_joins_counts_from_then_
     assert (read.generated_tokens, read.busy_seconds) == (43, 21.5)
 
 
-def test_one_that_does_not_answer_is_not_waited_for_for_ever():
+def test_one_that_does_not_answer_is_not_waited_for_forever():
     async def main(_):
         silent, well = Counting(10), Counting(20)
         fleet = FleetMetrics(lambda: [silent, well])

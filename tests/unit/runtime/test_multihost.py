@@ -151,12 +151,12 @@ def test_without_a_coordinator_a_process_is_alone(monkeypatch: pytest.MonkeyPatc
     assert initialize(MultihostConfig()) == 0
 
 
-def test_a_process_waits_for_the_others_as_long_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch):
-    told = {}
+def test_a_process_waits_for_the_others_as_long_as_configured(monkeypatch: pytest.MonkeyPatch):
+    given = {}
 
     def joined(**keys):
-        told.update(keys)
+        given.update(keys)
 
     monkeypatch.setattr(jax.distributed, "initialize", joined)
     initialize(MultihostConfig(coordinator="localhost:1", num_processes=2, process_id=1, timeout=7))
-    assert (told["initialization_timeout"], told["process_id"], told["num_processes"]) == (7, 1, 2)
+    assert (given["initialization_timeout"], given["process_id"], given["num_processes"]) == (7, 1, 2)

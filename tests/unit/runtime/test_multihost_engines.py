@@ -4,20 +4,17 @@ import asyncio
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.multihost_engines import (
     KIND,
     HostEngine,
     HostRegistry,
     WeightBuffer,
-    WeightBufferBackend,
     join_hosts,
     own_address,
 )
@@ -43,7 +40,7 @@ class Store:
 
 
 class Engine(ToyBackend):
-    """Notes what weights it was given, and fails to start if told so."""
+    """Records the weights it was given; may fail to start."""
 
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__()
@@ -68,26 +65,23 @@ def weight_buffer() -> WeightBuffer:
     return WeightBuffer(lambda params: {"copy of": params})
 
 
-async def fleet(
-    store: Store, engine: Engine, kept: WeightBuffer, **more: Any
-) -> tuple[LLMServerClient, LLMServerManager]:
+async def fleet(engine: Engine, kept: WeightBuffer) -> LLMServerClient:
     client = LLMServerClient(decode_text=to_text)
-    manager = LLMServerManager(client)
-    await manager.start({"host-0": lambda: WeightBufferBackend(engine, kept)})  # type: ignore[dict-item]
-    return client, manager
+    await client.start({"host-0": lambda: kept.serve(engine)})  # type: ignore[dict-item]
+    return client
 
 
 async def test_all_engines_take_the_version_in_their_own_weight_buffer():
     store, engines, buffers = Store(), [Engine(), Engine()], [weight_buffer(), weight_buffer()]
     other = HostEngine(
-        lambda: WeightBufferBackend(engines[1], buffers[1]),  # type: ignore[arg-type,return-value]
+        lambda: buffers[1].serve(engines[1]),  # type: ignore[arg-type,return-value]
         HostRegistry(store),
         number=1,
         host="127.0.0.1",
     )
-    client, manager = await fleet(store, engines[0], buffers[0])
+    client = await fleet(engines[0], buffers[0])
     try:
-        assert await join_hosts(manager, registry=HostRegistry(store), others=1) == ["host-1"]
+        assert await join_hosts(client, registry=HostRegistry(store), others=1) == ["host-1"]
         for number, kept in enumerate(buffers):
             kept.put(1, f"parameters of process {number}")
         await client.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
@@ -98,7 +92,7 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
         assert {output.policy_versions for output in outputs} == {(1,) * 5} and len({o.token_ids for o in outputs}) == 1
         assert [(await s.backend.metrics()).requests_finished for s in client.servers] == [2, 2]
     finally:
-        await manager.close()
+        await client.close()
         await asyncio.to_thread(other.close)
     assert engines[1].closed
 
@@ -106,12 +100,12 @@ async def test_all_engines_take_the_version_in_their_own_weight_buffer():
 async def test_an_engine_that_cannot_start_ends_the_start_with_its_reason():
     store, kept = Store(), weight_buffer()
     other = HostEngine(lambda: Engine(broken=True), HostRegistry(store), number=3, host="127.0.0.1")
-    _, manager = await fleet(store, Engine(), kept)
+    client = await fleet(Engine(), kept)
     try:
         with pytest.raises(BackendError, match="the engine of process 3 could not start: MemoryError: 2 GB"):
-            await join_hosts(manager, registry=HostRegistry(store), others=1)
+            await join_hosts(client, registry=HostRegistry(store), others=1)
     finally:
-        await manager.close()
+        await client.close()
         await asyncio.to_thread(other.close)
 
 
@@ -124,7 +118,7 @@ async def test_an_engine_that_is_not_wanted_any_more_ends_before_anybody_has_ask
 
 async def test_a_version_that_is_not_in_the_weight_buffer_is_refused():
     engine, kept = Engine(), weight_buffer()
-    served = WeightBufferBackend(engine, kept)  # type: ignore[arg-type]
+    served = kept.serve(engine)  # type: ignore[arg-type]
     with pytest.raises(WeightUpdateError, match="version 1 are not in this process, which has none"):
         await served.update_weights(WeightUpdate(version=1, kind=KIND, payload=None))
     kept.put(1, "parameters")  # type: ignore[arg-type]
@@ -165,4 +159,4 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
     ]
     for line in lines:
         assert line["found"] == pytest.approx(line["expected"], abs=1e-4) and line["recompilations"] == 0
-    assert lines[0]["found"] != lines[2]["found"], "nothing was learnt"
+    assert lines[0]["found"] != lines[2]["found"], "the weights did not change"

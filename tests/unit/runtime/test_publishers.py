@@ -31,7 +31,7 @@ def configured(**rollout):
 
 @dataclass
 class Parameters:
-    """A learner that has learnt."""
+    """A learner that has been trained."""
 
     params: Params
 

@@ -21,7 +21,7 @@ from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.utils import tempdirs
-from jax_agent_rl.utils.http_server import MOST_NESTED, HttpServer, read_json
+from jax_agent_rl.utils.http_server import MAX_NESTING, HttpServer, read_json
 from tests.toy_backend import ToyBackend
 
 JSON = {"Content-Type": "application/json"}
@@ -144,7 +144,7 @@ async def test_this_machine_has_many_names(host: str):
 
 
 @pytest.mark.parametrize("service", [rollout, endpoint, tools])
-@pytest.mark.parametrize("depth", [MOST_NESTED + 1, 500, 950, 100_000])
+@pytest.mark.parametrize("depth", [MAX_NESTING + 1, 500, 950, 100_000])
 async def test_json_nested_too_deep_is_a_bad_request_at_every_route(service: Callable, depth: int):
     bodies = [b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth]
     with service(None) as server:
@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_while_it_is_written_to_is_no_error(caplog: p
 
 
 async def test_connections_over_the_limit_are_closed_and_their_places_come_back():
-    async with echoing(most_connections=2, head_seconds=60.0) as (server, client):
+    async with echoing(max_connections=2, head_seconds=60.0) as (server, client):
         held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
         reader, third = await asyncio.open_connection("127.0.0.1", server.port)
         async with asyncio.timeout(20):
@@ -246,10 +246,10 @@ async def test_connections_over_the_limit_are_closed_and_their_places_come_back(
         (b"x" * 2000, 413, "larger than max_body=1000"),
         (b"{", 400, "not JSON"),
         (b"\xff", 400, "not JSON in UTF-8"),
-        (rb'"\ud800"', 400, "half a character"),
-        (rb'{"\udfff": 1}', 400, "half a character"),
+        (rb'"\ud800"', 400, "half of a surrogate pair"),
+        (rb'{"\udfff": 1}', 400, "half of a surrogate pair"),
         (rb'"\ud83d\ude00 \\ud800"', 200, ""),
-        (b"[" * MOST_NESTED + b"]" * MOST_NESTED, 200, ""),
+        (b"[" * MAX_NESTING + b"]" * MAX_NESTING, 200, ""),
     ],
 )
 async def test_a_body_is_json_that_can_be_worked_with(body: bytes, status: int, message: str):

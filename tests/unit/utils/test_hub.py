@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.testing.conformance.models import write_tiny_model
-from jax_agent_rl.utils.hub import hub_name, model_folder, placeless
+from jax_agent_rl.utils.hub import absolute_model_path, hub_name, model_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOAD = """
@@ -105,7 +105,7 @@ def load(hub: Hub, cache: Path, name: str, *arguments: str, **more: str) -> subp
     return subprocess.run(command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=120)
 
 
-def test_a_model_named_on_the_hub_is_brought_once_and_its_weights_when_they_are_needed(hub, tmp_path):
+def test_a_model_named_on_the_hub_is_downloaded_once_and_its_weights_when_they_are_needed(hub, tmp_path):
     cache = tmp_path / "cache"
     described = load(hub, cache, "some/model")
     assert described.returncode == 0, described.stderr
@@ -160,5 +160,5 @@ def test_folders_are_never_looked_up(tmp_path, monkeypatch):
     for path in ("some/model", "./other/model", "/no/model", "model", "a/b/c", "~/models/mine"):
         assert hub_name(path) is None
         assert model_folder(path, weights=True) == Path(path).expanduser()
-    assert placeless("some/model") == str(tmp_path / "some" / "model")
-    assert placeless("other/model@main") == "other/model@main"
+    assert absolute_model_path("some/model") == str(tmp_path / "some" / "model")
+    assert absolute_model_path("other/model@main") == "other/model@main"

@@ -15,7 +15,7 @@ from tests.ports import free_port
 
 
 class Script:
-    """An app that gives its responses one after the other, the last one for ever."""
+    """An app that gives its responses one after the other, the last one forever."""
 
     def __init__(self, *responses):
         self.responses = list(responses)
@@ -81,7 +81,7 @@ async def test_a_repetition_that_is_in_time_is_the_answer():
     assert await post(Script(never.wait, Response("7")), timeout=0.5, retries=3, repeatable=True) == 7
 
 
-async def test_a_server_that_trickles_for_ever_is_not_waited_for():
+async def test_a_server_that_trickles_forever_is_not_waited_for():
     async def trickle():
         while True:
             yield b" "

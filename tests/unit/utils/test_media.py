@@ -67,34 +67,34 @@ def test_the_wrong_one_of_several_is_counted_out():
 # --- files that come over HTTP ----------------------------------------------------------------------------------------
 
 
-def file_of(picture: Image.Image, kind: str) -> str:
+def encode_image(image: Image.Image, kind: str) -> str:
     stream = io.BytesIO()
-    picture.save(stream, format=kind)
+    image.save(stream, format=kind)
     return base64.b64encode(stream.getvalue()).decode()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_files_of_the_listed_formats_are_read(kind: str):
-    (picture,) = read_images([f"data:image/x;base64,{file_of(Image.new('RGB', (4, 3), 'red'), kind)}"])
-    assert picture.size == (4, 3) and picture.mode == "RGB"
+    (image,) = read_images([f"data:image/x;base64,{encode_image(Image.new('RGB', (4, 3), 'red'), kind)}"])
+    assert image.size == (4, 3) and image.mode == "RGB"
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PDF", "TIFF", "BMP", "ICO", "PPM"])
 def test_files_of_other_formats_reach_no_reader(kind: str, monkeypatch):
-    text = file_of(Image.new("RGB", (4, 3)), kind)
+    text = encode_image(Image.new("RGB", (4, 3)), kind)
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", None)
     with pytest.raises(ValueError, match="none of PNG, JPEG, WEBP, GIF"):
         read_images([text])
 
 
 def test_small_files_with_many_pixels_are_refused_before_any_is_unpacked(monkeypatch):
-    one = file_of(Image.new("1", (4000, 4000)), "PNG")
+    one = encode_image(Image.new("1", (4000, 4000)), "PNG")
     assert len(one) < 10_000
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
     with pytest.raises(ValueError, match="48000000 pixels together, more than 32000000"):
         read_images([one] * 3)
     with pytest.raises(ValueError, match="9000 x 2000 pixels, more than 16000000"):
-        read_images([file_of(Image.new("1", (9000, 2000)), "PNG")])
+        read_images([encode_image(Image.new("1", (9000, 2000)), "PNG")])
     with pytest.raises(ValueError, match="65 images are more than 64"):
         read_images([""] * 65)
 
@@ -106,6 +106,6 @@ def test_what_is_no_image_file_is_one_error(text: str):
 
 
 def test_an_image_file_cut_short_is_one_error():
-    whole = base64.b64decode(file_of(Image.effect_noise((64, 64), 90), "PNG"))
+    whole = base64.b64decode(encode_image(Image.effect_noise((64, 64), 90), "PNG"))
     with pytest.raises(ValueError, match="an image cannot be read"):
         read_images([base64.b64encode(whole[: len(whole) // 2]).decode()])

@@ -21,7 +21,7 @@ from jax_agent_rl.utils.interrupt import EXIT_CODE
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
-PROMISED_SECONDS = 5.0
+SHUTDOWN_TIMEOUT_SECONDS = 5.0
 SERVER = """
 import asyncio, sys, threading
 from jax_agent_rl.utils.interrupt import run_server
@@ -34,14 +34,14 @@ async def main():
     finally:
         {closing}
 
-run_server(main(), say=lambda line: print(line, flush=True))
+run_server(main(), print_line=lambda line: print(line, flush=True))
 """
-FOR_EVER = "await asyncio.Event().wait()"
+FOREVER = "await asyncio.Event().wait()"
 STUCK = "asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)"
 HANGS = {
-    "closing that never ends": ("pass", FOR_EVER, FOR_EVER),
-    "closing that cannot be cancelled": ("pass", FOR_EVER, "threading.Event().wait()"),
-    "a thread that cannot be stopped": (STUCK, FOR_EVER, "pass"),
+    "closing that never ends": ("pass", FOREVER, FOREVER),
+    "closing that cannot be cancelled": ("pass", FOREVER, "threading.Event().wait()"),
+    "a thread that cannot be stopped": (STUCK, FOREVER, "pass"),
     "an event loop that stands still": ("pass", "threading.Event().wait()", "pass"),
 }
 
@@ -66,7 +66,7 @@ def test_the_second_signal_ends_a_server_whatever_hangs(hang: str, first: signal
         process.send_signal(first)
         assert process.stdout.readline().startswith("stopping")
         process.send_signal(signal.SIGTERM)
-        process.wait(PROMISED_SECONDS)
+        process.wait(SHUTDOWN_TIMEOUT_SECONDS)
         assert process.returncode == EXIT_CODE and process.stdout.readline() == "leaving at once\n"
     finally:
         process.kill()
@@ -75,11 +75,11 @@ def test_the_second_signal_ends_a_server_whatever_hangs(hang: str, first: signal
 
 
 def test_children_that_might_hang_are_ended_before_a_server_leaves_at_once():
-    last = """with at_leaving(lambda: print('killed', flush=True)):
+    last = """with on_forced_exit(lambda: print('killed', flush=True)):
             print("closing", flush=True)
             await asyncio.Event().wait()"""
-    text = SERVER.format(starting="pass", serving=FOR_EVER, closing=last)
-    process = start("-c", text.replace("import run_server", "import at_leaving, run_server"))
+    text = SERVER.format(starting="pass", serving=FOREVER, closing=last)
+    process = start("-c", text.replace("import run_server", "import on_forced_exit, run_server"))
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "serving\n"
@@ -87,7 +87,7 @@ def test_children_that_might_hang_are_ended_before_a_server_leaves_at_once():
         assert process.stdout.readline().startswith("stopping")
         assert process.stdout.readline() == "closing\n"
         process.send_signal(signal.SIGTERM)
-        process.wait(PROMISED_SECONDS)
+        process.wait(SHUTDOWN_TIMEOUT_SECONDS)
         assert process.stdout.read() == "leaving at once\nkilled\n"
     finally:
         process.kill()
@@ -96,7 +96,7 @@ def test_children_that_might_hang_are_ended_before_a_server_leaves_at_once():
 
 
 def test_the_first_signal_is_enough_for_a_server_that_closes():
-    process = start("-c", SERVER.format(starting="pass", serving=FOR_EVER, closing="print('closed', flush=True)"))
+    process = start("-c", SERVER.format(starting="pass", serving=FOREVER, closing="print('closed', flush=True)"))
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ async def test_a_paused_rollout_server_with_waiting_requests_ends():
         process.send_signal(signal.SIGTERM)
         assert (await asyncio.to_thread(process.stdout.readline)).startswith("stopping")
         process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(process.wait, PROMISED_SECONDS)
+        await asyncio.to_thread(process.wait, SHUTDOWN_TIMEOUT_SECONDS)
         await asyncio.gather(*waiting, return_exceptions=True)
         await remote.close()
     finally:

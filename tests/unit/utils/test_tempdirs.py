@@ -22,7 +22,7 @@ os._exit(0)
 
 
 def owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
-    """A process that has made a folder, and leaves in haste once it is told to."""
+    """A process that has made a folder, and leaves at once when asked to."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(parent)],
         stdin=subprocess.PIPE,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
-from jax_agent_rl.sampling_params import MOST_IDS
+from jax_agent_rl.sampling_params import ID_BOUND
 from jax_agent_rl.testing.conformance.probe import Probe
 from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import StopReason, digest_ids
@@ -98,7 +98,7 @@ async def test_extreme_values_are_isolated(probe: Probe) -> None:
     count, prompt = probe.room - 24, probe.prompt(8, seed=13)
     concurrent = (await probe.started(prompt, max_tokens=count)).task
     cause = "values are not checked before they reach the engine's arrays: one request ends all others"
-    for extreme in ({"top_k": MOST_IDS - 1, "temperature": 1.0}, {"stop_token_ids": (MOST_IDS - 1,)}):
+    for extreme in ({"top_k": ID_BOUND - 1, "temperature": 1.0}, {"stop_token_ids": (ID_BOUND - 1,)}):
         with contextlib.suppress(BackendError):
             await probe.within(60, probe.begin(prompt, **extreme), f"an answer to a request of {extreme}", cause=cause)
     assert len((await concurrent).token_ids) == count, cause

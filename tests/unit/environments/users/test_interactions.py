@@ -89,7 +89,7 @@ async def test_the_user_replies_until_satisfied_and_scores_every_turn():
 
 async def test_what_the_user_was_told_and_said_is_traced():
     traces = []
-    tracer = Tracer(traces.append, most_per_step=1)
+    tracer = Tracer(traces.append, max_per_step=1)
     with tracer.trajectory(trajectory_id="t", group_id="g", group_size=1, step=1, sample=0, rollout=0, validate=False):
         await stage(["first", "second"], Recorded(MORE, DONE)).run()
     assert [span.attributes for span in traces[0].spans if span.about == "user"] == [

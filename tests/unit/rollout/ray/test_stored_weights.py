@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.ray.weights import KIND, Tensor, checksum, fetched, store
+from jax_agent_rl.rollout.ray.weights import KIND, Tensor, checksum, fetched, from_object_store, store
+from tests.toy_backend import ToyBackend
 
 TREE = {
     "embed": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -85,6 +86,6 @@ def test_the_checksum_is_of_names_types_and_shapes_too():
 
 
 async def test_another_kind_is_refused_by_its_name():
-    with pytest.raises(WeightUpdateError, match="got 'arrays'"):
-        async with fetched(arrays(), FakeStore().fetch):
-            raise AssertionError("it was taken")
+    engine = from_object_store(ToyBackend(), FakeStore().fetch)
+    with pytest.raises(WeightUpdateError, match="takes weights of kind 'object_store', got 'arrays'"):
+        await engine.update_weights(arrays())

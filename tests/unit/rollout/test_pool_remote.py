@@ -1,4 +1,4 @@
-"""The manager over real rollout servers on loopback, one of which is killed and started again."""
+"""A client over real rollout servers on loopback, one of which is killed and started again."""
 
 import asyncio
 import functools
@@ -10,7 +10,6 @@ from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.lifecycle import LLMServerManager
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.toy_backend import ToyBackend, to_text
@@ -50,10 +49,11 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
     file.write_text("other")
     hosts = [Host(), Host()]
     await asyncio.gather(*(host.start() for host in hosts))
-    client = LLMServerClient(decode_text=to_text, wait_for_server_seconds=30.0)
-    manager = LLMServerManager(client, recovery_seconds=30.0, stall_seconds=5.0)
+    client = LLMServerClient(
+        decode_text=to_text, wait_for_server_seconds=30.0, recovery_seconds=30.0, stall_seconds=5.0
+    )
     try:
-        await manager.start({host.url: functools.partial(RemoteBackend, host.url, start_seconds=0) for host in hosts})
+        await client.start({host.url: functools.partial(RemoteBackend, host.url, start_seconds=0) for host in hosts})
         update = WeightUpdate(version=1, kind="safetensors", payload=[str(file)], lasting=True)
         await client.update_weights(update)
 
@@ -72,7 +72,7 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
         outputs = await asyncio.gather(*tasks)
         assert len({output.token_ids for output in outputs}) == 1, "keyed by seed and position: whoever sampled them"
         assert {len(output.token_ids) for output in outputs} == {100}
-        assert tuple(heard) == outputs[2].token_ids, "what was streamed stands, and nothing is told twice"
+        assert tuple(heard) == outputs[2].token_ids, "what was streamed stands, and nothing is streamed twice"
         assert set(hosts[0].engine.asked) == {1}, "no request before the weights"
         stats = client.stats()
         assert (stats.servers_up, stats.servers_lost, stats.servers_joined, stats.stale_served) == (1, 2, 1, 0)
@@ -81,13 +81,13 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
             await asyncio.sleep(0.01)
         assert hosts[1].engine.policy_version == 1
     finally:
-        await manager.close()
+        await client.close()
         for host in hosts:
             await host.kill()
 
 
 async def test_a_server_that_cannot_be_reached_at_the_start_is_an_error_at_once():
-    manager = LLMServerManager(LLMServerClient(), recovery_seconds=30.0)
+    client = LLMServerClient(recovery_seconds=30.0)
     with pytest.raises(EngineDiedError, match=r"http://127\.0\.0\.1:9 is gone"):
-        await manager.start({"nobody": lambda: RemoteBackend("http://127.0.0.1:9", start_seconds=0)})
-    await manager.close()
+        await client.start({"nobody": lambda: RemoteBackend("http://127.0.0.1:9", start_seconds=0)})
+    await client.close()

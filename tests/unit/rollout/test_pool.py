@@ -1,4 +1,4 @@
-"""The manager of the servers, in virtual time: engines sample an id a second and take a second to load weights."""
+"""The servers behind a client, in virtual time: engines sample an id a second and take a second to load weights."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ def test_a_server_that_joins_gets_the_served_weights_before_any_request():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1)
-        await fleet.manager.join("b", fleet.make("b"))
+        await fleet.client.join("b", fleet.make("b"))
         assert fleet["b"].updates == [1] and fleet.up == ["a", "b"]
         outputs = await asyncio.gather(fleet.ask(3), fleet.ask(3))
         assert {output.policy_versions for output in outputs} == {(1, 1, 1)}
@@ -28,7 +28,7 @@ def test_where_nothing_lasts_of_an_update_a_server_enters_with_the_next():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1, lasting=False)
-        joining = asyncio.create_task(fleet.manager.join("b", fleet.make("b")))
+        joining = asyncio.create_task(fleet.client.join("b", fleet.make("b")))
         await asyncio.sleep(10)
         assert not joining.done() and fleet.up == ["a"]
         await fleet.publish(2, lasting=False)
@@ -42,8 +42,8 @@ def test_a_join_and_an_update_at_the_same_time_end_with_one_version_everywhere()
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1)
-        await asyncio.gather(fleet.manager.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3))
-        assert {engine.policy_version for engine in fleet.manager.backends} == {3} and len(fleet.up) == 2
+        await asyncio.gather(fleet.client.join("b", fleet.make("b")), fleet.publish(2), fleet.publish(3))
+        assert {engine.policy_version for engine in fleet.client.backends} == {3} and len(fleet.up) == 2
 
     in_virtual_time(main)
 
@@ -57,10 +57,10 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
         if why == "unreachable":
             fleet.unreachable.add("b")
             with pytest.raises(EngineDiedError, match="not to be reached"):
-                await fleet.manager.join("b", make)
+                await fleet.client.join("b", make)
         elif why == "newer":
             with pytest.raises(WeightUpdateError, match="version 7, newer than the run's 1.*restart it"):
-                await fleet.manager.join("b", make)
+                await fleet.client.join("b", make)
         elif why == "refuses":
 
             def stubborn():
@@ -69,20 +69,20 @@ def test_a_join_that_fails_leaves_everything_as_it_was(why):
                 return engine
 
             with pytest.raises(WeightUpdateError, match="b refuses version 1"):
-                await fleet.manager.join("b", stubborn)
+                await fleet.client.join("b", stubborn)
         elif why == "in use":
             with pytest.raises(ValueError, match="'a' already"):
-                await fleet.manager.join("a", make)
+                await fleet.client.join("a", make)
         else:
-            joining = asyncio.create_task(fleet.manager.join("b", make))
+            joining = asyncio.create_task(fleet.client.join("b", make))
             await asyncio.sleep(0.5)  # it is loading weights
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
-        assert fleet.up == ["a"] and len(fleet.manager.backends) == 1
+        assert fleet.up == ["a"] and len(fleet.client.backends) == 1
         assert all(engine._closed for engine in fleet.engines.get("b", []))
         await fleet.publish(2)
         fleet.unreachable.clear()
-        await fleet.manager.join("b", fleet.make("b"))
+        await fleet.client.join("b", fleet.make("b"))
         assert fleet.up == ["a", "b"], "the name and the lock are free again"
 
     in_virtual_time(main)
@@ -94,19 +94,19 @@ def test_a_server_that_leaves_loses_no_request(drain):
         await fleet.start("a", "b")
         tasks = [fleet.ask(10), fleet.ask(10)]
         await asyncio.sleep(4.5)
-        await fleet.manager.leave("a", drain=drain)
+        await fleet.client.leave("a", drain=drain)
         assert fleet.up == ["b"] and fleet["a"]._closed
         outputs = await asyncio.gather(*tasks)
         assert [len(output.token_ids) for output in outputs] == [10, 10]
         resumed = [request.sampling.max_tokens for request in fleet["b"].asked]
         assert resumed == ([10] if drain else [10, 6]), "what was sampled counts against the budget"
         with pytest.raises(KeyError):
-            await fleet.manager.leave("a")
+            await fleet.client.leave("a")
 
     in_virtual_time(main)
 
 
-def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
+def test_a_lost_server_is_replaced_updated_and_takes_part_again():
     async def main(fleet):
         await fleet.start("a", "b")
         await fleet.publish(1)
@@ -123,7 +123,7 @@ def test_a_lost_server_is_replaced_brought_up_to_date_and_takes_part_again():
     in_virtual_time(main)
 
 
-def test_requests_wait_for_a_server_that_is_being_brought_back():
+def test_requests_wait_for_a_server_that_is_being_replaced():
     async def main(fleet):
         await fleet.start("a")
         fleet["a"].capabilities = replace(fleet["a"].capabilities, multi_modal=frozenset({"image"}))
@@ -174,14 +174,14 @@ def test_when_time_is_up_a_server_is_given_up_and_its_loss_is_the_answer():
     in_virtual_time(main, recovery_seconds=20.0)
 
 
-def test_without_recovery_a_loss_is_final_and_told_at_once():
+def test_without_recovery_a_loss_is_final_and_reported_at_once():
     async def main(fleet):
         await fleet.start("a")
         fleet["a"].die()
         with pytest.raises(EngineDiedError, match="a died"):
             await fleet.ask(5)
         assert now() < 1e-6 and len(fleet.starts) == 1
-        await fleet.manager.join("a", fleet.make("a"))
+        await fleet.client.join("a", fleet.make("a"))
         assert len((await fleet.ask(5)).token_ids) == 5
 
     in_virtual_time(main, recovery_seconds=0.0)
@@ -236,7 +236,7 @@ def test_an_engine_that_dies_without_being_asked_is_noticed():
     in_virtual_time(main, stall_seconds=20.0)
 
 
-def test_a_server_that_hangs_while_it_takes_weights_does_not_hold_up_the_run_for_ever():
+def test_a_server_that_hangs_while_it_takes_weights_does_not_hold_up_the_run_forever():
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].fall_silent()
@@ -265,7 +265,7 @@ def test_a_server_that_refuses_what_another_took_is_fenced_and_tried_again():
     in_virtual_time(main)
 
 
-def test_if_all_refuse_the_old_weights_serve_on_and_the_error_is_told():
+def test_if_all_refuse_the_old_weights_are_still_served_and_the_error_is_raised():
     async def main(fleet):
         await fleet.start("a", "b")
         fleet["a"].refuses = fleet["b"].refuses = True
@@ -332,7 +332,7 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
         fleet.client.mark_lost(server, "a test wants it")
         fleet.unreachable.add("b")
         await asyncio.sleep(10)
-        await fleet.manager.leave("b")  # a KeyError if it were not being recovered
+        await fleet.client.leave("b")  # a KeyError if it were not being recovered
         assert fleet.up == ["a"] and len(fleet.engines["b"]) > 3
 
     in_virtual_time(main, stall_seconds=20.0)
@@ -341,7 +341,7 @@ def test_a_server_that_is_lost_in_the_moment_it_came_back_is_recovered_again():
 def test_servers_that_start_with_different_weights_are_refused_and_closed():
     async def main(fleet):
         with pytest.raises(ConfigError, match=r"different policy versions: {'a': 0, 'b': 3}"):
-            await fleet.manager.start({"a": fleet.make("a"), "b": fleet.make("b", version=3)})
+            await fleet.client.start({"a": fleet.make("a"), "b": fleet.make("b", version=3)})
         assert fleet["a"]._closed and fleet["b"]._closed and not fleet.up
 
     in_virtual_time(main)
@@ -351,13 +351,13 @@ def test_closing_ends_what_waits_for_a_server():
     async def main(fleet):
         await fleet.start("a")
         await fleet.publish(1, lasting=False)
-        joining = asyncio.create_task(fleet.manager.join("b", fleet.make("b")))
+        joining = asyncio.create_task(fleet.client.join("b", fleet.make("b")))
         await asyncio.sleep(1)
         fleet.unreachable.add("a")
         fleet["a"].die()
         task = fleet.ask(5)
         await asyncio.sleep(1)
-        await fleet.manager.close()
+        await fleet.client.close()
         for error in await asyncio.gather(joining, task, return_exceptions=True):
             assert isinstance(error, BackendError)
         assert all(engine._closed for engines in fleet.engines.values() for engine in engines)
