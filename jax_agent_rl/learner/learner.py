@@ -100,7 +100,7 @@ class Learner:
         self._warmup_steps = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
         self._rate = learning_rate(config, None if total_steps is None else total_steps - self._warmup_steps)
         images = image_packing(vision_processor, config)
-        policy = Parameterization.of(model, params, config, mesh=self._mesh)
+        policy = Parameterization.policy(model, params, config, mesh=self._mesh)
         self._programs = LearnerPrograms.of(
             model,
             policy,
@@ -120,8 +120,9 @@ class Learner:
         if algorithm.adv_estimator == "gae":
             initial = critic_params(params if critic_init is None else critic_init)
             rate = learning_rate(self._critic_config, total_steps)
-            programs, trained, frozen = self._programs.critic(initial, self._critic_config, rate=rate)
-            self._critic = OptimizedParams(trained, frozen=frozen, programs=programs)
+            own = Parameterization.critic(model, initial, config, mesh=self._mesh)
+            programs = self._programs.critic(own, self._critic_config, rate=rate)
+            self._critic = OptimizedParams(own.params, frozen=own.frozen, programs=programs)
 
     @property
     def state(self) -> LearnerState:

@@ -27,9 +27,9 @@ from jax_agent_rl.models.sharding import place
 
 Arrays = dict[str, jax.Array]
 Statistics = dict[str, Arrays]
-Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
-View = Callable[[Params, Params], Params]
-"""From trained and frozen parameters to those the forward pass reads, differentiably."""
+Loss = Callable[[Any, Arrays], tuple[jax.Array, Statistics]]
+View = Callable[[Params, Params], Any]
+"""From trained and frozen parameters to the model that the forward pass runs, differentiably."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class UpdatePrograms:
 
     Args:
         params: initial parameters, or their shapes.
-        view: from trained and frozen parameters to those the loss takes.
+        view: from trained and frozen parameters to the model that the loss takes.
         shardings: one per parameter.
         everywhere: sharding of scalars.
         optimizer: its configuration.

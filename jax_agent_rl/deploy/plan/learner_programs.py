@@ -51,7 +51,7 @@ def learner_inventory(config: Config, model: DecoderConfig, mesh: Mesh) -> Learn
     """
     learner, algorithm = config.learner, config.algorithm
     params = described(model.parameter_shapes(), parameter_shardings(mesh, model.parameter_shapes()))
-    policy = Parameterization.of(model, params, learner, mesh=mesh)
+    policy = Parameterization.policy(model, params, learner, mesh=mesh)
     temperature = config.rollout.temperature
     programs = LearnerPrograms.of(
         model,
@@ -77,9 +77,10 @@ def learner_inventory(config: Config, model: DecoderConfig, mesh: Mesh) -> Learn
         made.read("route", programs.route, weights, batches.layout, holds, calls=epochs)
     if batches.critic is not None:
         initial, rate = jax.eval_shape(critic_params, params), learning_rate(config.critic, config.trainer.steps)
-        own, first, frozen = programs.critic(initial, config.critic, rate=rate)
-        critic, holds_critic = made.update("critic", own, first, frozen, batches.critic)
-        made.read("values", programs.values, (critic.params, frozen), batches.layout, holds_critic)
+        own = Parameterization.critic(model, initial, learner, mesh=mesh)
+        update = programs.critic(own, config.critic, rate=rate)
+        critic, holds_critic = made.update("critic", update, own.params, own.frozen, batches.critic)
+        made.read("values", programs.values, (critic.params, own.frozen), batches.layout, holds_critic)
     published, lasting = made.published(policy, state, merged=learner.lora is not None)
     return LearnerInventory(inventory=made.inventory, published=published, holds=holds if lasting else frozenset())
 
