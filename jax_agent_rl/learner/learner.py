@@ -178,7 +178,7 @@ class Learner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
-        gate: StepCancellation | None = None,
+        cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """Train on groups: ``ppo_epochs`` times ``num_minibatches`` updates, each over an equal share of the prompts.
@@ -187,14 +187,14 @@ class Learner:
             groups: each with at least one trajectory.
             masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
-            gate: cancels the step for a caller that wants the state before it.
+            cancellation: cancels the step for a caller that wants the state before it.
             check: inspects the agreement of engine and learner before the first optimizer update.
 
         Raises:
             StepCancelled: the step was cancelled; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
         """
-        begin, cancellation = time.perf_counter(), gate or StepCancellation()
+        begin, cancellation = time.perf_counter(), cancellation or StepCancellation()
         minis, experience = self._prepare(groups, masked=masked, since=check.since)
         self._inspect = check.before_update(experience.comparison(self._objective.bypass))
         with self._all_or_nothing(len(minis), cancellation):

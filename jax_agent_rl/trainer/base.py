@@ -170,7 +170,7 @@ class Trainer:
             if (result := update.result) is not None:
                 self.on_step_end(step)
                 self.record_step(collected, result, begin, step_began, weight_update_seconds=seconds)
-            self._partly_updated = update.cancellation.half_way and self.record.step < step
+            self._partly_updated = update.cancellation.is_partly_applied and self.record.step < step
         every = self.runtime.config.trainer.checkpoint_every
         if every and step % every == 0:
             self.save()
@@ -243,7 +243,7 @@ class Trainer:
         )
         update = self.runtime.learner.update
         check = self.agreement.check(selection.groups, self.record.step + 1)
-        arguments = {"masked": selection.masked, "tick": tick, "gate": cancellation, "check": check}
+        arguments = {"masked": selection.masked, "tick": tick, "cancellation": cancellation, "check": check}
         async with self.runtime.room_for_learning():
             with self.phases.of("learn"):
                 result = await asyncio.to_thread(update, selection.groups, **arguments)
