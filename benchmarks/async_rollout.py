@@ -107,11 +107,11 @@ class PacedLearner:
         return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
 
     def update(
-        self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, gate: StepCancellation
+        self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, cancellation: StepCancellation
     ) -> UpdateResult:
         batch = [t for group in groups for t in group.trajectories]
         self.batches.append(batch)
-        with gate.update():
+        with cancellation.update():
             time.sleep(self.seconds(batch))
             self.params = jax.tree.map(lambda x: x * (1 + 1e-6), self.params)
         return UpdateResult(metrics={}, skipped=False)

@@ -31,7 +31,7 @@ from common import argument_parser, load_quickstart, random_ids, running
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
@@ -97,10 +97,9 @@ def gap(model: Any, prompts: np.ndarray, outputs: Sequence[TokenOutput], weights
 
     @functools.partial(jax.jit, static_argnums=0)
     def logprobs(model: Any, params: dict, ids_T: jax.Array) -> jax.Array:
-        count = ids_T.shape[0]
-        ends = jnp.full((1, count), count, jnp.int32)
-        hidden = hidden_states(model, params, ids_T[None], jnp.arange(count)[None], ends)[0]
-        return jnp.take_along_axis(jax.nn.log_softmax(logits(params, hidden[:-1])), ids_T[1:, None], axis=1)[:, 0]
+        decoder = Decoder.from_params(model, params)
+        scores = jax.nn.log_softmax(decoder.logits(decoder(ids_T[None])[0][0, :-1]))
+        return jnp.take_along_axis(scores, ids_T[1:, None], axis=1)[:, 0]
 
     distances: list[np.ndarray] = []
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -36,7 +36,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.objective import KEPT_LOGITS, TARGETS_PER_CHUNK
 from jax_agent_rl.models.attention import tree_attention
-from jax_agent_rl.models.decoder import hidden_states
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.tree_mask import TreeMask
 from jax_agent_rl.types import Group
 
@@ -109,11 +109,10 @@ def logprob_seconds(timed: Callable[..., float], head: jax.Array) -> dict[str, f
 def body_seconds(timed: Callable[..., float], learner: Learner, remat: str) -> dict[str, float]:
     """Time everything but the head, forward and backward."""
     rows = ROWS // MICRO_BATCHES
-    positions = jnp.broadcast_to(jnp.arange(LENGTH), (rows, LENGTH))
-    ends, ids = jnp.full((rows, LENGTH), LENGTH, jnp.int32), jnp.zeros((rows, LENGTH), jnp.int32)
+    ids = jnp.zeros((rows, LENGTH), jnp.int32)
 
     def forward(params: Any) -> jax.Array:
-        return hidden_states(learner.model, params, ids, positions, ends, remat=remat)
+        return Decoder.from_params(learner.model, params)(ids, remat=remat)[0]
 
     def backward(params: Any) -> Any:
         out, pull = jax.vjp(forward, params)

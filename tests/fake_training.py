@@ -64,7 +64,7 @@ class IdleLearner:
     def __init__(self):
         self.groups = []
 
-    def update(self, groups, *, masked, tick, gate, check):
+    def update(self, groups, *, masked, tick, cancellation, check):
         self.groups += groups
         return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
 
@@ -161,9 +161,9 @@ class Versions(IdleLearner):
         super().__init__()
         self.steps: list[list[Group]] = []
 
-    def update(self, groups, *, masked, tick, gate, check):
+    def update(self, groups, *, masked, tick, cancellation, check):
         self.steps.append(list(groups))
-        with gate.update():
+        with cancellation.update():
             return UpdateResult(metrics={}, skipped=False)
 
     @property

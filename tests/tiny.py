@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.peft import ADAPTABLE, PeftAdapter
 
 TINY = DecoderConfig(
@@ -62,9 +62,8 @@ LONGEST = 64  # every reference pass is padded to this, so that it compiles once
 
 @functools.partial(jax.jit, static_argnums=0)
 def _padded_logits(config: DecoderConfig, params: Params, ids: jax.Array) -> jax.Array:
-    positions = jnp.arange(LONGEST)[None]
-    ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
-    return logits(params, hidden_states(config, params, ids[None], positions, ends))[0]
+    model = Decoder.from_params(config, params)
+    return model.logits(model(ids[None])[0])[0]
 
 
 def full_logits(params: Params, ids: Sequence[int], config: DecoderConfig = TINY) -> np.ndarray:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -25,7 +24,7 @@ from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
@@ -117,8 +116,8 @@ async def tiny_context(*, tools=(), codec: ChatCodec | None = None, **limits) ->
 
 @jax.jit
 def _padded_logits(params: Params, ids: jax.Array) -> jax.Array:
-    ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
-    return logits(params, hidden_states(CONFIG, params, ids[None], jnp.arange(LONGEST)[None], ends))[0]
+    model = Decoder.from_params(CONFIG, params)
+    return model.logits(model(ids[None])[0])[0]
 
 
 def reference_logprobs(ids: Sequence[int]) -> np.ndarray:

@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.vision.context import MultimodalContext, VisionProcessor
 from jax_agent_rl.models.vision.image_processor import Grid, ImageProcessor, ProcessedImage
 from jax_agent_rl.models.vision.layout import ImageInputs, feature_index, layout
-from jax_agent_rl.models.vision.tower import features
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from tests.tiny import TINY
 
@@ -93,10 +91,9 @@ def seen_logprobs(params: Params, multimodal: MultimodalContext, config: Decoder
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config: DecoderConfig, params: Params, ids, patches, plan, positions, index) -> jax.Array:
-    found = features(TINY_VISION, params["vision"], patches, plan)
-    images = ImageInputs(positions[None], found[None], index[None])
-    ends = jnp.full((1, LONGEST), LONGEST, jnp.int32)
-    return logits(params, hidden_states(config, params, ids[None], jnp.arange(LONGEST)[None], ends, images=images))[0]
+    model = Decoder.from_params(config, params)
+    images = ImageInputs(positions[None], model.vision(patches, plan)[None], index[None])
+    return model.logits(model(ids[None], images=images)[0])[0]
 
 
 def seeing_trajectory(

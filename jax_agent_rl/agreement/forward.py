@@ -1,7 +1,7 @@
 """The learner's model without packing: one context per row, and every setting that might be wrong an argument.
 
 Positions, rotary tables, windows and keys and values of other weights are arrays here, so that one compiled program
-serves almost every hypothesis. Its functions are the learner's own (``models.layers``).
+serves almost every hypothesis. Its layers are the learner's own (``models.decoder``).
 
 Shapes: B contexts, T ids, D hidden, K key/value heads, h head size, L layers, S compared tokens, V vocabulary.
 """
@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
-from jax_agent_rl.models.decoder import embed
-from jax_agent_rl.models.layers import feed_forward, linear, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.layers import embed, rms_norm, rope_tables
 from jax_agent_rl.models.tree_mask import TreeMask
 
 TOKENS_PER_CHUNK = 32  # whose logits are in memory together
@@ -65,8 +66,9 @@ def hidden_states(config: DecoderConfig, params: Params, inputs: Inputs, old: Ac
 def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
     """Return the activations between the layers."""
     _, (hidden, keys, values) = _run(config, params, inputs, None, keep=True)
-    embedded = embed(config, params, jnp.asarray(inputs.token_ids))
-    return Activations(embedded=embedded, hidden=hidden, keys=keys, values=values)
+    return Activations(
+        embedded=embed(config, params["embed"], jnp.asarray(inputs.token_ids)), hidden=hidden, keys=keys, values=values
+    )
 
 
 def logprobs(
@@ -118,7 +120,7 @@ def _run(
     everything = 2 * length + int(inputs.positions.max(initial=0))
     windows = [config.sliding_window if w and config.sliding_window else everything for w in windowed]
     # Arguments are no part of the program: other settings run the same one.
-    fixed = replace(config, rope=Rope(), local_rope=None, sliding_window=None, windowed_layers=())
+    fixed = replace(config, rope=Rope(), local_rope=None, sliding_window=None, windowed_layers=(), vision=None)
     params = {name: x for name, x in params.items() if name != "vision"}
     tables = tuple(jnp.stack(pair) for pair in zip(full, local, strict=True))
     layers = (jnp.asarray(windowed, jnp.int32), jnp.asarray(windows, jnp.int32))
@@ -141,56 +143,24 @@ def _layers(
     keep: bool,
 ) -> tuple[jax.Array, Any]:
     ends = jnp.full(ids.shape, ids.shape[1], jnp.int32)
+    model = Decoder.from_params(config, params)
+    graphdef, state = nnx.split(model.layers)
 
     def body(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
         layer, (local, window), seen = scanned
-        cos, sin = tables[0][local], tables[1][local]
-        normed = rms_norm(config, x, layer["input_norm"])
-        mixed, keys, values = _attention(
-            config, layer, normed, cos, sin, TreeMask(ends, positions, window), seen, fresh
-        )
-        if not config.sandwich_norms:
-            x = x + mixed
-            x = x + feed_forward(config, layer, rms_norm(config, x, layer["post_attention_norm"]))
-        else:
-            x = x + rms_norm(config, mixed, layer["post_attention_norm"])
-            out = feed_forward(config, layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
-            x = x + rms_norm(config, out, layer["post_feedforward_norm"])
-        return x, (x, keys, values) if keep else None
+        own: list[jax.Array] = []
 
-    x, kept = jax.lax.scan(body, embed(config, params, ids), (params["layers"], settings, old))
-    return rms_norm(config, x, params["final_norm"]), kept
+        def attend(q: jax.Array, *kv: jax.Array) -> jax.Array:
+            own.extend(kv)
+            if seen is not None:
+                kv = tuple(jnp.where(fresh[:, None, :, None], x, old) for x, old in zip(kv, seen, strict=True))
+            return tree_attention(q, *kv, TreeMask(ends, positions, window))
 
+        x, _ = nnx.merge(graphdef, layer)(x, tables[0][local], tables[1][local], attend)
+        return x, (x, *own) if keep else None
 
-def _attention(
-    config: DecoderConfig,
-    layer: Params,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    tree_mask: TreeMask,
-    old: tuple[jax.Array, jax.Array] | None,
-    fresh: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return mixed [B, T, D], and the layer's own keys and values [B, K, T, h]."""
-    rows, count, _ = x.shape
-    cos, sin = cos[:, None], sin[:, None]
-
-    def heads(name: str) -> jax.Array:
-        projected = linear(x, layer[name])
-        if config.qkv_bias:
-            projected = projected + layer[f"{name}_bias"]
-        return projected.reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
-
-    q, k, values = heads("q"), heads("k"), heads("v")
-    if config.qk_norm:
-        q, k = rms_norm(config, q, layer["q_norm"]), rms_norm(config, k, layer["k_norm"])
-    keys = rotate(k, cos, sin)
-    seen = (keys, values)
-    if old is not None:
-        seen = tuple(jnp.where(fresh[:, None, :, None], own, other) for own, other in zip(seen, old, strict=True))
-    mixed = tree_attention(rotate(q, cos, sin) * config.score_scale, *seen, tree_mask)
-    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"]), keys, values
+    x, kept = jax.lax.scan(body, embed(config, model.embed[...], ids), (state, settings, old))
+    return rms_norm(config, x, model.final_norm[...]), kept
 
 
 def _chunks(x: jax.Array) -> jax.Array:

@@ -25,8 +25,15 @@ from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_lo
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import embed
-from jax_agent_rl.models.layers import ACTIVATIONS, mrope_tables, place_features, rms_norm, rope_tables, rotate
+from jax_agent_rl.models.layers import (
+    ACTIVATIONS,
+    embed,
+    mrope_tables,
+    place_features,
+    rms_norm,
+    rope_tables,
+    rotate,
+)
 from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.quantized import product, quantized
@@ -314,7 +321,7 @@ def _feed_forward(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mes
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:
     """Return embeddings [B, D] of int32 [B]."""
-    return embed(config, {"embed": params.embed}, tokens)
+    return embed(config, params.embed, tokens)
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:

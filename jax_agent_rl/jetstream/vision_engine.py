@@ -31,11 +31,11 @@ from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, PrintLine, ig
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.vision.context import MultimodalContext, VisionProcessor
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
-from jax_agent_rl.models.vision.layout import ImageInputs, layout
-from jax_agent_rl.models.vision.tower import features
+from jax_agent_rl.models.vision.layout import ImageInputs, Layout, layout
+from jax_agent_rl.models.vision.tower import VisionTower
 from jax_agent_rl.rollout.protocol import GenerateRequest
 
 
@@ -181,7 +181,10 @@ class VisionEngine(JaxEngine):
             joined = np.concatenate([image.patches for image in images])
             patches[: len(joined)] = joined
         where = layout(self._vision, [image.grid for image in images], size)
-        program = functools.partial(features, self._vision)
+
+        def program(vision: Params, patches: jax.Array, where: Layout) -> jax.Array:
+            return VisionTower.from_params(self._vision, vision)(patches, where)
+
         return self._call(("tower", size), program, (), params.vision, patches, where, out=self._replicated)
 
     def _scatter(self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int) -> jax.Array:

@@ -118,10 +118,10 @@ def _of_turn(turn: Turn, since: int) -> list[bool]:
 
 
 @contextlib.contextmanager
-def through_gate(check: AgreementCheck, gate: StepCancellation) -> Iterator[AgreementCheck]:
-    """Yield a check that closes the gate instead of raising, and raise once the update has been cancelled.
+def cancel_on_breach(check: AgreementCheck, cancellation: StepCancellation) -> Iterator[AgreementCheck]:
+    """Yield a check that cancels the step instead of raising, and raise once the learner has given it up.
 
-    For processes that update together: the others wait at the gate for a process that raises by itself.
+    For processes that update together: the others would wait for a process that raises by itself.
     """
     refusals: list[JaxAgentRLError] = []
 
@@ -130,7 +130,7 @@ def through_gate(check: AgreementCheck, gate: StepCancellation) -> Iterator[Agre
             check.inspect(comparison)
         except JaxAgentRLError as error:
             refusals.append(error)
-            gate.close()
+            cancellation.cancel()
 
     try:
         yield replace(check, inspect=inspect)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.learner.image_packing import encode_images
 from jax_agent_rl.learner.losses.terms import changed
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import hidden_states
+from jax_agent_rl.models.decoder import Decoder
+
+
+class Critic(Decoder):
+    """A language model with a value head in place of its output head."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
+        super().__init__(replace(config, tie_word_embeddings=True), rngs=rngs, dtype=dtype)
+        self.value_head = nnx.Param(jnp.zeros(config.hidden_size, jnp.float32))
 
 
 def critic_params(params: Params) -> Params:
@@ -18,42 +29,31 @@ def critic_params(params: Params) -> Params:
 
     With zeros every value is 0 at first, so the first advantages are those of plain returns instead of noise.
     """
-    width = params["final_norm"].shape
     body = {name: value for name, value in params.items() if name != "lm_head"}
-    return body | {"value_head": jnp.zeros(width, jnp.float32)}
+    return body | {"value_head": jnp.zeros(params["final_norm"].shape, jnp.float32)}
 
 
 def critic_shapes(model: DecoderConfig) -> Params:
     """Return the shape of every parameter of the critic."""
-    shapes = {name: shape for name, shape in model.parameter_shapes().items() if name != "lm_head"}
-    return shapes | {"value_head": (model.hidden_size,)}
+    return replace(model, tie_word_embeddings=True).parameter_shapes() | {"value_head": (model.hidden_size,)}
 
 
-def state_values(
-    model: DecoderConfig, params: Params, batch: Arrays, *, remat: str, mesh: Mesh | None = None
-) -> jax.Array:
+def state_values(critic: Critic, batch: Arrays, *, remat: str, mesh: Mesh | None = None) -> jax.Array:
     """Return the value of the state after every token, float32 [R, T]."""
-    hidden = hidden_states(
-        model,
-        params,
-        batch["token_ids"],
-        batch["positions"],
-        batch["subtree_end"],
-        images=encode_images(model, params, batch, remat=remat, mesh=mesh),
-        remat=remat,
-        mesh=mesh,
-    )  # [R, T, D]
-    return jnp.einsum("rtd,d->rt", hidden, params["value_head"], preferred_element_type=jnp.float32)
+    images = encode_images(critic, batch, remat=remat, mesh=mesh)
+    rows = (batch["token_ids"], batch["positions"], batch["subtree_end"])
+    hidden, _ = critic(*rows, images=images, remat=remat, mesh=mesh)  # [R, T, D]
+    return jnp.einsum("rtd,d->rt", hidden, critic.value_head[...], preferred_element_type=jnp.float32)
 
 
 def value_loss(
-    model: DecoderConfig, params: Params, batch: Arrays, *, cliprange: float, remat: str, mesh: Mesh | None = None
+    critic: Critic, batch: Arrays, *, cliprange: float, remat: str, mesh: Mesh | None = None
 ) -> tuple[jax.Array, Statistics]:
     """Return the micro-batch's share of the clipped value loss, and statistics for :class:`UpdatePrograms`.
 
     The value of a term is that of the state its token was sampled in, its parent's.
     """
-    values = state_values(model, params, batch, remat=remat, mesh=mesh)
+    values = state_values(critic, batch, remat=remat, mesh=mesh)
     parents = jnp.take_along_axis(batch["target_parent"], batch["term_target"], axis=1)
     of_terms = jnp.take_along_axis(values, parents, axis=1)
     weight, returns = batch["term_weight"], batch["term_returns"]

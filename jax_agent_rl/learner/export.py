@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.weight_checks import LogprobProbe, file_digest
@@ -112,8 +112,6 @@ class WeightFiles:
 
 def _logprobs(config: DecoderConfig, params: Params, ids_T: jax.Array) -> jax.Array:
     """float32 [T - 1]: log-prob of every id but the first, given those before it."""
-    count = ids_T.shape[0]
-    ends = jnp.full((1, count), count, jnp.int32)
-    hidden_TD = hidden_states(config, params, ids_T[None], jnp.arange(count)[None], ends)[0]
-    logprobs_TV = jax.nn.log_softmax(logits(params, hidden_TD[:-1]))
+    model = Decoder.from_params(config, params)
+    logprobs_TV = jax.nn.log_softmax(model.logits(model(ids_T[None])[0][0, :-1]))
     return jnp.take_along_axis(logprobs_TV, ids_T[1:, None], axis=1)[:, 0]

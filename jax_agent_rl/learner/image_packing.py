@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimized_params import Arrays
-from jax_agent_rl.models.config import DecoderConfig, Params, VisionConfig
+from jax_agent_rl.models.config import VisionConfig
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
 from jax_agent_rl.models.vision.layout import ImageInputs, Layout, layout
-from jax_agent_rl.models.vision.tower import features
 from jax_agent_rl.types import Trajectory
 
 
@@ -240,13 +240,10 @@ def _padded(array: np.ndarray, length: int, value: float) -> np.ndarray:
     return np.pad(array, padding, constant_values=value)
 
 
-def encode_images(
-    config: DecoderConfig, params: Params, batch: Arrays, *, remat: str, mesh: Mesh | None
-) -> ImageInputs | None:
+def encode_images(model: Decoder, batch: Arrays, *, remat: str, mesh: Mesh | None) -> ImageInputs | None:
     """Encode a micro-batch's images inside the differentiated program; None if it holds none."""
     if "patches" not in batch:
         return None
-    assert config.vision is not None  # a model of text is given no images
     layout = Layout(*(batch[f"patch_{name}"] for name in Layout._fields))
-    found = features(config.vision, params["vision"], batch["patches"], layout, remat=remat, mesh=mesh)
-    return ImageInputs(batch["rope_positions"], found, batch["feature_index"])
+    features = model.vision(batch["patches"], layout, remat=remat, mesh=mesh)
+    return ImageInputs(batch["rope_positions"], features, batch["feature_index"])

@@ -100,7 +100,7 @@ class Learner:
         self._warmup_steps = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
         self._rate = learning_rate(config, None if total_steps is None else total_steps - self._warmup_steps)
         images = image_packing(vision_processor, config)
-        policy = Parameterization.of(model, params, config, mesh=self._mesh)
+        policy = Parameterization.policy(model, params, config, mesh=self._mesh)
         self._programs = LearnerPrograms.of(
             model,
             policy,
@@ -120,8 +120,9 @@ class Learner:
         if algorithm.adv_estimator == "gae":
             initial = critic_params(params if critic_init is None else critic_init)
             rate = learning_rate(self._critic_config, total_steps)
-            programs, trained, frozen = self._programs.critic(initial, self._critic_config, rate=rate)
-            self._critic = OptimizedParams(trained, frozen=frozen, programs=programs)
+            own = Parameterization.critic(model, initial, config, mesh=self._mesh)
+            programs = self._programs.critic(own, self._critic_config, rate=rate)
+            self._critic = OptimizedParams(own.params, frozen=own.frozen, programs=programs)
 
     @property
     def state(self) -> LearnerState:
@@ -177,7 +178,7 @@ class Learner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
-        gate: StepCancellation | None = None,
+        cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """Train on groups: ``ppo_epochs`` times ``num_minibatches`` updates, each over an equal share of the prompts.
@@ -186,14 +187,14 @@ class Learner:
             groups: each with at least one trajectory.
             masked: ids of trajectories that count in baselines only.
             tick: called with (micro-batches done, total) for a progress display.
-            gate: cancels the step for a caller that wants the state before it.
+            cancellation: cancels the step for a caller that wants the state before it.
             check: inspects the agreement of engine and learner before the first optimizer update.
 
         Raises:
             StepCancelled: the step was cancelled; nothing has changed.
             NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
         """
-        begin, cancellation = time.perf_counter(), gate or StepCancellation()
+        begin, cancellation = time.perf_counter(), cancellation or StepCancellation()
         minis, experience = self._prepare(groups, masked=masked, since=check.since)
         self._inspect = check.before_update(experience.comparison(self._objective.bypass))
         with self._all_or_nothing(len(minis), cancellation):

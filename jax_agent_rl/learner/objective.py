@@ -16,8 +16,7 @@ from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.losses.kl import kl_penalty
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
-from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import routed_hidden_states
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import load_balancing_loss
 
@@ -31,7 +30,7 @@ class ObjectiveConfig:
 
     Attributes:
         temperature: the rollout's; log-probs are of logits / temperature.
-        remat: what the backward pass recomputes, see ``models.decoder.hidden_states``.
+        remat: what the backward pass recomputes, see ``models.decoder.Decoder``.
         mesh: what parameters and batch lie on; None on one device.
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
         bypass: the old log-probs are the rollout's.
@@ -103,42 +102,30 @@ def objective_config(
     )
 
 
-def routed(
-    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
-) -> tuple[jax.Array, jax.Array | None]:
+def routed(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, jax.Array | None]:
     """Return hidden states [R, T, D] and, if the loss needs it, the load of the experts, float32 [2, E]."""
-    ids, positions, ends = batch["token_ids"], batch["positions"], batch["subtree_end"]
+    where: Any = {"remat": objective.remat, "mesh": objective.mesh}
+    images = encode_images(model, batch, **where)
     copies = batch["copies"] if objective.router_aux_loss_coef else None
-    return routed_hidden_states(
-        config,
-        params,
-        ids,
-        positions,
-        ends,
-        copies,
-        images=encode_images(config, params, batch, remat=objective.remat, mesh=objective.mesh),
-        remat=objective.remat,
-        mesh=objective.mesh,
-    )
+    rows = (batch["token_ids"], batch["positions"], batch["subtree_end"])
+    return model(*rows, copies=copies, images=images, **where)
 
 
-def router_loads(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
+def router_loads(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> jax.Array:
     """Count the micro-batch's tokens (times layers) that chose each expert, float32 [E]."""
-    _, load = routed(config, objective, params, batch)
+    _, load = routed(objective, model, batch)
     assert load is not None  # a coefficient is refused without experts
     return load[0]
 
 
-def target_logprobs(
-    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
-) -> tuple[jax.Array, jax.Array]:
+def target_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, jax.Array]:
     """Return every target's log-prob, and the entropy where it was sampled; float32 [R, M]."""
-    hidden, _ = routed(config, objective, params, batch)
-    return _at_targets(objective, params, batch, hidden)
+    hidden, _ = routed(objective, model, batch)
+    return _at_targets(objective, model.head, batch, hidden)
 
 
 def _at_targets(
-    objective: ObjectiveConfig, params: Params, batch: Arrays, hidden: jax.Array
+    objective: ObjectiveConfig, head: jax.Array, batch: Arrays, hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     mesh = objective.mesh
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
@@ -156,7 +143,6 @@ def _at_targets(
 
     # Targets come first in a row, so that a chunk takes from the same place of every row: the last ones may be empty.
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
-    head = params.get("lm_head", params["embed"])
     vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
     kept = min(len(ids), objective.kept_logits // (4 * ids.shape[1] * len(head)))
     scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards, kept)
@@ -164,23 +150,21 @@ def _at_targets(
     return logprob, entropy
 
 
-def term_logprobs(config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays) -> jax.Array:
+def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> jax.Array:
     """Return the log-prob of every term's token, float32 [R, K]; undefined at padding."""
-    logprob, _ = target_logprobs(config, objective, params, batch)
+    logprob, _ = target_logprobs(objective, model, batch)
     return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
 
 
-def policy_loss(
-    config: DecoderConfig, objective: ObjectiveConfig, params: Params, batch: Arrays
-) -> tuple[jax.Array, Statistics]:
+def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
     """Return the micro-batch's share of the loss: policy loss, minus entropy bonus, plus KL to the reference.
 
     Returns:
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
         :class:`~jax_agent_rl.learner.optimized_params.UpdatePrograms` defines them.
     """
-    hidden, load = routed(config, objective, params, batch)
-    logprob, entropy = _at_targets(objective, params, batch, hidden)
+    hidden, load = routed(objective, model, batch)
+    logprob, entropy = _at_targets(objective, model.head, batch, hidden)
     weight = batch["term_weight"]
     active = weight > 0
     # Zeros at padding: what a loss makes of them is finite, and its weight is 0.

@@ -27,9 +27,9 @@ from jax_agent_rl.models.sharding import place
 
 Arrays = dict[str, jax.Array]
 Statistics = dict[str, Arrays]
-Loss = Callable[[Params, Arrays], tuple[jax.Array, Statistics]]
-View = Callable[[Params, Params], Params]
-"""From trained and frozen parameters to those the forward pass reads, differentiably."""
+Loss = Callable[[Any, Arrays], tuple[jax.Array, Statistics]]
+View = Callable[[Params, Params], Any]
+"""From trained and frozen parameters to the model that the forward pass runs, differentiably."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class UpdatePrograms:
 
     Args:
         params: initial parameters, or their shapes.
-        view: from trained and frozen parameters to those the loss takes.
+        view: from trained and frozen parameters to the model that the loss takes.
         shardings: one per parameter.
         everywhere: sharding of scalars.
         optimizer: its configuration.
@@ -144,25 +144,25 @@ class OptimizedParams:
         assert statistics is not None  # a batch has at least one row
         return gradients, jax.device_get(statistics)
 
-    def apply(self, gradients: Params, step: int, gate: StepCancellation | None = None) -> Applied:
+    def apply(self, gradients: Params, step: int, cancellation: StepCancellation | None = None) -> Applied:
         """Run one optimizer update. A gradient that is not finite changes nothing.
 
         Args:
             gradients: of the whole mini-batch.
             step: training steps that are finished, for the learning rate.
-            gate: cancels the update; None: nothing does.
+            cancellation: of the step; None if nothing cancels it.
 
         Raises:
-            StepCancelled: ``gate`` was closed; the state's buffers are intact.
+            StepCancelled: the state's buffers are intact.
         """
         arguments = (gradients, place(np.int32(step), self._programs.everywhere))
-        if self._compiled_apply is None:  # outside the gate, which must never wait for a compiler
+        if self._compiled_apply is None:  # before the lock is taken, which must never wait for a compiler
             self._compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
-        gate = gate or StepCancellation()
-        with gate.update():
+        cancellation = cancellation or StepCancellation()
+        with cancellation.update():
             self.state, norm, finite, rate = self._compiled_apply(self.state, *arguments)
             if not finite:
-                gate.unchanged()
+                cancellation.unchanged()
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
 

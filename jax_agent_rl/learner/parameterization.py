@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.critic import Critic, critic_shapes
 from jax_agent_rl.learner.optimized_params import View
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.lora import Adapted, quantize
+from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.lora import LoRA, quantize
 from jax_agent_rl.models.sharding import adapter_shardings, parameter_shardings, place
-
-FLOAT32_ALWAYS = frozenset({"value_head"})  # values are regressed to, not sampled from: they are read in full
 
 
 def compute_params(params: Params, dtype: str) -> Params:
@@ -38,7 +39,9 @@ def compute_params(params: Params, dtype: str) -> Params:
     target = jnp.dtype(dtype)
 
     def cast(path: tuple, x: jax.Array) -> jax.Array:
-        return x if x.dtype == target or path[-1].key in FLOAT32_ALWAYS else x.astype(target)
+        # Scales within quantized weights are kept, and the value head: values are regressed to, not sampled from.
+        kept = not isinstance(path[-1], jax.tree_util.DictKey) or path[-1].key == "value_head"
+        return x if kept or x.dtype == target else x.astype(target)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -82,25 +85,20 @@ def frozen_base(lora: LoraConfig, model: DecoderConfig, params: Params, compute_
     return {**base, "layers": {**base["layers"], **quantized}}
 
 
-def joined(lora: LoraConfig, trained: Params, frozen: Params, compute_dtype: str) -> Params:
-    """Return the parameter tree of the forward pass; adapted weights are :class:`Adapted`."""
-    return {**frozen, "layers": {**frozen["layers"], **_adapted(lora, compute_params(trained, compute_dtype), frozen)}}
-
-
-def merged(lora: LoraConfig, trained: Params, frozen: Params) -> Params:
-    """Return a float32 model: adapters multiplied out and added to the base."""
-    weights = {name: weight.merged() for name, weight in _adapted(lora, trained, frozen).items()}
-    rest = {name: x.astype(jnp.float32) for name, x in frozen["layers"].items() if name not in weights}
-    top = jax.tree.map(lambda x: x.astype(jnp.float32), {k: x for k, x in frozen.items() if k != "layers"})
-    return {**top, "layers": {name: (weights | rest)[name] for name in frozen["layers"]}}
-
-
-def _adapted(lora: LoraConfig, trained: Params, frozen: Params) -> Mapping[str, Any]:
+def with_adapters(lora: LoraConfig, model: DecoderConfig, base: Params, adapters: Params) -> Decoder:
+    """Return a model over a frozen base with adapters as :func:`new_adapters` returns them."""
+    decoder = Decoder.from_params(model, base)
     scale = lora.alpha / lora.rank
-    return {
-        name: Adapted(frozen["layers"][name], adapter["a"], adapter["b"], scale)
-        for name, adapter in trained["adapters"].items()
-    }
+    decoder.adapters = nnx.Dict({name: LoRA(**ab, scale=scale) for name, ab in adapters["adapters"].items()})
+    return decoder
+
+
+def merge_adapters(decoder: Decoder) -> Params:
+    """Return a model's float32 parameters, with its adapters multiplied out and added."""
+    params = nnx.to_pure_dict(nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
+    for name, adapter in decoder.adapters.items():
+        params["layers"][name] = adapter.merged(params["layers"][name])
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +109,8 @@ class Parameterization:
         params: the trained ones, float32.
         shardings: theirs.
         frozen: the others; empty if all are trained.
-        view: what a forward pass reads, from (trained, frozen).
-        merge: the model in float32, from (trained, frozen).
+        view: the model that a forward pass runs, from (trained, frozen).
+        merge: the model's parameters in float32, from (trained, frozen).
     """
 
     params: Params
@@ -122,8 +120,8 @@ class Parameterization:
     merge: Callable[[Params, Params], Params]
 
     @classmethod
-    def of(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
-        """Select all parameters, with ``learner.freeze_vision`` all but the tower, or with ``learner.lora`` adapters.
+    def policy(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
+        """Train all parameters, with ``learner.freeze_vision`` all but the tower, or with ``learner.lora`` adapters.
 
         Args:
             model: the model's hyperparameters.
@@ -134,34 +132,74 @@ class Parameterization:
         Raises:
             ConfigError: the mesh does not divide a parameter, or the model lacks a target, or a tower to freeze.
         """
-        dtype, lora = config.compute_dtype, config.lora
+        lora = config.lora
         if config.freeze_vision and model.vision is None:
             raise ConfigError(
                 f"learner.freeze_vision=true, but a {model.family} model has no vision tower; leave it out"
             )
         shardings = parameter_shardings(mesh, model.parameter_shapes())
         if lora is None:
-            trained, frozen, shardings = split_trained(params, shardings, freeze_vision=config.freeze_vision)
-            return cls(
-                params=trained,
-                shardings=shardings,
-                frozen=frozen,
-                view=functools.partial(plain_view, dtype=dtype),
-                merge=lambda trained, frozen: {**trained, **frozen},
-            )
-        adapters = new_adapters(lora, model)
+            return cls._whole(Decoder, model, params, shardings, config)
         placed = jax.tree.map(place, params, shardings)
+        base = _computed(lambda x: frozen_base(lora, model, x, config.compute_dtype), placed)
+        graphdef, trained, frozen = _split(with_adapters(lora, model, base, new_adapters(lora, model)), nnx.LoRAParam)
         return cls(
-            params=adapters,
-            shardings=adapter_shardings(mesh, adapters),
-            frozen=_computed(lambda x: frozen_base(lora, model, x, dtype), placed),
-            view=lambda trained, frozen: joined(lora, trained, frozen, dtype),
-            merge=jax.jit(functools.partial(merged, lora), out_shardings=shardings),
+            params=trained,
+            shardings=adapter_shardings(mesh, trained),
+            frozen=frozen,
+            view=functools.partial(compute_model, graphdef, config.compute_dtype),
+            merge=jax.jit(lambda *weights: merge_adapters(nnx.merge(graphdef, *weights)), out_shardings=shardings),
+        )
+
+    @classmethod
+    def critic(cls, model: DecoderConfig, params: Params, config: LearnerConfig, *, mesh: Mesh) -> Parameterization:
+        """Train a critic, with ``learner.freeze_vision`` without its tower.
+
+        Args:
+            model: the policy's hyperparameters.
+            params: a critic's (:func:`~jax_agent_rl.learner.critic.critic_params`); arrays or shapes.
+            config: of the learner.
+            mesh: of the learner.
+        """
+        return cls._whole(Critic, model, params, parameter_shardings(mesh, critic_shapes(model)), config)
+
+    @classmethod
+    def _whole(
+        cls, kind: type[Decoder], model: DecoderConfig, params: Params, shardings: Params, config: LearnerConfig
+    ) -> Parameterization:
+        chosen = nnx.Not(nnx.PathContains("vision")) if config.freeze_vision else nnx.Param
+        graphdef, trained, frozen = _split(kind.from_params(model, params), chosen)
+        _, places, frozen_places = _split(kind.from_params(model, shardings), chosen)
+        return cls(
+            params=trained,
+            shardings=places,
+            frozen=jax.tree.map(place, frozen, frozen_places),
+            view=functools.partial(compute_model, graphdef, config.compute_dtype),
+            merge=lambda *weights: nnx.to_pure_dict(nnx.state(nnx.merge(graphdef, *weights))),
         )
 
     def reference(self) -> tuple[Params, Params]:
         """Return the reference policy: a copy of the initial trained parameters, and the frozen ones."""
         return jax.tree.map(place, self.params, self.shardings), self.frozen
+
+
+def compute_model(graphdef: nnx.GraphDef, dtype: str, trained: Params, frozen: Params) -> Any:
+    """Return the model of trained and frozen parameters, in the compute dtype.
+
+    Args:
+        graphdef: its structure.
+        dtype: the compute dtype.
+        trained: some of its parameters.
+        frozen: the others.
+    """
+    return nnx.merge(graphdef, compute_params(trained, dtype), compute_params(frozen, dtype))
+
+
+def _split(model: Decoder, chosen: Any) -> tuple[nnx.GraphDef, Params, Params]:
+    """Return a model's structure, the parameters that an nnx filter chooses, and the others."""
+    graphdef, *states = nnx.split(model, chosen, ...)
+    trained, frozen = map(nnx.to_pure_dict, states)
+    return graphdef, trained, frozen
 
 
 def _computed(function: Callable[[Params], Params], params: Params) -> Params:
@@ -171,16 +209,3 @@ def _computed(function: Callable[[Params], Params], params: Params) -> Params:
         return run(params)
     lowered = run.lower(params)
     return jax.tree.map(place, lowered.out_info, lowered.compile().output_shardings)
-
-
-def split_trained(params: Params, shardings: Any, *, freeze_vision: bool) -> tuple[Params, Params, Any]:
-    """Split parameters into trained and frozen ones (the vision tower, placed); also return the former's shardings."""
-    if not freeze_vision:
-        return params, {}, shardings
-    trained, places = ({name: x for name, x in tree.items() if name != "vision"} for tree in (params, shardings))
-    return trained, jax.tree.map(place, {"vision": params["vision"]}, {"vision": shardings["vision"]}), places
-
-
-def plain_view(trained: Params, frozen: Params, *, dtype: str) -> Params:
-    """Return all parameters in the compute dtype."""
-    return compute_params({**trained, **frozen}, dtype)

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.critic import critic_shapes, state_values, value_loss
+from jax_agent_rl.learner.critic import Critic, state_values, value_loss
 from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
 from jax_agent_rl.learner.optimized_params import UpdatePrograms, View
-from jax_agent_rl.learner.parameterization import Parameterization, plain_view, split_trained
-from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.sharding import parameter_shardings, replicated
+from jax_agent_rl.learner.parameterization import Parameterization, compute_model
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.sharding import replicated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class LearnerPrograms:
             """Jit a program of (trained, frozen) weights and a batch; every process gets the whole result."""
             return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
 
-        values = functools.partial(state_values, model, remat=objective.remat, mesh=split)
+        values = functools.partial(state_values, remat=objective.remat, mesh=split)
         return cls(
             model=model,
             config=config,
@@ -97,43 +97,33 @@ class LearnerPrograms:
                 everywhere=everywhere,
                 optimizer=config,
                 rate=rate,
-                loss=functools.partial(policy_loss, model, objective),
+                loss=functools.partial(policy_loss, objective),
             ),
-            score=reading(functools.partial(term_logprobs, model, objective), policy.view),
-            route=reading(functools.partial(router_loads, model, objective), policy.view),
-            values=reading(values, functools.partial(plain_view, dtype=config.compute_dtype)),
+            score=reading(functools.partial(term_logprobs, objective), policy.view),
+            route=reading(functools.partial(router_loads, objective), policy.view),
+            values=reading(values, functools.partial(compute_model, Critic.graphdef(model), config.compute_dtype)),
         )
 
-    def critic(
-        self, params: Params, config: CriticConfig, *, rate: optax.Schedule
-    ) -> tuple[UpdatePrograms, Params, Params]:
-        """Return the critic's update, its trained parameters, and the frozen ones, placed.
+    def critic(self, critic: Parameterization, config: CriticConfig, *, rate: optax.Schedule) -> UpdatePrograms:
+        """Return the critic's update.
 
         Args:
-            params: a critic's (``learner.critic.critic_params``); arrays or shapes.
+            critic: what is trained; arrays or shapes.
             config: the critic's optimizer.
             rate: the critic's learning rate.
         """
-        own = self.config
-        shardings = parameter_shardings(self.mesh, critic_shapes(self.model))
-        trained, frozen, shardings = split_trained(params, shardings, freeze_vision=own.freeze_vision)
         loss = functools.partial(
-            value_loss,
-            self.model,
-            cliprange=config.cliprange_value,
-            remat=self.objective.remat,
-            mesh=_model_mesh(self.mesh),
+            value_loss, cliprange=config.cliprange_value, remat=self.objective.remat, mesh=_model_mesh(self.mesh)
         )
-        programs = UpdatePrograms(
-            trained,
-            view=functools.partial(plain_view, dtype=own.compute_dtype),
-            shardings=shardings,
+        return UpdatePrograms(
+            critic.params,
+            view=critic.view,
+            shardings=critic.shardings,
             everywhere=replicated(self.mesh),
             optimizer=config,
             rate=rate,
             loss=loss,
         )
-        return programs, trained, frozen
 
 
 def _model_mesh(mesh: Mesh) -> Mesh | None:

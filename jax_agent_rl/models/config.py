@@ -124,19 +124,23 @@ class VisionConfig:
 
     def parameter_shapes(self) -> Params:
         """Return shapes as :meth:`DecoderConfig.parameter_shapes` does."""
-        d, f, merged = self.hidden_size, self.intermediate_size, self.hidden_size * self.merge_size**2
-        layer = {"qkv": (3 * d, d), "qkv_bias": (3 * d,), "o": (d, d), "o_bias": (d,)}
-        layer |= {"gate": (f, d), "up": (f, d), "down": (d, f), "gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
-        layer |= {"input_norm": (d,), "post_attention_norm": (d,)}
+        d, merged = self.hidden_size, self.hidden_size * self.merge_size**2
         return {
             "patch_embed": (d, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size),
-            "layers": {name: (self.num_layers, *shape) for name, shape in layer.items()},
+            "layers": {name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()},
             "merger_norm": (d,),
             "merger_in": (merged, merged),
             "merger_in_bias": (merged,),
             "merger_out": (self.out_size, merged),
             "merger_out_bias": (self.out_size,),
         }
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of one layer."""
+        d, f = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {"qkv": (3 * d, d), "qkv_bias": (3 * d,), "o": (d, d), "o_bias": (d,)}
+        shapes |= {"gate": (f, d), "up": (f, d), "down": (d, f), "gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+        return shapes | {"input_norm": (d,), "post_attention_norm": (d,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +204,7 @@ class DecoderConfig:
         """Return the shape of every parameter, nested as the parameter tree; layers are stacked, [L, ...]."""
         shapes: Params = {
             "embed": (self.vocab_size, self.hidden_size),
-            "layers": {name: (self.num_layers, *shape) for name, shape in self._layer_shapes().items()},
+            "layers": {name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()},
             "final_norm": (self.hidden_size,),
         }
         if not self.tie_word_embeddings:
@@ -209,7 +213,8 @@ class DecoderConfig:
             shapes["vision"] = self.vision.parameter_shapes()
         return shapes
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of one layer."""
         d, h = self.hidden_size, self.head_dim
         query, key = self.num_heads * h, self.num_kv_heads * h
         shapes: dict[str, tuple[int, ...]] = {"q": (query, d), "k": (key, d), "v": (key, d), "o": (d, query)}

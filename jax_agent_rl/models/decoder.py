@@ -7,175 +7,207 @@ writing safetensors is a copy, and one compiled layer body serves all layers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_agent_rl.models.attention import SAVED
-from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models import moe
+from jax_agent_rl.models.attention import sharded_tree_attention
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layers import (
-    attention,
-    feed_forward,
+    ACTIVATIONS,
+    REMAT_POLICIES,
+    Module,
+    embed,
     mrope_tables,
     place_features,
     rms_norm,
     rope_tables,
+    rotate,
+    stack,
 )
+from jax_agent_rl.models.lora import LoRA
 from jax_agent_rl.models.mesh import ROWS, constrain
-from jax_agent_rl.models.moe import router_load
 from jax_agent_rl.models.tree_mask import TreeMask
 from jax_agent_rl.models.vision.layout import ImageInputs
+from jax_agent_rl.models.vision.tower import VisionTower
 
-REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(SAVED),
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""From queries [B, H, T, h], keys and values [B, K, T, h] to their mixture [B, H, T, h]."""
 
 
-class Decoder(nnx.Module):
-    """The model as an NNX module, whose parameters are the tree the functions below take.
+class DecoderLayer(Module):
+    """Attention, then a gated network or a mixture of experts, each with its norms and residual.
 
-    >>> model = Decoder(config, rngs=nnx.Rngs(0))                    # doctest: +SKIP
-    >>> logits = model(token_ids)                                    # doctest: +SKIP
+    Its parameters are ``config.layer_shapes()``.
     """
+
+    config: DecoderConfig
+    q_norm: nnx.Param
+    k_norm: nnx.Param
+    router: nnx.Param
+    input_norm: nnx.Param
+    post_attention_norm: nnx.Param
+    pre_feedforward_norm: nnx.Param
+    post_feedforward_norm: nnx.Param
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
-        self.config = config
+        super().__init__(config, config.layer_shapes(), rngs=rngs, dtype=dtype)
 
-        def draw(name: str, shape: tuple[int, ...]) -> nnx.Param:
-            if name.endswith("norm"):
-                return nnx.Param(jnp.full(shape, 1 - config.norm_offset, dtype))
-            if name.endswith("bias"):
-                return nnx.Param(jnp.zeros(shape, dtype))
-            return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
+    def __call__(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attend: Attend,
+        *,
+        adapters: Mapping[str, LoRA] | None = None,
+        copies: jax.Array | None = None,
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Apply the layer.
 
-        def draw_all(shapes: Params) -> nnx.Dict:
-            return nnx.Dict({n: draw_all(s) if isinstance(s, dict) else draw(n, s) for n, s in shapes.items()})
+        Args:
+            x: [B, T, D].
+            cos: [B, T, h/2], as ``sin``.
+            sin: of the rotary angles.
+            attend: mixes values; queries are scaled.
+            adapters: of this layer, by name of the matrix.
+            copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
+            mesh: splits rows, tokens and experts; None on one device.
 
-        shapes = config.parameter_shapes()
-        self.embed = draw("embed", shapes["embed"])
-        self.layers = draw_all(shapes["layers"])
-        self.final_norm = draw("final_norm", shapes["final_norm"])
-        if "lm_head" in shapes:
-            self.lm_head = draw("lm_head", shapes["lm_head"])
-        if "vision" in shapes:
-            self.vision = draw_all(shapes["vision"])
+        Returns:
+            [B, T, D], and ``moe.router_load`` float32 [2, E], or None.
+        """
+        config, adapters = self.config, adapters or {}
 
-    def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Return causal logits float32 [B, T, V] of int32 [B, T]."""
-        params = model_params(self)
-        rows, count = token_ids.shape
-        positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
-        ends = jnp.full((rows, count), count, jnp.int32)
-        return logits(params, hidden_states(self.config, params, token_ids, positions, ends))
+        def linear(name: str, x: jax.Array) -> jax.Array:
+            return self.linear(name, x, mesh, adapters.get(name))
 
-
-def model_params(model: Decoder) -> Params:
-    """Return the module's parameters as a plain nested dict of arrays."""
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-
-def with_params(config: DecoderConfig, params: Params) -> Decoder:
-    """Invert :func:`model_params`: return a module that holds these very arrays."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    state = nnx.state(model, nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
-    nnx.update(model, state)
-    return model
-
-
-def hidden_states(
-    config: DecoderConfig,
-    params: Params,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    subtree_end: jax.Array,
-    *,
-    images: ImageInputs | None = None,
-    remat: str = "none",
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """Return :func:`routed_hidden_states` without the load of experts."""
-    return routed_hidden_states(
-        config, params, token_ids, positions, subtree_end, None, images=images, remat=remat, mesh=mesh
-    )[0]
-
-
-def routed_hidden_states(
-    config: DecoderConfig,
-    params: Params,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    subtree_end: jax.Array,
-    copies: jax.Array | None,
-    *,
-    images: ImageInputs | None = None,
-    remat: str = "none",
-    mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Compute final hidden states (after the last norm) of packed rows of token trees.
-
-    Args:
-        config: the model.
-        params: its parameters; linear weights may be :class:`~jax_agent_rl.models.lora.Adapted`.
-        token_ids: int32 [B, T], each row a forest of tokens in depth-first order.
-        positions: int32 [B, T], depth of each token in its tree.
-        subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
-            ``j <= i < subtree_end[j]``: its ancestors and itself. A plain causal row has T everywhere.
-        copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
-        images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
-        remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products; ``dots_and_attention``,
-            all but them and attention; ``full``, each layer.
-        mesh: splits rows, tokens and experts, see ``models.mesh``; None on one device.
-
-    Returns:
-        Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E].
-    """
-    views = _views(config, positions, subtree_end, images)  # computed once, for all layers
-
-    def forward(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the feed-forward output [B, T, D] and the load of its experts."""
+        mixed = self._attention(rms_norm(config, x, self.input_norm[...]), cos, sin, attend, linear)
+        if config.sandwich_norms:
+            x = x + rms_norm(config, mixed, self.post_attention_norm[...])
+            inputs = rms_norm(config, x, self.pre_feedforward_norm[...])
+        else:
+            x = x + mixed
+            inputs = rms_norm(config, x, self.post_attention_norm[...])
         load = None
         if copies is not None and config.experts is not None:
-            load = router_load(config.experts, layer["router"], x, copies)
-        return feed_forward(config, layer, x, mesh), load
+            load = moe.router_load(config.experts, self.router[...], inputs, copies)
+        out = self._feed_forward(inputs, linear, mesh)
+        return x + (rms_norm(config, out, self.post_feedforward_norm[...]) if config.sandwich_norms else out), load
 
-    def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        layer, view = scanned
-        cos, sin, tree_mask = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
-        mixed = attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, tree_mask, mesh)
-        if not config.sandwich_norms:
-            x = x + mixed
-            out, load = forward(layer, rms_norm(config, x, layer["post_attention_norm"]))
-            return x + out, load
-        x = x + rms_norm(config, mixed, layer["post_attention_norm"])
-        out, load = forward(layer, rms_norm(config, x, layer["pre_feedforward_norm"]))
-        return x + rms_norm(config, out, layer["post_feedforward_norm"]), load
+    def _attention(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, linear: Callable[..., jax.Array]
+    ) -> jax.Array:
+        config = self.config
+        rows, count, _ = x.shape
+        cos, sin = cos[:, None], sin[:, None]
 
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
-    which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
-    x = embed(config, params, token_ids)
-    x = constrain(x if images is None else place_features(x, images), mesh, ROWS, "context", None)
-    x, loads = jax.lax.scan(body, x, (params["layers"], which))
-    return rms_norm(config, x, params["final_norm"]), None if loads is None else jnp.sum(loads, axis=0)
+        def heads(name: str) -> jax.Array:
+            """Project [B, T, D] -> [B, heads, T, h]."""
+            return linear(name, x).reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
+
+        q, k = heads("q"), heads("k")
+        if config.qk_norm:
+            q, k = rms_norm(config, q, self.q_norm[...]), rms_norm(config, k, self.k_norm[...])
+        q = rotate(q, cos, sin) * config.score_scale
+        mixed = attend(q, rotate(k, cos, sin), heads("v"))
+        return linear("o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
+
+    def _feed_forward(self, x: jax.Array, linear: Callable[..., jax.Array], mesh: Mesh | None) -> jax.Array:
+        experts, activation = self.config.experts, ACTIVATIONS[self.config.activation]
+        if experts is None:
+            return linear("down", activation(linear("gate", x)) * linear("up", x))
+        weights = {name: getattr(self, name)[...] for name in moe.WEIGHTS}
+        if mesh is not None:
+            return moe.sharded_mixture_of_experts(experts, weights, x, activation, mesh)
+        return moe.mixture_of_experts(experts, weights, x.reshape(-1, x.shape[-1]), activation).reshape(x.shape)
 
 
-def embed(config: DecoderConfig, params: Params, token_ids: jax.Array) -> jax.Array:
-    """Return embeddings [.., D] of int32 ids [..]."""
-    x = params["embed"][token_ids]
-    return x * jnp.asarray(config.embed_scale, x.dtype) if config.embed_scale != 1.0 else x
+class Decoder(Module):
+    """The model. The pure tree of its parameters is ``config.parameter_shapes()``, as files and engines know it.
 
+    >>> model = Decoder(config, rngs=nnx.Rngs(0))                    # doctest: +SKIP
+    >>> logits = model.logits(model(token_ids)[0])                   # doctest: +SKIP
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """Return logits float32 [..., V] of hidden states [..., D]."""
-    head = params.get("lm_head", params["embed"])
-    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    Attributes:
+        adapters: LoRA adapters by name of the matrix of ``layers``, stacked as those; none at first.
+    """
+
+    config: DecoderConfig
+    embed: nnx.Param
+    final_norm: nnx.Param
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
+        super().__init__(config, config.parameter_shapes(), rngs=rngs, dtype=dtype)
+        self.layers: DecoderLayer = stack(DecoderLayer, config, rngs=rngs, dtype=dtype)
+        if config.vision is not None:
+            self.vision = VisionTower(config.vision, rngs=rngs, dtype=dtype)
+        self.adapters = nnx.Dict({})
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array | None = None,
+        subtree_end: jax.Array | None = None,
+        *,
+        copies: jax.Array | None = None,
+        images: ImageInputs | None = None,
+        remat: str = "none",
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Compute final hidden states (after the last norm) of packed rows of token trees.
+
+        Args:
+            token_ids: int32 [B, T], each row a forest of tokens in depth-first order.
+            positions: int32 [B, T], depth of each token in its tree; None: 0 to T - 1.
+            subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
+                ``j <= i < subtree_end[j]``: its ancestors and itself. None: T everywhere, plain causal rows.
+            copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
+            images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
+            remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products;
+                ``dots_and_attention``, all but them and attention; ``full``, each layer.
+            mesh: splits rows, tokens and experts, see ``models.mesh``; None on one device.
+
+        Returns:
+            Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E], or None.
+        """
+        config, count = self.config, token_ids.shape[1]
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(count), token_ids.shape)
+        if subtree_end is None:
+            subtree_end = jnp.full(token_ids.shape, count, jnp.int32)
+        views = _views(config, positions, subtree_end, images)  # computed once, for all layers
+        graphdef, state = nnx.split((self.layers, self.adapters))
+
+        def body(x: jax.Array, scanned: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+            state, view = scanned
+            layer, adapters = nnx.merge(graphdef, state)
+            cos, sin, tree_mask = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
+            attend = functools.partial(sharded_tree_attention, tree_mask=tree_mask, mesh=mesh)
+            return layer(x, cos, sin, attend, adapters=adapters, copies=copies, mesh=mesh)
+
+        if remat != "none":
+            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
+        which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
+        x = embed(config, self.embed[...], token_ids)
+        x = constrain(x if images is None else place_features(x, images), mesh, ROWS, "context", None)
+        x, loads = jax.lax.scan(body, x, (state, which))
+        return rms_norm(config, x, self.final_norm[...]), None if loads is None else jnp.sum(loads, axis=0)
+
+    @property
+    def head(self) -> jax.Array:
+        """The output head [V, D], which may be the embedding."""
+        return getattr(self, "lm_head", self.embed)[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits float32 [..., V] of hidden states [..., D]."""
+        return jnp.einsum("...d,vd->...v", hidden, self.head, preferred_element_type=jnp.float32)
 
 
 def _views(

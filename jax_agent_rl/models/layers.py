@@ -1,22 +1,32 @@
-"""Layers of decoders for packed rows. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
+"""What decoders and vision towers are made of. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
-from jax_agent_rl.models.attention import sharded_tree_attention
+from jax_agent_rl.models.attention import SAVED
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope, VisionConfig
-from jax_agent_rl.models.lora import Adapted
-from jax_agent_rl.models.moe import mixture_of_experts, sharded_mixture_of_experts
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.lora import LoRA, restore
 from jax_agent_rl.models.vision.layout import ImageInputs
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(SAVED),
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
@@ -78,51 +88,95 @@ def rms_norm(config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Arr
     return weight * scaled.astype(x.dtype)
 
 
-def attention(
-    config: DecoderConfig,
-    layer: Params,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    tree_mask: TreeMask,
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """Apply self-attention [B, T, D] -> [B, T, D]; cos and sin are [B, T, h/2]."""
-    rows, count, _ = x.shape
-    cos, sin = cos[:, None], sin[:, None]
-
-    def heads(name: str) -> jax.Array:
-        """Project [B, T, D] -> [B, heads, T, h]."""
-        projected = linear(x, layer[name], mesh)
-        if config.qkv_bias:
-            projected = projected + layer[f"{name}_bias"]
-        return projected.reshape(rows, count, -1, config.head_dim).transpose(0, 2, 1, 3)
-
-    q, k = heads("q"), heads("k")
-    if config.qk_norm:
-        q, k = rms_norm(config, q, layer["q_norm"]), rms_norm(config, k, layer["k_norm"])
-    q = rotate(q, cos, sin) * config.score_scale
-    mixed = sharded_tree_attention(q, rotate(k, cos, sin), heads("v"), tree_mask, mesh)
-    return linear(mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1), layer["o"], mesh)
+def embed(config: DecoderConfig, table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Return embeddings [.., D] of int32 ids [..] from the embedding matrix [V, D]."""
+    x = table[token_ids]
+    return x * jnp.asarray(config.embed_scale, x.dtype) if config.embed_scale != 1.0 else x
 
 
-def feed_forward(config: DecoderConfig, layer: Params, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
-    """Apply the gated network, or the mixture of experts, [B, T, D] -> [B, T, D]."""
-    activation = ACTIVATIONS[config.activation]
-    if config.experts is not None and mesh is not None:
-        return sharded_mixture_of_experts(config.experts, layer, x, activation, mesh)
-    if config.experts is not None:
-        return mixture_of_experts(config.experts, layer, x.reshape(-1, x.shape[-1]), activation).reshape(x.shape)
-    return linear(activation(linear(x, layer["gate"], mesh)) * linear(x, layer["up"], mesh), layer["down"], mesh)
+def linear(x: jax.Array, weight: Any, mesh: Mesh | None = None, adapter: LoRA | None = None) -> jax.Array:
+    """Multiply ``x @ weight.T``.
 
-
-def linear(x: jax.Array, weight: jax.Array | Adapted, mesh: Mesh | None = None) -> jax.Array:
-    """Return ``x @ weight.T`` for a weight [out, in], with or without an adapter."""
+    Args:
+        x: [..., in].
+        weight: [out, in], quantized or not.
+        mesh: what rows and tokens are split over; None on one device.
+        adapter: adds its product.
+    """
 
     def product(x: jax.Array) -> jax.Array:
-        return weight.apply(x) if isinstance(weight, Adapted) else jnp.einsum("...d,od->...o", x, weight)
+        y = jnp.einsum("...d,od->...o", x, restore(weight).astype(x.dtype))
+        return y if adapter is None else y + adapter(x)
 
     if mesh is not None and mesh.shape["context"] > 1:
         return product(x)  # flattening split tokens would gather them
     # Flat, so that the weight gradient contracts one axis: one plain product on every platform.
     return product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+class Module(nnx.Module):
+    """A module whose parameters are those of a table of shapes, under its names.
+
+    Args:
+        config: of the model.
+        shapes: by name; those of submodules, which are tables themselves, are skipped.
+        rngs: draws initial values: matrices normal, biases 0, norms the identity.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, config: Any, shapes: Mapping[str, Any], *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32
+    ) -> None:
+        self.config = config
+        for name, shape in shapes.items():
+            if isinstance(shape, tuple):
+                setattr(self, name, nnx.Param(self._draw(name, shape, rngs).astype(dtype)))
+
+    def _draw(self, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
+        if name.endswith("norm"):
+            return jnp.full(shape, 1.0 - self.config.norm_offset)
+        return jnp.zeros(shape) if name.endswith("bias") else 0.02 * jax.random.normal(rngs.params(), shape)
+
+    def linear(self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None) -> jax.Array:
+        """Apply the matrix ``name``, and the bias ``name_bias`` if there is one; arguments as :func:`linear`."""
+        y = linear(x, getattr(self, name).get_value(), mesh, adapter)
+        bias = getattr(self, f"{name}_bias", None)
+        return y if bias is None else y + bias[...]
+
+    @classmethod
+    def from_params(cls, config: Any, params: Params) -> Self:
+        """Return the module that holds these very parameters: arrays, tracers, shapes or shardings.
+
+        Args:
+            config: the only argument of the subclass, but for ``rngs`` and ``dtype``.
+            params: a tree as ``nnx.to_pure_dict`` returns of the module's state.
+        """
+        return nnx.merge(cls.graphdef(config), params)
+
+    @classmethod
+    def graphdef(cls, config: Any) -> nnx.GraphDef:
+        """Return the structure of the module, without parameters."""
+        return _graphdef(cls, config)
+
+
+@functools.cache
+def _graphdef(kind: Callable[..., Module], config: Any) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))))
+
+
+def stack(kind: Callable[..., nnx.Module], config: Any, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> Any:
+    """Return all layers of a model as one, with parameters [L, ...].
+
+    Args:
+        kind: of the layers.
+        config: of the model.
+        rngs: draws each layer's initial values.
+        dtype: of the parameters.
+    """
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return kind(config, rngs=rngs, dtype=dtype)
+
+    return make(rngs)

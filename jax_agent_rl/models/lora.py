@@ -1,48 +1,42 @@
-"""A linear weight with a low-rank adapter, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685).
+"""Low-rank adapters, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685).
 
 The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized layer by layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jax_agent_rl.errors import ConfigError
 
 TILE = 32  # values that share one scale
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Adapted:
-    """``base + scale * b @ a``; with a leading axis over layers everywhere when stacked.
+class LoRA(nnx.Module):
+    """A low-rank addition to a weight, ``scale * b @ a``; stacked over layers or of one.
 
-    Attributes:
-        base: [out, in], an array or the result of :func:`quantize`.
+    Args:
         a: [r, in].
         b: [out, r].
         scale: alpha / r.
     """
 
-    base: Any
-    a: jax.Array
-    b: jax.Array
-    scale: float = field(metadata={"static": True})
+    def __init__(self, a: jax.Array, b: jax.Array, *, scale: float) -> None:
+        self.a, self.b, self.scale = nnx.LoRAParam(a), nnx.LoRAParam(b), scale
 
-    def apply(self, x: jax.Array) -> jax.Array:
-        """Return ``x @ (base + scale b a).T`` for x [.., in]."""
-        low = jnp.einsum("...d,rd->...r", x, self.a)
-        plain = jnp.einsum("...d,od->...o", x, restore(self.base).astype(x.dtype))
-        return plain + jnp.einsum("...r,or->...o", low, self.b) * self.scale
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return ``scale * x @ (b a).T`` for x [.., in]."""
+        low = jnp.einsum("...d,rd->...r", x, self.a[...])
+        return jnp.einsum("...r,or->...o", low, self.b[...]) * self.scale
 
-    def merged(self) -> jax.Array:
-        """Return a stack with its adapters merged, float32 [L, out, in]."""
-        low_rank = jnp.einsum("lor,lri->loi", self.b, self.a, preferred_element_type=jnp.float32)
-        return restore(self.base).astype(jnp.float32) + self.scale * low_rank
+    def merged(self, base: Any) -> jax.Array:
+        """Return a stack of weights [L, out, in] with the addition, float32."""
+        low_rank = jnp.einsum("lor,lri->loi", self.b[...], self.a[...], preferred_element_type=jnp.float32)
+        return restore(base).astype(jnp.float32) + self.scale * low_rank
 
 
 def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:

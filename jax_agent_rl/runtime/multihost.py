@@ -41,7 +41,7 @@ from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, through_gate
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, cancel_on_breach
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.optimized_params import LearnerState
@@ -191,7 +191,7 @@ class _SharedCancellation(StepCancellation):
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
         with contextlib.ExitStack() as held:
-            if not self.passed:  # once passed, it stays open
+            if not self.has_begun:  # after the first update, the decision stands
                 self._channel.barrier("update")  # before the lock is taken: the others may still compile
                 self._decide(held)
             held.enter_context(super().update())
@@ -199,16 +199,16 @@ class _SharedCancellation(StepCancellation):
 
     def unchanged(self) -> None:
         super().unchanged()
-        if not self.passed:  # then this update passed its own, too
+        if not self.has_begun:  # then this update was the first of its own, too
             self._own.unchanged()
 
     def _decide(self, held: contextlib.ExitStack) -> None:
         try:
             held.enter_context(self._own.update())
-            closed = False
+            cancelled = False
         except StepCancelled:
-            closed = True
-        if _from_process_0([closed, 0])[0]:
+            cancelled = True
+        if _from_process_0([cancelled, 0])[0]:
             raise StepCancelled
 
 
@@ -266,15 +266,15 @@ class LeadingLearner:
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = lambda done, total: None,
-        gate: StepCancellation | None = None,
+        cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         """See :meth:`Learner.update`."""
-        own = gate or StepCancellation()
+        own = cancellation or StepCancellation()
         payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
-        with self._channel.command("update", payload), through_gate(check, own) as checked:
+        with self._channel.command("update", payload), cancel_on_breach(check, own) as checked:
             return self._learner.update(
-                groups, masked=masked, tick=tick, gate=self._channel.cancellation(own), check=checked
+                groups, masked=masked, tick=tick, cancellation=self._channel.cancellation(own), check=checked
             )
 
 
@@ -366,7 +366,7 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                 case "update":
                     check = replace(UNCHECKED, since=payload["since"])  # process 0 checks for all
                     groups, masked = decode_groups(payload["groups"]), payload["masked"]
-                    learner.update(groups, masked=masked, gate=channel.cancellation(), check=check)
+                    learner.update(groups, masked=masked, cancellation=channel.cancellation(), check=check)
                 case "params":
                     for x in jax.tree.leaves(learner.params):
                         gathered(x)

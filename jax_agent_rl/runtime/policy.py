@@ -156,7 +156,7 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
     model, params = load_hf(config.model.path)
-    start = Parameterization.of(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
+    start = Parameterization.policy(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
     checkpointer = Checkpointer(_checkpoints(run, config), keep=config.trainer.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)

@@ -29,11 +29,11 @@ class FakeLearner(ABC):
         *,
         masked: Mapping[str, DropReason],
         tick: Callable[[int, int], None],
-        gate: StepCancellation,
+        cancellation: StepCancellation,
         check: AgreementCheck,
     ) -> UpdateResult:
         tick(0, 1)
-        with gate.update():
+        with cancellation.update():
             metrics = self.learn(groups)
         tick(1, 1)
         return UpdateResult(metrics=metrics, skipped=False)

@@ -147,7 +147,7 @@ class Trainer:
             if (result := step.learning.result) is not None and step.batch is not None:
                 self.on_step_end(step.number)
                 self._record(step, step.batch, result)
-            self._partly_updated = step.learning.cancellation.half_way and self.record.step < step.number
+            self._partly_updated = step.learning.cancellation.is_partly_applied and self.record.step < step.number
         every = self.runtime.config.trainer.checkpoint_every
         if every and step.number % every == 0:
             self.save()

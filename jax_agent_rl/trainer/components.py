@@ -64,7 +64,7 @@ class TrainableLearner(WeightSource, Protocol):
         *,
         masked: Collection[str] = (),
         tick: Callable[[int, int], None] = ...,
-        gate: StepCancellation | None = None,
+        cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult: ...
 

@@ -66,12 +66,12 @@ class InterruptibleUpdate:
         try:
             await asyncio.shield(self._task)
         except asyncio.CancelledError:
-            if not self.cancellation.close():
+            if not self.cancellation.cancel():
                 self._print_line("  its updates have begun: finishing this learner step before saving")
                 await self._stop_rollouts()
                 await asyncio.wait((self._task,))
                 raise
-            if self.cancellation.passed:  # the thread goes back by itself, unless it is inside a compiler
+            if self.cancellation.has_begun:  # the thread goes back by itself, unless it is inside a compiler
                 await asyncio.wait((self._task,), timeout=UNDO_SECONDS)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.decoder import Decoder, model_params
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.utils.files import cache_root
 
@@ -32,7 +32,7 @@ def small_model(tmp_path_factory) -> Path:
         head_dim=8,
         tie_word_embeddings=True,
     )
-    save_hf(folder, config, model_params(Decoder(config, rngs=nnx.Rngs(0))), tokenizer_from=REAL_MODEL)
+    save_hf(folder, config, nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0)))), tokenizer_from=REAL_MODEL)
     return folder
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_agent_rl import config
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.models.decoder import with_params
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import register_reward
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -30,11 +30,11 @@ async def compute_score(judge):
 def greedy_reply(folder: Path, count: int) -> str:
     """By whole forward passes of the model, without an engine."""
     codec = ChatCodec.from_pretrained(str(folder), tool_format="hermes", tool_prompt="none")
-    model = with_params(*load_hf(str(folder)))
+    model = Decoder.from_params(*load_hf(str(folder)))
     ids = list(codec.encode_prompt(QUESTION))
     begin = len(ids)
     for _ in range(count):
-        ids.append(int(jnp.argmax(model(jnp.asarray([ids]))[0, -1])))
+        ids.append(int(jnp.argmax(model.logits(model(jnp.asarray([ids]))[0])[0, -1])))
     return codec.decode(ids[begin:])
 
 

@@ -20,7 +20,7 @@ from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.decoder import Decoder, model_params
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams
@@ -184,7 +184,7 @@ def recipe(tmp_path: Path) -> Path:
     if not TOKENIZER.is_dir():
         pytest.skip("needs the quickstart's tokenizer: jax-agent-rl fetch-model")
     config = replace(SMALL, vocab_size=49152, eos_token_ids=())
-    params = model_params(Decoder(config, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
     save_hf(tmp_path / "model", config, params, tokenizer_from=TOKENIZER)
     rows, _ = prepare_calculator(tmp_path / "data", train=8, heldout=2)
     tree = yaml.safe_load(CALCULATOR.read_text())

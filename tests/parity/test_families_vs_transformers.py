@@ -13,7 +13,7 @@ import pytest
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 
 torch = pytest.importorskip("torch")
@@ -82,9 +82,8 @@ def peer(request, tmp_path: Path):
 
 
 def forward(config, params, ids: np.ndarray) -> jax.Array:
-    rows, count = ids.shape
-    positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
-    return logits(params, hidden_states(config, params, jnp.asarray(ids), positions, jnp.full((rows, count), count)))
+    model = Decoder.from_params(config, params)
+    return model.logits(model(jnp.asarray(ids))[0])
 
 
 def test_its_files_are_read_and_logits_are_equal(peer):

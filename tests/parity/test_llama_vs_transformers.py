@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Llama3Scaling, Rope
-from jax_agent_rl.models.decoder import Decoder, hidden_states, logits, model_params
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.utils.files import cache_root
 
@@ -32,9 +32,8 @@ CONFIGS = {
 
 
 def forward(config: DecoderConfig, params, ids: np.ndarray) -> jax.Array:
-    rows, count = ids.shape
-    positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
-    return logits(params, hidden_states(config, params, jnp.asarray(ids), positions, jnp.full((rows, count), count)))
+    model = Decoder.from_params(config, params)
+    return model.logits(model(jnp.asarray(ids))[0])
 
 
 def reference(path: Path):
@@ -47,7 +46,7 @@ def reference(path: Path):
 def saved(request, tmp_path: Path):
     """A random model, written by our own code, and transformers' reading of the files."""
     config = CONFIGS[request.param]
-    params = model_params(Decoder(config, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
     save_hf(tmp_path, config, params)
     return config, params, reference(tmp_path), tmp_path

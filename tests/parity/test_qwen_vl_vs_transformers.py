@@ -17,11 +17,11 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
-from jax_agent_rl.models.decoder import hidden_states, logits
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
 from jax_agent_rl.models.vision.layout import ImageInputs, feature_index, layout, locate, rope_positions
-from jax_agent_rl.models.vision.tower import features
+from jax_agent_rl.models.vision.tower import VisionTower
 
 torch = pytest.importorskip("torch")
 
@@ -123,19 +123,16 @@ def multimodal(vision, padding: int = 0):
 
 def inputs(config, params, *, padding: int = 0) -> ImageInputs:
     patches, plan, places, index, _ = multimodal(config.vision, padding)
-    seen = features(config.vision, params["vision"], jnp.asarray(patches), plan)
+    seen = VisionTower.from_params(config.vision, params["vision"])(jnp.asarray(patches), plan)
     return ImageInputs(places[None], seen[None], index[None])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "padding", "with_images"))
 def ours(config, params, ids=IDS[None], *, padding: int = 0, with_images: bool = True) -> jax.Array:
     """Logits [B, T, V] of rows."""
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     images = inputs(config, params, padding=padding) if with_images else None
-    hidden = hidden_states(
-        config, params, jnp.asarray(ids), positions, jnp.full(ids.shape, ids.shape[1]), images=images
-    )
-    return logits(params, hidden)
+    model = Decoder.from_params(config, params)
+    return model.logits(model(jnp.asarray(ids), images=images)[0])
 
 
 def test_logits_are_equal(peer):
@@ -186,10 +183,8 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     model, folder = peer
     config, params = load_hf(folder)
     weights = engine_params(config, params, dtype=jnp.float32)
-    _, _, places, index, offset = multimodal(config.vision)
-    seen = features(
-        config.vision, weights.vision, jnp.asarray(multimodal(config.vision)[0]), multimodal(config.vision)[1]
-    )[None]
+    patches, plan, places, index, offset = multimodal(config.vision)
+    seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4
     prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=0)
     for start in range(0, prompt, 15):  # chunks that begin and end within images

@@ -161,7 +161,7 @@ def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Me
     """Trace the learner; return the parameters that an engine of its process is given."""
     learner, algorithm, steps = config.learner, config.algorithm, config.trainer.steps
     params = _describe(model.parameter_shapes(), parameter_shardings(mesh, model.parameter_shapes()))
-    policy = Parameterization.of(model, params, learner, mesh=mesh)
+    policy = Parameterization.policy(model, params, learner, mesh=mesh)
     programs = LearnerPrograms.of(
         model,
         policy,
@@ -185,9 +185,10 @@ def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Me
         builder.read("route", programs.route, weights, layout, holds, calls=learner.ppo_epochs)
     if "critic" in batches:
         initial, rate = jax.eval_shape(critic_params, params), learning_rate(config.critic, steps)
-        own, first, frozen = programs.critic(initial, config.critic, rate=rate)
-        critic, holds_critic = builder.update("critic", own, first, frozen, batches["critic"])
-        builder.read("values", programs.values, (critic.params, frozen), layout, holds_critic)
+        own = Parameterization.critic(model, initial, learner, mesh=mesh)
+        update = programs.critic(own, config.critic, rate=rate)
+        critic, holds_critic = builder.update("critic", update, own.params, own.frozen, batches["critic"])
+        builder.read("values", programs.values, (critic.params, own.frozen), layout, holds_critic)
     return builder.publish(policy, state, holds)
 
 

@@ -13,12 +13,20 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import BLOCK
-from jax_agent_rl.models.config import Params, VisionConfig
-from jax_agent_rl.models.decoder import REMAT_POLICIES
-from jax_agent_rl.models.layers import linear, rms_norm, rotate, rows_at
+from jax_agent_rl.models.config import VisionConfig
+from jax_agent_rl.models.layers import (
+    REMAT_POLICIES,
+    Module,
+    linear,
+    rms_norm,
+    rotate,
+    rows_at,
+    stack,
+)
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.tree_mask import MASK_VALUE
 from jax_agent_rl.models.vision.layout import Layout
@@ -26,54 +34,104 @@ from jax_agent_rl.models.vision.layout import Layout
 _NOWHERE = -2  # a window without patches or padding
 
 
-def features(
-    config: VisionConfig,
-    params: Params,
-    patches: jax.Array,
-    layout: Layout,
-    *,
-    remat: str = "none",
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """Encode patches as features that replace the embeddings of placeholders.
+class VisionLayer(Module):
+    """Attention and a gated network; its parameters are ``config.layer_shapes()``."""
 
-    Args:
-        config: the tower.
-        params: ``params["vision"]`` of a model.
-        patches: float [.., P, patch_dim], as transformers' image processor gives them, padded at the end.
-        layout: of the same images; its arrays have the same leading axes.
-        remat: what the backward pass recomputes, see ``models.decoder``.
-        mesh: what the leading axis is split over, see ``models.mesh``; None on one device.
+    config: VisionConfig
+    input_norm: nnx.Param
+    post_attention_norm: nnx.Param
 
-    Returns:
-        [.., N, out_size] in order of the patches; those of padding are undefined.
-    """
-    leading = patches.shape[:-2]
-    patches = patches.reshape(-1, *patches.shape[-2:])
-    layout = Layout(*(jnp.asarray(x).reshape(len(patches), *x.shape[len(leading) :]) for x in layout))
-    x = _embed(config, params, patches, layout.order, mesh)
-    cos, sin = _rope(config, layout.places)
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
+        super().__init__(config, config.layer_shapes(), rngs=rngs, dtype=dtype)
 
-    def body(x: jax.Array, scanned: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-        layer, full = scanned
-        mixed = _attention(config, layer, rms_norm(config, x, layer["input_norm"]), cos, sin, layout, full, mesh)
-        x = x + mixed
-        return x + _feed_forward(layer, rms_norm(config, x, layer["post_attention_norm"]), mesh), None
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout, full: jax.Array, mesh: Mesh | None
+    ) -> jax.Array:
+        """Apply the layer to [B, P, D].
 
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
-    full = jnp.array([i in config.full_attention_layers for i in range(config.num_layers)])
-    x, _ = jax.lax.scan(body, constrain(x, mesh, ROWS, None, None), (params["layers"], full))
-    merged = _merge(config, params, x, mesh)
-    return rows_at(merged, layout.restore).reshape(*leading, -1, config.out_size)
+        Args:
+            x: patches in order of their windows.
+            cos: float32 [B, P, h/2], as ``sin``.
+            sin: of the rotary angles.
+            layout: of the patches.
+            full: bool [], attends within frames instead of windows.
+            mesh: what the leading axis is split over.
+        """
+        x = x + self._attention(rms_norm(self.config, x, self.input_norm[...]), cos, sin, layout, full, mesh)
+        inputs = rms_norm(self.config, x, self.post_attention_norm[...])
+        gate = jax.nn.silu(self.linear("gate", inputs, mesh))
+        return x + self.linear("down", gate * self.linear("up", inputs, mesh), mesh)
+
+    def _attention(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout, full: jax.Array, mesh: Mesh | None
+    ) -> jax.Array:
+        config = self.config
+        qkv = self.linear("qkv", x, mesh).reshape(*x.shape[:2], 3, config.num_heads, config.head_dim)
+        q, k, v = qkv.transpose(2, 0, 3, 1, 4)  # [B, H, P, h] each
+        q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+        q = q * config.head_dim**-0.5
+        mixed = jax.lax.cond(
+            full,
+            lambda: _attend_to_frames(q, k, v, layout.frames),
+            lambda: _attend_to_windows(q, k, v, layout.windows, config.window_patches),
+        )
+        return self.linear("o", mixed.transpose(0, 2, 1, 3).reshape(x.shape), mesh)
 
 
-def _embed(config: VisionConfig, params: Params, patches: jax.Array, order: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Embed patches [B, P, patch_dim] as [B, P, D], ordered by window."""
-    weight = params["patch_embed"]  # [D, channels, frames, rows, columns], a product with whole patches
-    x = linear(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1), mesh)
-    squares = x.reshape(x.shape[0], -1, config.merge_size**2 * config.hidden_size)
-    return rows_at(squares, order).reshape(x.shape)
+class VisionTower(Module):
+    """The tower; its parameters are ``config.parameter_shapes()``."""
+
+    config: VisionConfig
+    patch_embed: nnx.Param
+    merger_norm: nnx.Param
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
+        super().__init__(config, config.parameter_shapes(), rngs=rngs, dtype=dtype)
+        self.layers: VisionLayer = stack(VisionLayer, config, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, patches: jax.Array, layout: Layout, *, remat: str = "none", mesh: Mesh | None = None
+    ) -> jax.Array:
+        """Encode patches as features that replace the embeddings of placeholders.
+
+        Args:
+            patches: float [.., P, patch_dim], as transformers' image processor gives them, padded at the end.
+            layout: of the same images; its arrays have the same leading axes.
+            remat: what the backward pass recomputes, see ``models.decoder``.
+            mesh: what the leading axis is split over, see ``models.mesh``; None on one device.
+
+        Returns:
+            [.., N, out_size] in order of the patches; those of padding are undefined.
+        """
+        config, leading = self.config, patches.shape[:-2]
+        patches = patches.reshape(-1, *patches.shape[-2:])
+        layout = Layout(*(jnp.asarray(x).reshape(len(patches), *x.shape[len(leading) :]) for x in layout))
+        cos, sin = _rope(config, layout.places)
+        graphdef, state = nnx.split(self.layers)
+
+        def body(x: jax.Array, scanned: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, None]:
+            state, full = scanned
+            return nnx.merge(graphdef, state)(x, cos, sin, layout, full, mesh), None
+
+        if remat != "none":
+            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
+        full = jnp.array([i in config.full_attention_layers for i in range(config.num_layers)])
+        x = constrain(self._embed(patches, layout.order, mesh), mesh, ROWS, None, None)
+        x, _ = jax.lax.scan(body, x, (state, full))
+        return rows_at(self._merge(x, mesh), layout.restore).reshape(*leading, -1, config.out_size)
+
+    def _embed(self, patches: jax.Array, order: jax.Array, mesh: Mesh | None) -> jax.Array:
+        """Embed patches [B, P, patch_dim] as [B, P, D], ordered by window."""
+        weight = self.patch_embed[...]  # [D, channels, frames, rows, columns], a product with whole patches
+        x = linear(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1), mesh)
+        squares = x.reshape(x.shape[0], -1, self.config.merge_size**2 * self.config.hidden_size)
+        return rows_at(squares, order).reshape(x.shape)
+
+    def _merge(self, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+        """Merge the patches of a square into one feature, [B, P, D] -> [B, N, out_size]."""
+        x = rms_norm(self.config, x, self.merger_norm[...])
+        x = x.reshape(x.shape[0], -1, self.config.merge_size**2 * self.config.hidden_size)
+        return self.linear("merger_out", jax.nn.gelu(self.linear("merger_in", x, mesh), approximate=False), mesh)
 
 
 def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,29 +140,6 @@ def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array
     frequencies = 1.0 / 10000.0 ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
     angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:-1], half)
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def _attention(
-    config: VisionConfig,
-    layer: Params,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    layout: Layout,
-    full: jax.Array,
-    mesh: Mesh | None,
-) -> jax.Array:
-    """Attend [B, P, D] -> [B, P, D]: within frames if ``full`` (bool []), otherwise within windows."""
-    qkv = _affine(layer, "qkv", x, mesh).reshape(*x.shape[:2], 3, config.num_heads, config.head_dim)
-    q, k, v = qkv.transpose(2, 0, 3, 1, 4)  # [B, H, P, h] each
-    q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
-    q = q * config.head_dim**-0.5
-    mixed = jax.lax.cond(
-        full,
-        lambda: _attend_to_frames(q, k, v, layout.frames),
-        lambda: _attend_to_windows(q, k, v, layout.windows, config.window_patches),
-    )
-    return _affine(layer, "o", mixed.transpose(0, 2, 1, 3).reshape(x.shape), mesh)
 
 
 def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Array) -> jax.Array:
@@ -146,20 +181,3 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Ar
     scores = jnp.einsum("...qh,...kh->...qk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible, scores, MASK_VALUE), axis=-1)
     return jnp.einsum("...qk,...kh->...qh", weights.astype(v.dtype), v)
-
-
-def _feed_forward(layer: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    gate = jax.nn.silu(_affine(layer, "gate", x, mesh))
-    return _affine(layer, "down", gate * _affine(layer, "up", x, mesh), mesh)
-
-
-def _merge(config: VisionConfig, params: Params, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Merge the patches of a square into one feature, [B, P, D] -> [B, N, out_size]."""
-    x = rms_norm(config, x, params["merger_norm"])
-    x = x.reshape(x.shape[0], -1, config.merge_size**2 * config.hidden_size)
-    x = jax.nn.gelu(_affine(params, "merger_in", x, mesh), approximate=False)
-    return _affine(params, "merger_out", x, mesh)
-
-
-def _affine(params: Params, name: str, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    return linear(x, params[name], mesh) + params[f"{name}_bias"]

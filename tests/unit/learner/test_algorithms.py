@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
-from jax_agent_rl.learner.critic import critic_params, state_values
+from jax_agent_rl.learner.critic import Critic, critic_params, state_values
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.optimized_params import LearnerState
 from tests.tiny import TINY, logprobs_of, tiny_params
@@ -80,7 +80,7 @@ def test_values_are_those_of_plain_full_passes():
         ids = jnp.asarray([t.prompt_ids + t.response_ids])
         count = ids.shape[1]
         plain = {"token_ids": ids, "positions": jnp.arange(count)[None], "subtree_end": jnp.full((1, count), count)}
-        expected = state_values(TINY, critic_params(tiny_params()) | head, plain, remat="none")[0]
+        expected = state_values(Critic.from_params(TINY, critic_params(tiny_params()) | head), plain, remat="none")[0]
         np.testing.assert_allclose(values, expected[len(t.prompt_ids) - 1 :], atol=1e-4)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import DisagreementError
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
-from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, comparable, through_gate
+from jax_agent_rl.learner.comparison import AgreementCheck, Comparison, cancel_on_breach, comparable
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, logprobs_of, tiny_params
@@ -125,20 +125,20 @@ def test_the_learner_looks_once_a_step_and_only_at_tokens_of_its_own_version():
     assert seen[0].largest < 1e-4 and seen[1].tokens == 0 and len(seen) == 2
 
 
-def test_a_check_through_a_gate_raises_when_the_update_has_been_given_up():
-    gate, refusal = StepCancellation(), DisagreementError("stop")
+def test_a_breach_cancels_the_step_and_raises_once_it_is_given_up():
+    cancellation, refusal = StepCancellation(), DisagreementError("stop")
 
     def refuse(comparison: Comparison) -> None:
         raise refusal
 
     with pytest.raises(DisagreementError) as caught:  # noqa: SIM117
-        with through_gate(AgreementCheck(since=3, inspect=refuse), gate) as check:
+        with cancel_on_breach(AgreementCheck(since=3, inspect=refuse), cancellation) as check:
             check.inspect(Comparison(tokens=1, mean=1.0, largest=1.0))  # does not leave the others waiting
-            with gate.update():
-                raise AssertionError("the gate is closed")
+            with cancellation.update():
+                raise AssertionError("the step is cancelled")
     assert caught.value is refusal and check.since == 3
-    with pytest.raises(StepCancelled), through_gate(AgreementCheck(since=0, inspect=refuse), gate):
-        gate.check()  # closed by somebody else
+    with pytest.raises(StepCancelled), cancel_on_breach(AgreementCheck(since=0, inspect=refuse), cancellation):
+        cancellation.check()  # cancelled by somebody else
 
 
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"lr_warmup_steps": 50}], ids=str)

@@ -1,4 +1,4 @@
-"""A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; gates."""
+"""A learner's whole state through a checkpoint: critic, KL controller and counters; other meshes; cancellation."""
 
 import math
 import threading
@@ -69,44 +69,44 @@ def test_a_checkpoint_with_a_critic_does_not_fit_a_learner_without(tmp_path: Pat
     checkpointer.close()
 
 
-def test_a_closed_gate_keeps_the_state_to_the_bit_and_its_buffers_alive():
+def test_a_cancelled_step_keeps_the_state_to_the_bit_and_its_buffers_alive():
     made = ppo()
     made.update(random_groups(0))
-    before, gate = leaves(made), StepCancellation()
-    assert gate.close()
+    before, cancellation = leaves(made), StepCancellation()
+    assert cancellation.cancel()
     with pytest.raises(StepCancelled):
-        made.update(random_groups(1), gate=gate)
+        made.update(random_groups(1), cancellation=cancellation)
     assert leaves(made) == before
 
 
-def test_a_gate_that_an_update_has_passed_cannot_be_closed():
-    gate = StepCancellation()
-    ppo().update(random_groups(1), gate=gate)
-    assert gate.passed and not gate.close()
+def test_a_step_with_a_final_update_cannot_be_cancelled():
+    cancellation = StepCancellation()
+    ppo().update(random_groups(1), cancellation=cancellation)
+    assert cancellation.has_begun and not cancellation.cancel()
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
-def test_several_updates_are_undone_to_the_bit_when_their_gate_is_closed_between_them(share: float):
-    """Two epochs of a critic's and a policy's update, closed after a share of their micro-batches."""
-    made, undisturbed, gate = ppo(ppo_epochs=2), ppo(ppo_epochs=2), StepCancellation()
+def test_several_updates_are_undone_to_the_bit_when_cancelled_between_them(share: float):
+    """Two epochs of a critic's and a policy's update, cancelled after a share of their micro-batches."""
+    made, undisturbed, cancellation = ppo(ppo_epochs=2), ppo(ppo_epochs=2), StepCancellation()
     for learner in (made, undisturbed):
         learner.update(random_groups(0))
     before, meanwhile = leaves(made), []
 
-    def close(done: int, total: int) -> None:
+    def cancel(done: int, total: int) -> None:
         if done == math.ceil(share * total):
-            assert gate.close()
-            meanwhile.append((gate.passed, leaves(made)))
+            assert cancellation.cancel()
+            meanwhile.append((cancellation.has_begun, leaves(made)))
 
     with pytest.raises(StepCancelled):
-        made.update(random_groups(1), tick=close, gate=gate)
-    assert meanwhile == [(True, before)] and leaves(made) == before and not gate.half_way
+        made.update(random_groups(1), tick=cancel, cancellation=cancellation)
+    assert meanwhile == [(True, before)] and leaves(made) == before and not cancellation.is_partly_applied
     assert made.update(random_groups(1)).metrics["loss"] == undisturbed.update(random_groups(1)).metrics["loss"]
     assert leaves(made) == leaves(undisturbed)
 
 
 def test_several_updates_are_undone_when_one_of_them_fails():
-    made, gate = ppo(ppo_epochs=3, max_nonfinite_steps=1), StepCancellation()
+    made, cancellation = ppo(ppo_epochs=3, max_nonfinite_steps=1), StepCancellation()
     before = leaves(made)
 
     def poison(done: int, total: int) -> None:
@@ -115,28 +115,28 @@ def test_several_updates_are_undone_when_one_of_them_fails():
             made._policy.state = replace(policy, params=jax.tree.map(lambda x: x * np.nan, policy.params))
 
     with pytest.raises(NonFiniteError):
-        made.update(random_groups(1), tick=poison, gate=gate)
-    assert gate.passed and not gate.half_way and leaves(made) == before
+        made.update(random_groups(1), tick=poison, cancellation=cancellation)
+    assert cancellation.has_begun and not cancellation.is_partly_applied and leaves(made) == before
 
 
-def test_an_update_that_changed_nothing_leaves_the_gate_to_be_closed():
-    gate = StepCancellation()
-    with gate.update():
-        gate.unchanged()
-    assert not gate.passed and not gate.half_way
-    with gate.update():
+def test_a_step_whose_updates_changed_nothing_can_be_cancelled():
+    cancellation = StepCancellation()
+    with cancellation.update():
+        cancellation.unchanged()
+    assert not cancellation.has_begun and not cancellation.is_partly_applied
+    with cancellation.update():
         pass
-    with gate.update():
-        gate.unchanged()
-    assert gate.half_way and not gate.close()
+    with cancellation.update():
+        cancellation.unchanged()
+    assert cancellation.is_partly_applied and not cancellation.cancel()
 
 
-def test_closing_waits_for_an_update_that_is_under_way():
-    gate, inside, finish = StepCancellation(), threading.Event(), threading.Event()
+def test_cancelling_waits_for_an_update_that_is_under_way():
+    cancellation, inside, finish = StepCancellation(), threading.Event(), threading.Event()
     done = []
 
     def update() -> None:
-        with gate.update():
+        with cancellation.update():
             inside.set()
             finish.wait()
             done.append(True)
@@ -144,11 +144,11 @@ def test_closing_waits_for_an_update_that_is_under_way():
     worker = threading.Thread(target=update)
     worker.start()
     inside.wait()
-    closer = threading.Thread(target=lambda: done.append(gate.close()))
-    closer.start()
+    canceller = threading.Thread(target=lambda: done.append(cancellation.cancel()))
+    canceller.start()
     finish.set()
     worker.join()
-    closer.join()
+    canceller.join()
     assert done == [True, False]
 
 

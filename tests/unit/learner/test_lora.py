@@ -13,9 +13,8 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.parameterization import joined, merged, new_adapters
+from jax_agent_rl.learner.parameterization import merge_adapters, new_adapters, with_adapters
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
-from jax_agent_rl.models.decoder import hidden_states, logits
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.models.peft import save_peft
 from tests.tiny import TINY, full_logits, tiny_params
@@ -48,10 +47,9 @@ def test_the_seed_draws_the_first_values():
 def test_an_adapted_model_computes_what_the_merged_one_does():
     params, adapters = tiny_params(), drawn_adapters()
     ids = np.random.default_rng(0).integers(3, 97, 20)
-    ends = jnp.full((1, 20), 20, jnp.int32)
-    adapted = joined(LORA, adapters, params, "float32")
-    got = logits(adapted, hidden_states(TINY, adapted, ids[None], jnp.arange(20)[None], ends))[0]
-    expected = full_logits(merged(LORA, adapters, params), ids.tolist())
+    adapted = with_adapters(LORA, TINY, params, adapters)
+    got = adapted.logits(adapted(ids[None])[0])[0]
+    expected = full_logits(merge_adapters(adapted), ids.tolist())
     np.testing.assert_allclose(got, expected, atol=5e-4 * np.abs(expected).max())
     assert np.abs(expected - full_logits(params, ids.tolist())).max() > 0.1
 
@@ -63,10 +61,10 @@ def test_gradients_are_those_of_torch_in_float64():
     target = rng.standard_normal((7, 5))
 
     from jax_agent_rl.models.layers import linear
-    from jax_agent_rl.models.lora import Adapted
+    from jax_agent_rl.models.lora import LoRA
 
     def loss(ab: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.mean(jnp.square(linear(jnp.float32(x), Adapted(jnp.float32(w), *ab, scale=2.0)) - target))
+        return jnp.mean(jnp.square(linear(jnp.float32(x), jnp.float32(w), adapter=LoRA(*ab, scale=2.0)) - target))
 
     got = jax.grad(loss)((jnp.float32(a), jnp.float32(b)))
     ta, tb = (torch.tensor(v, requires_grad=True) for v in (a, b))
@@ -144,7 +142,7 @@ def test_the_files_load_in_peft_and_give_the_merged_models_logits(config: Decode
     ids = np.random.default_rng(2).integers(3, 97, 12).tolist()
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0].numpy()
-    mine = full_logits(merged(LORA, adapters, params), ids, config)
+    mine = full_logits(merge_adapters(with_adapters(LORA, config, params, adapters)), ids, config)
     np.testing.assert_allclose(mine, theirs, atol=2e-4 * np.abs(theirs).max())
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["r"] == 3 and written["base_model_name_or_path"] == os.fspath(tmp_path / "base")

@@ -13,6 +13,7 @@ from jax_agent_rl.learner.objective import objective_config, target_logprobs
 from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.sharding import make_mesh, replicated
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import random_groups
@@ -53,7 +54,7 @@ def test_parameters_optimizer_and_logprobs_are_float32_in_either(dtype: str):
         assert x.dtype in (jnp.float32, jnp.int32), jax.tree_util.keystr(path)
     objective = objective_config(AlgorithmConfig(), LearnerConfig(), 1.0)
     (arrays,) = pack(random_groups(0)[0].trajectories, pack_length=64)[0].micro_batches(1)
-    logprob, entropy = target_logprobs(TINY, objective, compute_params(made.params, dtype), arrays)
+    logprob, entropy = target_logprobs(objective, Decoder.from_params(TINY, compute_params(made.params, dtype)), arrays)
     assert logprob.dtype == entropy.dtype == jnp.float32
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.convert import convert
-from jax_agent_rl.models.decoder import Decoder, model_params, with_params
+from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.families import read_config, write_config
 from jax_agent_rl.models.hf import load_hf, save_hf
 from tests.tiny import tiny_params
@@ -110,10 +110,12 @@ def test_a_field_this_package_does_not_honour_is_named(field: str, value: object
 
 
 def test_a_drawn_model_has_the_tower_of_its_config():
-    drawn = model_params(Decoder(TINY_VL, rngs=nnx.Rngs(0)))
+    drawn = nnx.to_pure_dict(nnx.state(Decoder(TINY_VL, rngs=nnx.Rngs(0))))
     assert jax.tree.map(jnp.shape, drawn) == TINY_VL.parameter_shapes()
     params = tiny_params(config=TINY_VL)
-    jax.tree.map(np.testing.assert_array_equal, model_params(with_params(TINY_VL, params)), params)
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(Decoder.from_params(TINY_VL, params))), params
+    )
 
 
 def test_conversion_keeps_the_tower_and_the_processors(tmp_path: Path):

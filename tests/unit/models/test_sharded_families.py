@@ -42,7 +42,7 @@ for config in (
 # Two rows, each with two images and padding, on the mesh: what the tower gives, and its gradients.
 from jax.sharding import PartitionSpec as P
 from jax_agent_rl.models.vision.layout import layout
-from jax_agent_rl.models.vision.tower import features
+from jax_agent_rl.models.vision.tower import VisionTower
 from tests.tiny_vision import TINY_VISION, TINY_VL, drawn
 
 config = replace(TINY_VL, vocab_size=96)
@@ -55,7 +55,7 @@ for row, items in zip(patches, grids, strict=True):
 used = np.array([10, 13])  # features that are not padding
 
 def loss(vision, patches, layouts, mesh):
-    seen = features(TINY_VISION, vision, patches, layouts, remat="dots", mesh=mesh)
+    seen = VisionTower.from_params(TINY_VISION, vision)(patches, layouts, remat="dots", mesh=mesh)
     return (jax.numpy.sin(seen).mean(-1) * (np.arange(16) < used[:, None])).sum()
 
 results = []

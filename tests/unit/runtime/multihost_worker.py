@@ -66,13 +66,13 @@ def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict)
 
 def give_up(learner: LeadingLearner, groups: list[Group]) -> None:
     """A step that process 0 abandons: unless all do, what follows comes out different or never ends."""
-    gate = StepCancellation()
-    gate.close()
+    cancellation = StepCancellation()
+    cancellation.cancel()
     try:
-        learner.update(groups, gate=gate)
+        learner.update(groups, cancellation=cancellation)
     except StepCancelled:
         return
-    raise SystemExit("a closed gate let an update pass")
+    raise SystemExit("a cancelled step let an update begin")
 
 
 def main() -> None:

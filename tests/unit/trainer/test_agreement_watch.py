@@ -20,7 +20,7 @@ class Compares(IdleLearner):
         super().__init__()
         self.found, self.idle, self.since, self.finished = found, idle, [], 0
 
-    def update(self, groups, *, masked, tick, gate, check):
+    def update(self, groups, *, masked, tick, cancellation, check):
         self.since.append(check.since)
         check.inspect(self.found[len(self.since) - 1])
         self.finished += 1

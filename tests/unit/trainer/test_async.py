@@ -36,11 +36,11 @@ async def test_one_step_off_rolls_out_the_next_batch_while_it_learns(tmp_path: P
     complete = asyncio.Event()
 
     class Waits(Versions):
-        def update(self, groups, *, masked, tick, gate, check):
+        def update(self, groups, *, masked, tick, cancellation, check):
             if len(self.steps) < 2:
                 asyncio.run_coroutine_threadsafe(complete.wait(), loop).result(timeout=60)
                 loop.call_soon_threadsafe(complete.clear)
-            return super().update(groups, masked=masked, tick=tick, gate=gate, check=check)
+            return super().update(groups, masked=masked, tick=tick, cancellation=cancellation, check=check)
 
     loop = asyncio.get_running_loop()
     training = make_trainer(tmp_path, steps=3, trainer={"mode": "one_step_off"}, learner=Waits())

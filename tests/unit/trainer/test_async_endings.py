@@ -39,7 +39,7 @@ async def test_a_run_without_an_engine_stops_and_leaves_no_task(tmp_path: Path, 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 async def test_an_error_of_the_learner_ends_the_run_and_leaves_no_task(tmp_path: Path, mode: str):
     class Fails(IdleLearner):
-        def update(self, groups, *, masked, tick, gate, check):
+        def update(self, groups, *, masked, tick, cancellation, check):
             raise RuntimeError("out of memory")
 
     training = make_trainer(tmp_path, steps=5, trainer={"mode": mode}, learner=Fails(), script=[LONG])
@@ -74,8 +74,8 @@ async def test_an_interruption_during_the_only_update_finishes_that_step_without
     loop = asyncio.get_running_loop()
 
     class Slow(Versions):
-        def update(self, groups, *, masked, tick, gate, check):
-            with gate.update():
+        def update(self, groups, *, masked, tick, cancellation, check):
+            with cancellation.update():
                 loop.call_soon_threadsafe(updating.set)
             assert interrupted.wait(timeout=30)
             return UpdateResult(metrics={}, skipped=False)
@@ -106,9 +106,9 @@ async def test_an_interruption_between_the_updates_of_a_step_undoes_it_without_w
     loop = asyncio.get_running_loop()
 
     class Stuck(Versions):
-        def update(self, groups, *, masked, tick, gate, check):
-            with gate.revocable():
-                result = super().update(groups, masked=masked, tick=tick, gate=gate, check=check)
+        def update(self, groups, *, masked, tick, cancellation, check):
+            with cancellation.revocable():
+                result = super().update(groups, masked=masked, tick=tick, cancellation=cancellation, check=check)
                 if len(self.steps) == 2:
                     loop.call_soon_threadsafe(updating.set)
                     forever.wait()
