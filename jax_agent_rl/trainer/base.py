@@ -23,8 +23,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
 from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
@@ -208,7 +208,7 @@ class Trainer:
                     selection.groups,
                     masked=selection.masked,
                     tick=tick,
-                    gate=cancellation,
+                    cancellation=cancellation,
                     check=check,
                 )
         account(self.runtime.collector.accounting, selection, result)

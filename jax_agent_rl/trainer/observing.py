@@ -21,7 +21,6 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.scored_batch import trained_lengths
-from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
@@ -87,7 +86,7 @@ class RunReporter:
             pipeline=pipeline,
         )
         self._write(line)
-        self.folder.add_trajectories(step, "train", all_trajectories(groups), learnt=result.tokens)
+        self.folder.add_trajectories(step, "train", all_trajectories(groups), token_values=result.tokens)
         left = (self.runtime.config.trainer.steps - step) * record.train_seconds / step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
@@ -180,7 +179,7 @@ def observers(
         run_dir=folder.path, project=config.trainer.project_name, config=config.model_dump(mode="json"), step=step
     )
     with ExitStack() as stack:
-        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, say=progress.print_line))
+        sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, print_line=progress.print_line))
         each: list[Observer] = [sinks]
         if config.trainer.prometheus_port is not None:
             from jax_agent_rl.observe.prometheus import serve_trainer

@@ -43,7 +43,9 @@ def jetstream(request):
 
 def external_engine(request):
     pytest.importorskip("torch")
-    options = replace(request.getfixturevalue("options"), engine_factory="tests.later_api:make_external_engine", max_concurrent=4)
+    options = replace(
+        request.getfixturevalue("options"), engine_factory="tests.later_api:make_external_engine", max_concurrent=4
+    )
     return select_backend("jetstream", options)
 
 

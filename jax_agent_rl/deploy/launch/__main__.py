@@ -122,19 +122,23 @@ def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argp
 
 
 async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> int:
-    say = TimedPrinter()
-    runner = Runner(root=options.root, say=say, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32)))
+    print_line = TimedPrinter()
+    runner = Runner(
+        root=options.root, print_line=print_line, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32))
+    )
     async with runner.until_interrupted():
         gpus = await asyncio.to_thread(inspect, hosts, options.device, options.root)
         for host, found in gpus.items():
-            say(f"{host.name}: " + (f"{len(found)} x {found[0].name}, driver {found[0].driver}" if found else "CPUs"))
+            print_line(
+                f"{host.name}: " + (f"{len(found)} x {found[0].name}, driver {found[0].driver}" if found else "CPUs")
+            )
         await runner.prepare(plan.prepare(hosts, options))
         chosen = settings.read(
             Path(options.program("python")), options.config_file, options.overrides, root=options.root
         )
         indices = {host: [gpu.index for gpu in found] for host, found in gpus.items()}
         spread = _place(hosts, _first(indices, arguments.gpus_per_host), chosen, arguments)
-        _describe(spread, say)
+        _describe(spread, print_line)
         _require_free_ports(hosts, spread, options)
         return await runner.run(plan.make_plan(hosts, spread, chosen, options), start_seconds=arguments.start_timeout)
 
@@ -161,10 +165,10 @@ def _place(
     )
 
 
-def _describe(spread: placement.ServerPlacement, say: TimedPrinter) -> None:
+def _describe(spread: placement.ServerPlacement, print_line: TimedPrinter) -> None:
     for server in spread.servers:
-        say(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
-    say(f"learner: this machine, {_named(spread.learner_gpus)}")
+        print_line(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
+    print_line(f"learner: this machine, {_named(spread.learner_gpus)}")
 
 
 def _named(gpus: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ class TimedPrinter:
             print(own + line, flush=True)
 
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 15.0
@@ -59,13 +59,15 @@ def set_on_signal(event: asyncio.Event) -> None:
 class Process:
     """A started command and its output."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process, say: Say) -> None:
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, print_line: PrintLine) -> None:
         self.command = command
         self._process = process
-        self.ended: asyncio.Task[int] = asyncio.create_task(self._follow(say))
+        self.ended: asyncio.Task[int] = asyncio.create_task(self._follow(print_line))
 
     @classmethod
-    async def start(cls, command: Command, *, root: Path, secrets: Mapping[str, str] | None, say: Say) -> Process:
+    async def start(
+        cls, command: Command, *, root: Path, secrets: Mapping[str, str] | None, print_line: PrintLine
+    ) -> Process:
         """Start a command.
 
         Args:
@@ -73,7 +75,7 @@ class Process:
             root: the project's folder.
             secrets: variables for a tethered command, through its standard input; None: it is not tethered and has
                 no input.
-            say: prints a line.
+            print_line: prints a line.
 
         Raises:
             LaunchError: the program does not exist.
@@ -91,18 +93,18 @@ class Process:
             raise LaunchError(f"{command.name}: cannot run {error.filename}: {error.strerror}") from None
         if process.stdin is not None:
             process.stdin.write(json.dumps(secrets).encode() + b"\n")
-        return cls(command, process, say)
+        return cls(command, process, print_line)
 
-    async def _follow(self, say: Say) -> int:
+    async def _follow(self, print_line: PrintLine) -> int:
         """Print the output line by line; return the exit status."""
         assert self._process.stdout is not None
         rest = b""
         while block := await self._process.stdout.read(1 << 16):
             *lines, rest = (rest + block).replace(b"\r\n", b"\n").split(b"\n")
             for line in lines:
-                say(f"[{self.command.name}] {line.decode(errors='replace')}")
+                print_line(f"[{self.command.name}] {line.decode(errors='replace')}")
         if rest:
-            say(f"[{self.command.name}] {rest.decode(errors='replace')}")
+            print_line(f"[{self.command.name}] {rest.decode(errors='replace')}")
         return await self._process.wait()
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
@@ -128,12 +130,12 @@ class Runner:
 
     Args:
         root: folder that local commands run in.
-        say: takes a line for the screen.
+        print_line: takes a line for the screen.
         secrets: variables of tethered commands.
     """
 
-    def __init__(self, *, root: Path, say: Say, secrets: Mapping[str, str]) -> None:
-        self._root, self._say, self._secrets = root, say, secrets
+    def __init__(self, *, root: Path, print_line: PrintLine, secrets: Mapping[str, str]) -> None:
+        self._root, self._print_line, self._secrets = root, print_line, secrets
         self._stages: list[list[Process]] = []  # what was started at the same time ends at the same time
         self._interrupt = asyncio.Event()
 
@@ -147,7 +149,7 @@ class Runner:
             while self._stages:
                 stage = self._stages.pop()
                 if names := [process.command.name for process in stage if not process.ended.done()]:
-                    self._say(f"stopping {', '.join(names)}")
+                    self._print_line(f"stopping {', '.join(names)}")
                 await asyncio.gather(*(process.stop() for process in stage))
 
     async def prepare(self, preparation: Preparation) -> None:
@@ -186,7 +188,7 @@ class Runner:
         """
         if plan.cluster:
             head, *workers = plan.cluster
-            self._say(f"starting Ray on {', '.join(command.host.name for command in plan.cluster)}")
+            self._print_line(f"starting Ray on {', '.join(command.host.name for command in plan.cluster)}")
             await self._start([head])
             await self._watch(self._until_listening(head), self._running)
             await self._start(workers)
@@ -195,13 +197,13 @@ class Runner:
         return await self._train(plan.learner)
 
     async def _train(self, command: Command) -> int:
-        self._say("starting the learner")
+        self._print_line("starting the learner")
         others = self._running
         (learner,) = await self._start([command])
         try:
             return await self._watch(asyncio.shield(learner.ended), others)
         except Interrupted:
-            self._say("interrupted: the learner saves a checkpoint (once more to end it at once)")
+            self._print_line("interrupted: the learner saves a checkpoint (once more to end it at once)")
             self._interrupt.clear()
         except LaunchError:
             learner.interrupt()  # what it has learnt so far is saved
@@ -222,7 +224,7 @@ class Runner:
         self._stages.append(stage)
         for command in commands:
             secrets = self._secrets if tethered else None
-            stage.append(await Process.start(command, root=self._root, secrets=secrets, say=self._say))
+            stage.append(await Process.start(command, root=self._root, secrets=secrets, print_line=self._print_line))
         return stage
 
     async def _watch(self, wanted: Awaitable[T], processes: Sequence[Process]) -> T:
@@ -253,19 +255,19 @@ class Runner:
     async def _until_healthy(self, urls: Mapping[str, str], limit: float) -> None:
         waiting, begin = dict(urls), time.monotonic()
         report = begin
-        self._say(f"waiting for {len(waiting)} rollout server(s)")
+        self._print_line(f"waiting for {len(waiting)} rollout server(s)")
         while waiting:
             answers = await asyncio.gather(*(asyncio.to_thread(self._is_healthy, url) for url in waiting.values()))
             for name, healthy in zip(list(waiting), answers, strict=True):
                 if healthy:
-                    self._say(f"{name} is healthy at {waiting.pop(name)} ({time.monotonic() - begin:.0f} s)")
+                    self._print_line(f"{name} is healthy at {waiting.pop(name)} ({time.monotonic() - begin:.0f} s)")
             elapsed = time.monotonic() - begin
             names = ", ".join(f"{name} ({url})" for name, url in waiting.items())
             if waiting and elapsed > limit:
                 raise LaunchError(f"after {limit:g} s these servers are not healthy: {names}; see --start-timeout")
             if waiting and time.monotonic() - report > _PROGRESS_SECONDS:
                 report = time.monotonic()
-                self._say(f"{elapsed:.0f} s: waiting for {names}")
+                self._print_line(f"{elapsed:.0f} s: waiting for {names}")
             await asyncio.sleep(_POLL_SECONDS if waiting else 0)
 
     def _is_healthy(self, url: str) -> bool:

@@ -21,8 +21,8 @@ from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
-from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
+from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.learner.batch import pack

@@ -20,8 +20,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.observe.run_dir import TokenValues, RunDir
 from jax_agent_rl.observe.progress import Progress, duration
+from jax_agent_rl.observe.run_dir import RunDir, TokenValues
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics

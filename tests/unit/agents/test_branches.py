@@ -31,9 +31,9 @@ class Branching:
 
     def __init__(self, agent: type[AgentLoop], replies: list[str], **settings):
         self.replies, self.kept = replies, {}
-        self.it = AgentHarness(agent, self._say, **settings)
+        self.it = AgentHarness(agent, self._print_line, **settings)
 
-    def _say(self, request):
+    def _print_line(self, request):
         turn = int(request.request_id.rpartition("/")[2])
         ids = self.it.codec.reply_ids(self.replies[min(turn, len(self.replies) - 1)])
         return ids[self.kept.get(request.request_id, 0) :]

@@ -81,7 +81,7 @@ class Stage:
     ) -> None:
         self.codec = codec or FakeCodec()
         self.tool = tool or Counting()
-        self.backends = [backend(self.codec, script or self.say) for _ in range(servers)]
+        self.backends = [backend(self.codec, script or self.print_line) for _ in range(servers)]
         self.client = WatchedClient(
             [AsyncServer(backend, name=f"s{number}") for number, backend in enumerate(self.backends)]
         )
@@ -97,7 +97,7 @@ class Stage:
         )
         self.books = self.collector.accounting
 
-    def say(self, request) -> list[int]:
+    def print_line(self, request) -> list[int]:
         text = self.codec.decode(request.prompt_ids, skip_special_tokens=False)
         if text.endswith("assistant:") and text.count("tool:") < 2:
             return self.codec.reply_ids(COUNT)
@@ -295,7 +295,7 @@ async def test_cancelling_stops_branches_and_counts_them():
     def hold_branches(request):
         if request.session_id[-1] in "2345":
             backend.unpaused.clear()
-        return stage.say(request)
+        return stage.print_line(request)
 
     stage = Stage(TreeGrpo(TreeGrpoConfig()), script=hold_branches)
     (backend,) = stage.backends

@@ -177,17 +177,17 @@ def _rendered(request: SliceRequest, servers: Sequence[SliceRequest], task: Job,
 async def _act(
     request: SliceRequest, servers: Sequence[SliceRequest], task: Job, cloud: Gcloud, arguments: argparse.Namespace
 ) -> int:
-    say = TimedPrinter()
+    print_line = TimedPrinter()
     await cloud.require_login()
-    groups = [Slices(each, cloud, say=say, poll=arguments.poll) for each in (request, *servers)]
-    slices = Fleet(groups, say=say)
+    groups = [Slices(each, cloud, print_line=print_line, poll=arguments.poll) for each in (request, *servers)]
+    slices = Fleet(groups, print_line=print_line)
     if arguments.delete:
-        deleted = await delete_by_name(request.name, cloud, say=say)
-        say(f"deleted {', '.join(deleted)}" if deleted else f"there is no {request.name}")
+        deleted = await delete_by_name(request.name, cloud, print_line=print_line)
+        print_line(f"deleted {', '.join(deleted)}" if deleted else f"there is no {request.name}")
         return 0
-    logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", say=say)
+    logs = Logs(arguments.logs_dir or ROOT / "runs" / f"{request.name}.logs", print_line=print_line)
     policy = RecoveryPolicy(keep=arguments.keep, max_preemptions=arguments.max_preemptions, poll=arguments.poll)
-    campaign = RunController(task, slices, cloud, policy, root=ROOT, logs=logs, say=say)
+    campaign = RunController(task, slices, cloud, policy, root=ROOT, logs=logs, print_line=print_line)
     async with campaign.until_interrupted():
         if arguments.logs:
             seen = await slices.look()

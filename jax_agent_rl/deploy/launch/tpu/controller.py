@@ -68,14 +68,22 @@ class RunController:
     Args:
         root: the project's folder.
         logs: what hosts say goes there.
-        say: takes a line for the screen.
+        print_line: takes a line for the screen.
     """
 
     def __init__(
-        self, task: Job, slices: Fleet, cloud: Gcloud, policy: RecoveryPolicy, *, root: Path, logs: Logs, say: Callable
+        self,
+        task: Job,
+        slices: Fleet,
+        cloud: Gcloud,
+        policy: RecoveryPolicy,
+        *,
+        root: Path,
+        logs: Logs,
+        print_line: Callable,
     ) -> None:
         self._job, self._slices, self._cloud, self._policy = task, slices, cloud, policy
-        self._root, self._logs, self._say = root, logs, say
+        self._root, self._logs, self._print_line = root, logs, print_line
         self._connections = Connections(root)
         self._interrupt = asyncio.Event()
         self._begun = False  # there may be checkpoints of this run
@@ -106,7 +114,7 @@ class RunController:
             await self._conclude(status)
         except LaunchError:
             if self._slices.there:
-                self._say("the slice stays and costs: --delete takes it away")
+                self._print_line("the slice stays and costs: --delete takes it away")
             raise
         return status
 
@@ -119,7 +127,7 @@ class RunController:
                 return await self._attempt(hosts_of(hosts), how)
             except Preempted as event:
                 if self._interrupt.is_set():
-                    self._say(f"the slice was taken back ({event}), too; --delete clears it away")
+                    self._print_line(f"the slice was taken back ({event}), too; --delete clears it away")
                     raise Interrupted from None
                 self.preemptions += 1
                 limit = self._policy.max_preemptions
@@ -128,7 +136,7 @@ class RunController:
                         f"the slice was taken back {self.preemptions} times (--max-preemptions {limit}); what was "
                         f"saved is in {self._job.kept}: go on with --resume"
                     ) from None
-                self._say(f"preemption {self.preemptions} of at most {limit} ({event}): making the slice anew")
+                self._print_line(f"preemption {self.preemptions} of at most {limit} ({event}): making the slice anew")
                 if self._job.kept is None:
                     raise LaunchError("the slice was taken back, and without --bucket the run with it") from None
                 await self._watch(self._patiently(self._slices.delete_lost))
@@ -164,7 +172,7 @@ class RunController:
         answer = await self._watch(self._cloud.read(job.running(leader, self._job)))
         if answer.split()[-1:] != ["yes"]:
             return False
-        self._say("a run is under way there: following it")
+        self._print_line("a run is under way there: following it")
         self._begun = True
         self._logs.found_run()
         return True
@@ -176,13 +184,13 @@ class RunController:
             packed = Path(folder) / job.ARCHIVE
             large = await self._watch(asyncio.to_thread(archive.pack, self._root, packed, extra=config))
             size = packed.stat().st_size
-            self._say(f"copying the code to {len(workers)} host(s), {size / 1e6:.1f} MB each")
+            self._print_line(f"copying the code to {len(workers)} host(s), {size / 1e6:.1f} MB each")
             if large:
-                self._say(f"among it {', '.join(large)}: .gitignore keeps here what hosts need not have")
+                self._print_line(f"among it {', '.join(large)}: .gitignore keeps here what hosts need not have")
             # Hosts that have just been made may not listen yet.
             await self._stage([job.copy(cloud, worker, packed) for worker in workers], tries=_FIRST_TRIES)
         what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
-        self._say(f"{what}; then: {task.preparation}" if task.preparation else what)
+        self._print_line(f"{what}; then: {task.preparation}" if task.preparation else what)
         await self._stage([job.set_up(cloud, worker, task) for worker in workers], task.secrets())
         self._logs.new_run()
         await self._start_run(workers, how)
@@ -194,10 +202,10 @@ class RunController:
         if serving:
             # Those of an earlier start have newer weights than a checkpoint, and another secret.
             await self._watch(self._signal(workers, "KILL"))
-            self._say(f"starting {len(serving)} rollout server(s)")
+            self._print_line(f"starting {len(serving)} rollout server(s)")
             await self._stage([job.start(cloud, w, task, resume=None, urls=urls) for w in serving], secrets)
             await self._stage([job.until_listening(cloud, worker, task) for worker in serving])
-        self._say("starting on all hosts")
+        self._print_line("starting on all hosts")
         self._begun = True
         learning = [worker for worker in workers if not worker.serves]
         await self._stage([job.start(cloud, worker, task, resume=how, urls=urls) for worker in learning], secrets)
@@ -207,7 +215,7 @@ class RunController:
     ) -> None:
         """Run a command on all hosts; all have to succeed within so many tries."""
         for pause in (*pauses(self._policy.poll, tries - 1), None):
-            statuses = await self._watch(self._connections.run_all(commands, self._say, secrets))
+            statuses = await self._watch(self._connections.run_all(commands, self._print_line, secrets))
             commands = [command for command, status in zip(commands, statuses, strict=True) if status]
             if not commands:
                 return
@@ -215,13 +223,13 @@ class RunController:
             if pause is None:
                 raise LaunchError(f"{names}: {_brief(commands[0])} failed, see above")
             await self._raise_if_taken_back(looks=1)
-            self._say(f"{names}: trying again in {pause:.0f} s")
+            self._print_line(f"{names}: trying again in {pause:.0f} s")
             await self._watch(asyncio.sleep(pause))
 
     # --- while it runs -----------------------------------------------------------------------------------------
 
     async def _follow(self, workers: Sequence[HostWorker]) -> int:
-        self._say(f"logs: {self._logs.folder}")
+        self._print_line(f"logs: {self._logs.folder}")
         learning = [worker for worker in workers if not worker.serves]
         watching = [asyncio.ensure_future(self._follow_host(worker)) for worker in workers]
         looking = asyncio.ensure_future(self._until_taken_back())
@@ -239,7 +247,7 @@ class RunController:
             await asyncio.gather(*tasks, return_exceptions=True)
         failed = {worker.name: status for worker, status in zip(learning, statuses, strict=True) if status}
         if failed:
-            self._say("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
+            self._print_line("ended with " + ", ".join(f"{status} on {name}" for name, status in failed.items()))
         if failed and not self._interrupt.is_set():
             answered = await self._raise_if_taken_back(looks=1 if statuses[0] == job.REFUSED else _LOOKS)
             if not answered:
@@ -251,7 +259,7 @@ class RunController:
 
     async def _signal(self, workers: Sequence[HostWorker], name: str) -> None:
         """Send a signal to runs; one that has ended is skipped."""
-        await self._connections.run_all([job.send(self._cloud, w, self._job, name) for w in workers], self._say)
+        await self._connections.run_all([job.send(self._cloud, w, self._job, name) for w in workers], self._print_line)
 
     async def _end_servers(self, workers: Sequence[HostWorker], watching: Sequence[asyncio.Future[int]]) -> None:
         """End the rollout servers, which have no clients any more."""
@@ -265,7 +273,7 @@ class RunController:
             return
         with contextlib.suppress(LaunchError):  # gcloud may fail, too: then it goes on from an earlier one
             if await self._slices.learner_lives():
-                self._say("the learner saves a checkpoint and ends")
+                self._print_line("the learner saves a checkpoint and ends")
                 await self._signal(workers[:1], "INT")
                 await asyncio.wait([leader], timeout=_OTHERS_SECONDS)
 
@@ -306,7 +314,7 @@ class RunController:
                     f"{worker.name}: lost sight of the run, which may go on: the same command finds it again, --delete "
                     "ends it"
                 )
-            self._say(f"{worker.name}: the connection broke, connecting again in {pause:.0f} s")
+            self._print_line(f"{worker.name}: the connection broke, connecting again in {pause:.0f} s")
             await asyncio.sleep(pause)
 
     async def _until_taken_back(self) -> None:
@@ -334,7 +342,7 @@ class RunController:
             Interrupted: the second time.
         """
         await self._interrupt.wait()
-        self._say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
+        self._print_line("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
         again = asyncio.Event()
         set_on_signal(again)
         telling = asyncio.ensure_future(self._tell_to_end(workers[0]))
@@ -342,20 +350,20 @@ class RunController:
             await again.wait()
         finally:
             telling.cancel()
-        self._say("left; --logs shows what it does, --delete ends it and what it costs")
+        self._print_line("left; --logs shows what it does, --delete ends it and what it costs")
         raise Interrupted
 
     async def _tell_to_end(self, leader: HostWorker) -> None:
         """Send the signal until it has come through, or no run is left."""
         for pause in pauses(self._policy.poll):
-            status = await self._connections.run(job.send(self._cloud, leader, self._job, "INT"), self._say)
+            status = await self._connections.run(job.send(self._cloud, leader, self._job, "INT"), self._print_line)
             if status in (0, remote.NO_RUN):
                 return
-            self._say(f"the run could not be told to end, trying again in {pause:.0f} s")
+            self._print_line(f"the run could not be told to end, trying again in {pause:.0f} s")
             await asyncio.sleep(pause)
 
     async def _patiently(self, act: Callable[[], Awaitable[T]], **how: Callable[[float], Awaitable[object]]) -> T:
-        return await patiently(act, poll=self._policy.poll, say=self._say, **how)
+        return await patiently(act, poll=self._policy.poll, print_line=self._print_line, **how)
 
     async def _watch(self, wanted: Awaitable[T]) -> T:
         """Await work, but not past an interruption."""
@@ -365,7 +373,7 @@ class RunController:
             await asyncio.wait([work, interrupt], return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
-            self._say("interrupted; the slice may be there: --delete takes it away")
+            self._print_line("interrupted; the slice may be there: --delete takes it away")
             raise Interrupted
         finally:
             for task in (interrupt, work):
@@ -375,15 +383,15 @@ class RunController:
     async def _conclude(self, status: int) -> None:
         if self._policy.keep or self._job.kept is None:
             why = "--keep" if self._policy.keep else "without --bucket the run is on its disk alone"
-            self._say(f"the slice stays ({why}) and costs until you give --delete")
+            self._print_line(f"the slice stays ({why}) and costs until you give --delete")
         else:
             self._interrupt = asyncio.Event()  # what came before was for the run
             set_on_signal(self._interrupt)
             between_tries = lambda seconds: self._watch(asyncio.sleep(seconds))  # noqa: E731
             await self._patiently(self._slices.delete, sleep=between_tries)
-            self._say(f"the run is in {self._job.kept}")
+            self._print_line(f"the run is in {self._job.kept}")
         if self.preemptions:
-            self._say(f"taken back {self.preemptions} time(s) on the way")
+            self._print_line(f"taken back {self.preemptions} time(s) on the way")
 
 
 def _brief(command: Command) -> str:

@@ -21,11 +21,11 @@ class Fleet:
 
     Args:
         groups: the learner's first.
-        say: takes a line for the screen.
+        print_line: takes a line for the screen.
     """
 
-    def __init__(self, groups: Sequence[Slices], *, say: Callable[[str], None]) -> None:
-        self._groups, self._say = groups, say
+    def __init__(self, groups: Sequence[Slices], *, print_line: Callable[[str], None]) -> None:
+        self._groups, self._print_line = groups, print_line
 
     @property
     def created(self) -> bool:
@@ -84,7 +84,7 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def delete_by_name(name: str, cloud: Gcloud, *, say: Callable[[str], None]) -> list[str]:
+async def delete_by_name(name: str, cloud: Gcloud, *, print_line: Callable[[str], None]) -> list[str]:
     """Delete all resources with a run's name; return their names.
 
     Raises:
@@ -101,11 +101,11 @@ async def delete_by_name(name: str, cloud: Gcloud, *, say: Callable[[str], None]
 
     queued = await found(gcloud.list_queued())
     if queued:
-        say(f"deleting {', '.join(queued)}")
+        print_line(f"deleting {', '.join(queued)}")
         await delete(queued, gcloud.delete_queued)
     nodes = await found(gcloud.list_nodes())  # those of queued resources are gone by now
     if nodes:
-        say(f"deleting {', '.join(nodes)}")
+        print_line(f"deleting {', '.join(nodes)}")
         await delete(nodes, gcloud.delete_node)
     return queued + nodes
 

@@ -15,12 +15,12 @@ class Logs:
 
     Args:
         folder: made if missing; files of an earlier run are written on, those of a run that is found again anew.
-        say: takes a line for the screen.
+        print_line: takes a line for the screen.
     """
 
-    def __init__(self, folder: Path, *, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, print_line: Callable[[str], None]) -> None:
         self.folder = folder
-        self._say = say
+        self._print_line = print_line
         self._seen: dict[str, int] = {}
         self._found = False
 
@@ -47,11 +47,11 @@ class Logs:
         self._seen[host] = number
         with (self.folder / f"{host}.log").open(mode, encoding="utf-8") as log:
             log.write(text + "\n")
-        self._say(f"[{host}] {text}")
+        self._print_line(f"[{host}] {text}")
 
     def show(self, line: str) -> None:
         """Print a line that is gcloud's, not the run's."""
-        self._say(line)
+        self._print_line(line)
 
 
 class Reader:

@@ -28,7 +28,7 @@ async def patiently(
     act: Callable[[], Awaitable[T]],
     *,
     poll: float,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> T:
     """Retry through failures of the network and of gcloud, as nobody may be there to start again.
@@ -36,7 +36,7 @@ async def patiently(
     Args:
         act: may be done twice.
         poll: seconds before the first retry; later ones wait longer.
-        say: prints a line.
+        print_line: prints a line.
         sleep: between two tries.
 
     Raises:
@@ -49,7 +49,7 @@ async def patiently(
         except LaunchUnansweredError as error:
             if (pause := next(left, None)) is None:
                 raise
-            say(f"{error}\ntrying again in {pause:.0f} s")
+            print_line(f"{error}\ntrying again in {pause:.0f} s")
             await sleep(pause)
 
 
@@ -108,12 +108,12 @@ class Slices:
     """The slices of a request.
 
     Args:
-        say: takes a line for the screen.
+        print_line: takes a line for the screen.
         poll: seconds between two looks.
     """
 
-    def __init__(self, request: SliceRequest, cloud: Gcloud, *, say: Callable[[str], None], poll: float) -> None:
-        self._request, self._cloud, self._say, self._poll = request, cloud, say, poll
+    def __init__(self, request: SliceRequest, cloud: Gcloud, *, print_line: Callable[[str], None], poll: float) -> None:
+        self._request, self._cloud, self._print_line, self._poll = request, cloud, print_line, poll
         self.created = False  # by this launcher
         self.there = False  # perhaps, as far as this launcher knows
 
@@ -174,16 +174,16 @@ class Slices:
         request = self._request
         seen = await self.look()
         if seen.state in (State.LOST, State.FAILED):
-            self._say(f"{request.name} is {seen.word}: {seen.state.value}")
+            self._print_line(f"{request.name} is {seen.word}: {seen.state.value}")
             await self.delete()
             seen = SliceStatus(state=State.ABSENT, word="NOT_FOUND")
         if seen.state is State.ABSENT:
             await self._require_kind()
-            self._say(f"creating {request.name}: {request}")
+            self._print_line(f"creating {request.name}: {request}")
             await self._create()
         else:
             self.there = True
-            self._say(f"{request.name} is there already ({seen.word})")
+            self._print_line(f"{request.name} is there already ({seen.word})")
         return await self._until_ready()
 
     async def _create(self) -> None:
@@ -213,7 +213,9 @@ class Slices:
     async def _until_ready(self) -> Addresses:
         begin = report = time.monotonic()
         word = ""
-        while (seen := await patiently(self.look, poll=self._poll, say=self._say)).state is not State.READY:
+        while (
+            seen := await patiently(self.look, poll=self._poll, print_line=self._print_line)
+        ).state is not State.READY:
             if seen.state is State.LOST:
                 raise Preempted(f"{seen.word} before it was ready")
             if seen.state is State.FAILED:
@@ -227,16 +229,16 @@ class Slices:
             now = time.monotonic()
             if seen.word != word or now - report > _PROGRESS_SECONDS:
                 word, report = seen.word, now
-                self._say(f"{self._request.name} is {word} ({now - begin:.0f} s)")
+                self._print_line(f"{self._request.name} is {word} ({now - begin:.0f} s)")
             await asyncio.sleep(self._poll)
-        self._say(
+        self._print_line(
             f"{self._request.name} is ready: {sum(map(len, seen.hosts))} host(s) ({time.monotonic() - begin:.0f} s)"
         )
         return seen.hosts
 
     async def delete(self) -> bool:
         """Delete the slices; return False if there are none."""
-        self._say(f"deleting {self._request.name}")
+        self._print_line(f"deleting {self._request.name}")
         try:
             work = self._cloud.read(gcloud.delete(self._request))
             await self._with_progress(work, f"deleting {self._request.name}")
@@ -251,7 +253,7 @@ class Slices:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=_PROGRESS_SECONDS))[0]:
-                self._say(f"{what}: {time.monotonic() - begin:.0f} s")
+                self._print_line(f"{what}: {time.monotonic() - begin:.0f} s")
         finally:
             if not task.done():
                 task.cancel()

@@ -24,29 +24,31 @@ class Connections:
         self._root = root
         self._processes: list[Process] = []
 
-    async def run(self, command: Command, say: Callable[[str], None], secrets: Mapping[str, str] | None = None) -> int:
+    async def run(
+        self, command: Command, print_line: Callable[[str], None], secrets: Mapping[str, str] | None = None
+    ) -> int:
         """Run a command to its end; return its exit status.
 
         Args:
             command: what to run, and where.
-            say: takes each line of what it says.
+            print_line: takes each line of what it says.
             secrets: variables that it reads from its input.
         """
-        process = await Process.start(command, root=self._root, secrets=secrets, say=say)
+        process = await Process.start(command, root=self._root, secrets=secrets, print_line=print_line)
         self._processes.append(process)
         status = await asyncio.shield(process.ended)
         self._processes.remove(process)
         return status
 
     async def run_all(
-        self, commands: Sequence[Command], say: Callable[[str], None], secrets: Mapping[str, str] | None = None
+        self, commands: Sequence[Command], print_line: Callable[[str], None], secrets: Mapping[str, str] | None = None
     ) -> list[int]:
         """Run commands on all hosts; return their exit statuses."""
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def one(command: Command) -> int:
             async with places:
-                return await self.run(command, say, secrets)
+                return await self.run(command, print_line, secrets)
 
         return await asyncio.gather(*map(one, commands))
 

@@ -20,10 +20,10 @@ F1122 14:53:29.127482   18457 rotated_pincer_fusion_emitter.cc:1904] Check faile
 """
 
 
-def answered(program: str, say=lambda text: None):
+def answered(program: str, print_line=lambda text: None):
     """What comes of a process that runs this instead of compiling."""
     begin = "import json, os, signal, sys\ntask = json.loads(input())\n"
-    return plan_in_subprocess(TASK, say, [sys.executable, "-c", begin + program])
+    return plan_in_subprocess(TASK, print_line, [sys.executable, "-c", begin + program])
 
 
 def test_progress_and_plan_come_from_the_process_that_is_given_the_task():
