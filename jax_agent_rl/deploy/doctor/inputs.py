@@ -32,8 +32,7 @@ from jax_agent_rl.runtime.engines import read_model
 from jax_agent_rl.runtime.sampling import Source, known_adapters, open_codec
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
 from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.tools.loading import open_tools
-from jax_agent_rl.tools.registry import ToolRegistry, schemas_of
+from jax_agent_rl.tools.registry import ToolRegistry, list_schemas, open_tools
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 
 MOST_PROMPTS = 1000
@@ -292,7 +291,7 @@ def _schemas(context: CheckContext, row: Mapping[str, Any]) -> Sequence[Mapping[
     name = row.get("agent_name") or context.config.agent.default_agent
     if name != ToolAgent.name or context.tools is None or context.config.agent.tool_prompt == "none":
         return ()
-    return schemas_of(context.tools.select((row.get("extra_info") or {}).get("tool_selection")))
+    return list_schemas(context.tools.select((row.get("extra_info") or {}).get("tool_selection")))
 
 
 def _counts(counts: Counter[str]) -> str:

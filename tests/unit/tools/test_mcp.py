@@ -14,8 +14,8 @@ from PIL import Image
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError, ToolError
 from jax_agent_rl.tools import ToolSession
-from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig, as_tool_response
+from jax_agent_rl.tools.registry import open_tools
 from tests.fakes import FakeCodec
 from tests.ports import free_port
 
