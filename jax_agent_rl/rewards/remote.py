@@ -19,8 +19,8 @@ from jax_agent_rl.rewards.registry import Score
 if TYPE_CHECKING:
     import httpx
 
-_WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
-_LONGEST_PAUSE = 30.0
+_RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MAX_PAUSE_SECONDS = 30.0
 
 
 class RemoteReward:
@@ -31,8 +31,8 @@ class RemoteReward:
         timeout: seconds per attempt.
         max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
         retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.
-        max_concurrency: most concurrent requests.
-        requests_per_second: most requests started per second, evenly spaced; None: no limit.
+        max_concurrency: limit of concurrent requests.
+        requests_per_second: limit of requests started per second, evenly spaced; None: no limit.
         headers: headers of every request, e.g. an authorization.
         transport: httpx transport, for tests.
     """
@@ -104,7 +104,7 @@ class RemoteReward:
                 if response.is_success:
                     return response
                 problem = f"answered {response.status_code} {response.text[:200]!r}"
-                if response.status_code not in _WORTH_A_RETRY:
+                if response.status_code not in _RETRIED_STATUSES:
                     raise RewardError(f"the reward server {self.url} {problem}")
                 wanted_pause = _retry_after(response)
             except TimeoutError:
@@ -117,11 +117,11 @@ class RemoteReward:
                     "reward.remote.url"
                 )
             pause = self._retry_delay * 2**attempt if wanted_pause is None else wanted_pause
-            await asyncio.sleep(min(pause, _LONGEST_PAUSE))
+            await asyncio.sleep(min(pause, _MAX_PAUSE_SECONDS))
             attempt += 1
 
     async def _wait_for_turn(self) -> None:
-        """Wait so that requests start at least ``interval`` apart, first come first served."""
+        """Wait so that requests start at least ``interval`` seconds apart, first come first served."""
         now = time.monotonic()
         start = max(now, self._next_start)
         self._next_start = start + self._interval

@@ -26,21 +26,21 @@ from typing import Any
 
 from jax_agent_rl.errors import JaxAgentRLError, RewardError
 from jax_agent_rl.rewards.registry import find_reward, load_rewards
-from jax_agent_rl.rewards.scoring import checked
+from jax_agent_rl.rewards.scoring import split_score
 
 _ORPHAN_SECONDS = 5.0
 
 
-def answer_questions() -> None:
-    """Answer questions until standard input ends; an exception becomes the answer ``{"error": …}``.
+def serve() -> None:
+    """Answer requests until standard input ends; an exception becomes the answer ``{"error": …}``.
 
-    Output of the called code and of its subprocesses goes to standard error, so that it cannot pass for an answer.
+    Output of the called code and of its subprocesses goes to standard error, so that it cannot be taken for an answer.
     """
-    questions = os.fdopen(os.dup(0), encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    for line in questions:
+    for line in requests:
         try:
             reply = _answer(json.loads(line))
         except JaxAgentRLError as error:
@@ -51,22 +51,22 @@ def answer_questions() -> None:
         answers.flush()
 
 
-def _answer(question: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "path" in question:
-        sys.path[:] = question["sys_path"]
-        load_rewards(question["path"])
+def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "path" in request:
+        sys.path[:] = request["sys_path"]
+        load_rewards(request["path"])
         return {"ready": True}
-    if "solution" in question:
+    if "solution" in request:
         logging.disable(logging.CRITICAL)  # math-verify logs every answer it cannot parse
         try:
-            return verify_answer(question)
+            return verify_answer(request)
         except ImportError as error:
             return {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
-    data_source, args, kwargs = pickle.loads(base64.b64decode(question["call"]))
-    # The parent kills a late worker. If the parent is gone, this timer ends the process without the interpreter.
-    faulthandler.dump_traceback_later(question["seconds"] + _ORPHAN_SECONDS, file=2, exit=True)
+    data_source, args, kwargs = pickle.loads(base64.b64decode(request["call"]))
+    # The parent kills a late worker. If the parent has died, this timer ends the process without the interpreter.
+    faulthandler.dump_traceback_later(request["seconds"] + _ORPHAN_SECONDS, file=2, exit=True)
     try:
-        score, parts = checked(_call(data_source, args, kwargs), data_source)
+        score, parts = split_score(_call(data_source, args, kwargs), data_source)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return {"score": score, "parts": parts}
@@ -86,23 +86,23 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def verify_answer(question: Mapping[str, Any]) -> dict[str, Any]:
+def verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Score 1 if any answer in the solution equals the truth, else 0.
 
     Raises:
-        ValueError: the truth cannot be parsed, a fault of the data.
+        ValueError: the truth cannot be parsed, an error in the data.
     """
     from math_verify import parse, verify
 
-    seconds = int(question["seconds"])
-    truth = parse(f"\\boxed{{{question['truth']}}}", parsing_timeout=seconds)
+    seconds = int(request["seconds"])
+    truth = parse(f"\\boxed{{{request['truth']}}}", parsing_timeout=seconds)
     if not truth:
-        raise ValueError(f"ground_truth {question['truth']!r:.200} is not mathematics that can be parsed")
-    answer = parse(question["solution"], parsing_timeout=seconds)
+        raise ValueError(f"ground_truth {request['truth']!r:.200} is not mathematics that can be parsed")
+    answer = parse(request["solution"], parsing_timeout=seconds)
     equal = bool(answer) and verify(truth, answer, timeout_seconds=seconds)
     return {"score": float(equal), "extracted": str(answer[-1]) if answer else ""}
 
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are the parent's
-    answer_questions()
+    serve()

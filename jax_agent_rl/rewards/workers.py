@@ -1,11 +1,11 @@
-"""Pools of worker processes that answer one question at a time and are killed on timeout.
+"""Pools of worker processes that handle one request at a time and are killed on timeout.
 
 Some code cannot run in this process: it sets signal handlers (``SIGALRM``), or may never release the interpreter, like
 a backtracking regular expression. A worker is ``python -m MODULE``, which reads one JSON object per line from standard
 input and writes one per line to standard output (:mod:`jax_agent_rl.rewards.worker`)::
 
-    ask({"solution": …})  ──► a free worker (started when first needed)  ──► {"score": 1.0}
-                              no answer within the timeout: killed, the next question starts another
+    ask({"solution": …})  ──► an idle worker (started on demand)  ──► {"score": 1.0}
+                              no answer within the timeout: killed, the next request starts another
 
 Workers end with their standard input, so none outlives this process. Unlike :mod:`multiprocessing`, this reads only
 JSON from them and does not import the caller's ``__main__`` again.
@@ -37,9 +37,9 @@ class WorkerPool:
 
     Args:
         module: module to run with ``python -m``.
-        size: most workers, and so most concurrent questions, >= 1.
-        purpose: what they do, for messages.
-        hello: first question to each worker, answered when it is ready; other questions are timed from then on.
+        size: number of workers, and so of concurrent requests, >= 1.
+        purpose: description for messages.
+        hello: first request to each worker, answered when it is ready; the time limit of others begins then.
     """
 
     def __init__(self, module: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None):
@@ -53,8 +53,8 @@ class WorkerPool:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
-    def ask(self, question: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-        """Return the answer to one question; ``timeout`` seconds include waiting for a free worker.
+    def ask(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+        """Return the answer to one request; ``timeout`` seconds include waiting for an idle worker.
 
         Raises:
             RewardTimeoutError: no answer in time; the worker is killed.
@@ -73,7 +73,7 @@ class WorkerPool:
                 if not known and self._hello is not None:
                     self._greet(worker, self._hello)
                     deadline = time.monotonic() + timeout
-                answer = self._answer(worker, question, deadline, timeout)
+                answer = self._answer(worker, request, deadline, timeout)
                 with self._lock:
                     self._idle.append(worker)
             finally:
@@ -86,11 +86,11 @@ class WorkerPool:
         return answer
 
     def close(self) -> None:
-        """End the workers; running questions fail, later ones start new workers."""
+        """End the workers; running requests fail, later ones start new workers."""
         with self._lock:
             idle, self._idle = self._idle, []
             for worker in self._busy:
-                worker.process.kill()  # whoever talks to it notices and cleans up
+                worker.process.kill()  # the thread that waits for it cleans up
         for worker in idle:
             worker.kill()
 
@@ -103,9 +103,9 @@ class WorkerPool:
             worker.kill()
             raise RewardError(f"{self._purpose}: {ready['error']}")
 
-    def _answer(self, worker: _Worker, question: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
+    def _answer(self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
         try:
-            return json.loads(worker.exchange(json.dumps(question).encode() + b"\n", deadline))
+            return json.loads(worker.exchange(json.dumps(request).encode() + b"\n", deadline))
         except TimeoutError:
             worker.kill()
             raise RewardTimeoutError(f"{self._purpose} took longer than {timeout:g} seconds") from None
@@ -162,7 +162,7 @@ class FunctionWorkers:
 
     Args:
         path: ``reward.path``, imported by every worker.
-        size: most workers, and so most concurrent calls; waiting for one does not count as their time.
+        size: number of workers, and so of concurrent calls; waiting for one does not count towards their time.
     """
 
     def __init__(self, path: str, *, size: int):
@@ -196,13 +196,13 @@ class FunctionWorkers:
                     f"what the reward function of {data_source!r} asks for cannot be sent to a worker ({error!r}); put "
                     "plain data into the rows, or set reward.workers=0"
                 ) from error
-            question = {"call": base64.b64encode(call).decode(), "seconds": timeout}
-            return self._pool.ask(question, timeout=timeout)
+            request = {"call": base64.b64encode(call).decode(), "seconds": timeout}
+            return self._pool.ask(request, timeout=timeout)
 
         async with self._slots:
             answer = await self._threads.run(ask, name=f"the reward of {data_source!r}")
         return answer["score"], answer["parts"]
 
     def close(self) -> None:
-        """End the workers, busy ones too."""
+        """End the workers, including busy ones."""
         self._pool.close()
