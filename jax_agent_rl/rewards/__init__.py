@@ -2,7 +2,7 @@
 
 ``registry`` finds the function of a row's ``data_source`` and its arguments · ``scoring`` calls it · ``rules`` and
 ``code`` built-in functions · ``judge`` a model as judge · ``remote`` a reward server · ``workers`` processes that can
-be killed, and ``worker`` the program they run.
+be killed.
 """
 
 from jax_agent_rl.rewards import code as _code  # registers its functions, like judge and rules

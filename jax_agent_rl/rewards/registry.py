@@ -19,13 +19,14 @@ A function with ``*args`` gets verl's four by position.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.plugins import load_user_module
 
@@ -172,6 +173,29 @@ def find_reward(data_source: str) -> RewardFunction | None:
 def known_data_sources() -> list[str]:
     """Return all registered names and patterns, for messages."""
     return sorted(_REWARDS)
+
+
+def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
+    """Split the result of a reward function into its score and its named parts.
+
+    Raises:
+        RewardError: there is no score, or it is not a finite number.
+    """
+    named = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in named:
+        raise RewardError(f'the reward of {data_source!r} has no "score": {result!r}')
+    value = named["score"]
+    if not _is_finite(value):
+        raise RewardError(f"the reward of {data_source!r} must be a finite number, got {value!r}")
+    return float(value), {key: float(part) for key, part in named.items() if key != "score" and _is_finite(part)}
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a bool, int, float or numpy scalar is finite."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
 
 
 def load_rewards(path: str | None) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
-from jax_agent_rl.rewards.workers import WorkerPool
+from jax_agent_rl.rewards.workers import PROGRAM, WorkerPool
 from jax_agent_rl.types import FinishReason, Trajectory
 
 MAX_CHARS = 1 << 18
@@ -160,7 +160,7 @@ def _truth(ground_truth: Any, data_source: str) -> Decimal:
 SECONDS = 5
 """Time limit of each of: parsing the truth, parsing the answer, comparing them."""
 
-POOL = WorkerPool("jax_agent_rl.rewards.worker", size=max(1, min(4, (os.cpu_count() or 1) // 2)), purpose="math-verify")
+POOL = WorkerPool(PROGRAM, size=max(1, min(4, (os.cpu_count() or 1) // 2)), purpose="math-verify")
 
 
 @register_reward(

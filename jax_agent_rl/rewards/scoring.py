@@ -16,7 +16,6 @@ them. A function that exceeds ``reward.timeout`` loses its trajectory, not the r
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +30,7 @@ from jax_agent_rl.rewards.registry import (
     available_arguments,
     find_reward,
     known_data_sources,
+    split_score,
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
@@ -143,26 +143,3 @@ async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...],
         return await function(*args, **kwargs)  # type: ignore[misc]
     result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
     return await result if inspect.isawaitable(result) else result
-
-
-def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
-    """Split the result of a reward function into its score and its named parts.
-
-    Raises:
-        RewardError: there is no score, or it is not a finite number.
-    """
-    named = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in named:
-        raise RewardError(f'the reward of {data_source!r} has no "score": {result!r}')
-    value = named["score"]
-    if not _is_finite(value):
-        raise RewardError(f"the reward of {data_source!r} must be a finite number, got {value!r}")
-    return float(value), {key: float(part) for key, part in named.items() if key != "score" and _is_finite(part)}
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a bool, int, float or numpy scalar is finite."""
-    try:
-        return not isinstance(value, str | bytes) and math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
