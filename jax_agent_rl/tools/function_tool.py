@@ -80,9 +80,11 @@ class FunctionTool(BaseTool):
         parameters = declared["parameters"]
         named = annotations.keys() & parameters.get("properties", {}).keys()
         self._converters = {key: convert for key in named if (convert := make_converter(annotations[key]))}
-        description = declared["description"] if description is None else description
-        name = declared["name"] if name is None else name
-        super().__init__(name=name, description=description, parameters=parameters)
+        super().__init__(
+            name=declared["name"] if name is None else name,
+            description=declared["description"] if description is None else description,
+            parameters=parameters,
+        )
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
