@@ -57,7 +57,6 @@ class ModelJudge:
         codec: codec of the judge's own tokenizer and chat template.
         sampling: temperature 0 makes grades deterministic.
         max_in_flight: limit of concurrent requests; further ones wait.
-        prompt: template with the fields ``{question}``, ``{answer}`` and ``{reference}``.
     """
 
     def __init__(
@@ -67,13 +66,11 @@ class ModelJudge:
         *,
         sampling: SamplingParams,
         max_in_flight: int = 16,
-        prompt: str = GRADING_PROMPT,
     ):
         self._client = client
         self._codec = codec
         self._sampling = sampling
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._prompt = prompt
         self._numbers = itertools.count()
 
     async def grade(self, *, question: str, answer: str, truth: str | None = None) -> float:
@@ -84,7 +81,7 @@ class ModelJudge:
             BackendError: its engine failed.
         """
         reference = "" if truth is None else f"[Reference answer]\n{truth}\n[End of reference answer]\n"
-        prompt = self._prompt.format(question=question, answer=answer, reference=reference)
+        prompt = GRADING_PROMPT.format(question=question, answer=answer, reference=reference)
         reply = await self.reply([{"role": "user", "content": prompt}])
         grades = _GRADE.findall(reply)
         if not grades or float(grades[-1]) > _MAX_GRADE:

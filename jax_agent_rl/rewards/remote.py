@@ -9,6 +9,7 @@ Request and answer are JSON::
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class RemoteReward:
     """Reward function that asks a server. Use one object from one event loop.
 
     Args:
-        url: where to POST.
+        url: address of the server.
         timeout: seconds per attempt.
         max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
         retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.
@@ -88,16 +89,14 @@ class RemoteReward:
             self._client = None
 
     async def _post(self, question: Mapping[str, Any]) -> httpx.Response:
-        """Return a successful response."""
         import httpx
 
         client = self._client = self._client or httpx.AsyncClient(
             timeout=None, headers=self._headers, transport=self._transport
         )
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             await self._wait_for_turn()
-            wanted_pause: float | None = None
+            pause = self._retry_delay * 2**attempt
             try:
                 async with asyncio.timeout(self._timeout):  # httpx's own limits each phase, not the whole
                     response = await client.post(self.url, json=question)
@@ -106,7 +105,8 @@ class RemoteReward:
                 problem = f"answered {response.status_code} {response.text[:200]!r}"
                 if response.status_code not in _RETRIED_STATUSES:
                     raise RewardError(f"the reward server {self.url} {problem}")
-                wanted_pause = _retry_after(response)
+                if (value := response.headers.get("Retry-After", "")).isdecimal():
+                    pause = float(value)
             except TimeoutError:
                 problem = f"gave no whole answer within reward.remote.timeout={self._timeout:g} seconds"
             except httpx.TransportError as error:
@@ -116,9 +116,8 @@ class RemoteReward:
                     f"the reward server {self.url} {problem}, {attempt + 1} attempts; start it or correct "
                     "reward.remote.url"
                 )
-            pause = self._retry_delay * 2**attempt if wanted_pause is None else wanted_pause
             await asyncio.sleep(min(pause, _MAX_PAUSE_SECONDS))
-            attempt += 1
+        raise AssertionError("the last attempt returns or raises")
 
     async def _wait_for_turn(self) -> None:
         """Wait so that requests start at least ``interval`` seconds apart, first come first served."""
@@ -126,9 +125,3 @@ class RemoteReward:
         start = max(now, self._next_start)
         self._next_start = start + self._interval
         await asyncio.sleep(start - now)
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds in ``Retry-After``, or None."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else None
