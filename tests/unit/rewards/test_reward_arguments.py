@@ -56,7 +56,7 @@ async def test_any_field_of_the_row_is_an_argument_and_the_row_itself_comes_firs
     }
 
 
-async def test_tool_turn_and_final_rewards_stay_apart_and_are_all_at_hand():
+async def test_tool_turn_and_final_rewards_are_separate_and_all_available():
     @rewards.register_reward("mine")
     def compute_score(tool_rewards, turn_scores, num_turns, finish_reason, trajectory, messages):
         assert (num_turns, finish_reason, len(messages)) == (2, "answer", 2)

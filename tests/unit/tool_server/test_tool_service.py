@@ -1,4 +1,4 @@
-"""One worker's part: which tool acts, what becomes of failures, and that environments are closed exactly once."""
+"""Service of one worker: which tool acts, how failures are reported, and that environments close exactly once."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ FAKES = str(Path(__file__).with_name("fake_tools.py"))
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds that the test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -87,7 +87,7 @@ async def test_rewards_go_along():
     assert (await Served().step("echo hi", extra_fields={"reward": 0.5})).observation == {"obs": "hi", "reward": 0.5}
 
 
-async def test_state_lasts_until_finish_and_then_begins_anew():
+async def test_state_lasts_until_finish_and_is_then_reset():
     served = Served()
     assert [(await served.step("count")).observation for _ in range(3)] == ["1", "2", "3"]
     assert (await served.step("count", trajectory="other")).observation == "1"
@@ -111,7 +111,7 @@ async def test_a_tool_that_is_done_closes():
     assert served.closed("done") == 1
 
 
-async def test_finish_twice_and_finish_of_a_stranger_close_nothing_twice():
+async def test_finishing_twice_or_an_unknown_trajectory_closes_nothing_twice():
     served = Served()
     await served.step("count")
     for _ in range(3):
@@ -170,7 +170,7 @@ async def test_actions_of_one_trajectory_keep_their_order_even_within_a_batch():
     assert [reply.observation for reply in await served.service.steps(steps)] == [str(n) for n in range(1, 21)]
 
 
-async def test_a_client_that_goes_away_in_the_middle_closes_and_the_next_action_is_told():
+async def test_a_disconnect_during_an_action_closes_the_environment_and_fails_the_next_action():
     served = Served()
     await served.step("count")
     running = asyncio.create_task(served.service.steps([ServerAction(trajectory_id="t", text="count slowly")]))
@@ -183,7 +183,7 @@ async def test_a_client_that_goes_away_in_the_middle_closes_and_the_next_action_
     assert served.closed("abort") == 1 and served.diary == [("open", "t"), ("close", "t")]
     reply = await served.step("count")
     assert (reply.error, reply.done, reply.valid) == (Failure.GONE, True, False)
-    assert (await served.step("count")).observation == "1", "told once; then it is a new trajectory"
+    assert (await served.step("count")).observation == "1", "it fails once; then it is a new trajectory"
 
 
 async def test_a_timeout_in_a_stateful_tool_ends_its_trajectory():
@@ -193,7 +193,7 @@ async def test_a_timeout_in_a_stateful_tool_ends_its_trajectory():
     assert served.closed("abort") == 1
 
 
-async def test_idle_environments_are_closed_and_their_trajectory_is_told():
+async def test_idle_environments_are_closed_and_the_next_action_fails():
     served = Served(idle_seconds=100)
     await served.step("count", trajectory="old")
     served.clock.now = 60
