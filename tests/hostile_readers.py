@@ -15,8 +15,7 @@ from jax_agent_rl.environments.textworld import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.judge import _GRADE
-from jax_agent_rl.rewards.qa import qa_exact_match, qa_f1
-from jax_agent_rl.rewards.rules import last_number, marked_number
+from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_match, qa_f1
 from jax_agent_rl.tool_server.plugins import markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool

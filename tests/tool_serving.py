@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from jax_agent_rl.config.tool_server import load_settings
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
-from jax_agent_rl.tool_server.wire import ObservationStep
 from jax_agent_rl.tool_server.worker import make_tools
+from jax_agent_rl.tools.client import ServerAction
 
 FAKES = str(Path(__file__).parent / "unit" / "tool_server" / "fake_tools.py")
 
@@ -78,7 +78,7 @@ async def agent(*overrides, **extra):
     await service.start()
 
     async def act(action, **fields):
-        return await service.step(ObservationStep(trajectory_id="t", action=action, extra=fields or extra))
+        return await service.step(ServerAction(trajectory_id="t", text=action, extra_fields=fields or extra))
 
     try:
         yield act

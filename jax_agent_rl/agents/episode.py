@@ -24,7 +24,7 @@ from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptToo
 from jax_agent_rl.rollout.merge_outputs import merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.tools.base import BaseTool
-from jax_agent_rl.tools.registry import schemas_of
+from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.types import (
     DropReason,
     FinishReason,
@@ -92,7 +92,7 @@ class Episode:
         self._trajectory_id = trajectory_id
         self._group_id = group_id
         self._sampling = sampling
-        self._schemas = (*schemas_of(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
+        self._schemas = (*list_schemas(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self.prefix = prefix
         self._begun: TokenOutput | None = None  # the inherited part of the next turn

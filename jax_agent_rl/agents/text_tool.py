@@ -24,8 +24,7 @@ from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, ToolEnvironment
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, answer_or_cut, run_turns
-from jax_agent_rl.tools.client import ServerObservation, ToolClient, tool_action
-from jax_agent_rl.tools.search_client import SearchClient
+from jax_agent_rl.tools.client import SearchClient, ServerObservation, ToolClient, tool_action
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
 

@@ -28,7 +28,7 @@ from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import InteractionError
 from jax_agent_rl.tools.base import BaseTool, is_number
-from jax_agent_rl.tools.registry import schemas_of
+from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, join_media
@@ -142,7 +142,7 @@ class ToolAgent(TurnLoopAgent):
             self._user(row, trajectory_id) as user,
             tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
         ):
-            reason = await run_turns(episode, ToolResponder(context, session, schemas_of(tools), user))
+            reason = await run_turns(episode, ToolResponder(context, session, list_schemas(tools), user))
             scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
         return episode.finish(reason, tool_scores=scores)

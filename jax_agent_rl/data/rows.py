@@ -99,10 +99,15 @@ def _checked(
     if not isinstance(row, Mapping):
         raise DataError(f"must be an object, got {type(row).__name__}")
     prompt = row.get("prompt")
-    if not isinstance(prompt, list) or not (prompt or _has_environment(row)):
+    extra_info = row.get("extra_info")
+    has_environment = isinstance(extra_info, Mapping) and extra_info.get("environment_kwargs")  # it provides a prompt
+    if not isinstance(prompt, list) or not (prompt or has_environment):
         raise DataError(f"'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
     for message in prompt:
-        _check_message(message)
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
+        if not isinstance(message.get("content"), str):
+            raise DataError(f"every message of 'prompt' needs a 'content' of text, got {message!r:.80}")
     if not isinstance(row.get("data_source"), str):
         raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
     for field, known in (("agent_name", agents), ("adapter", adapters)):
@@ -113,22 +118,9 @@ def _checked(
             _check_known(field, name, known)
     for section in ("reward_model", "extra_info"):
         _check_object(row, section)
-    _check_tools(row.get("extra_info") or {}, tools)
-    _check_object(row.get("extra_info") or {}, "interaction_kwargs")
+    _check_tools(extra_info or {}, tools)
+    _check_object(extra_info or {}, "interaction_kwargs")
     return dict(row)
-
-
-def _has_environment(row: Mapping[str, Any]) -> bool:
-    """Return whether an environment provides (the rest of) the prompt."""
-    extra_info = row.get("extra_info")
-    return isinstance(extra_info, Mapping) and bool(extra_info.get("environment_kwargs"))
-
-
-def _check_message(message: Any) -> None:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
-    if not isinstance(message.get("content"), str):
-        raise DataError(f"every message of 'prompt' needs a 'content' of text, got {message!r:.80}")
 
 
 def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:

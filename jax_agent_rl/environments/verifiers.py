@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError, ToolArgumentError, ToolNotFoundError
-from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.function_tool import FunctionTool
+from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 
 if TYPE_CHECKING:

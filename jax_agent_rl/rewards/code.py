@@ -17,61 +17,36 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
 
+if TYPE_CHECKING:
+    from jax_agent_rl.tool_server.sandbox import Sandbox
+
 _FENCED = re.compile(r"```[ \t]*+(?:(?:python3|python|py)[ \t]*+)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
-
-
-class RunResult(Protocol):
-    """Result of a program's run."""
-
-    @property
-    def stdout(self) -> str: ...
-
-    @property
-    def ok(self) -> bool:
-        """Whether it ended by itself, with exit code 0."""
-        ...
-
-
-class CodeSandbox(Protocol):
-    """The part of a sandbox that scoring needs; ``python`` is its interpreter."""
-
-    @property
-    def python(self) -> str: ...
-
-    async def run(
-        self, argv: Sequence[str], *, stdin: bytes = b"", files: Mapping[str, Any] | None = None
-    ) -> RunResult:
-        """Run a program with ``files`` in its working folder, in bounded time."""
-        ...
-
-    async def run_tests(self, program: str, tests: str) -> RunResult:
-        """Run a program's tests in another process than the program, in bounded time; ``ok`` if all pass."""
-        ...
 
 
 @register_reward("code", "apps", "codecontests", "codeforces", "taco", "mbpp", "humaneval")
 async def code_tests(
-    data_source: str, solution_str: str, ground_truth: Any, sandbox: CodeSandbox, partial_credit: bool = False
+    data_source: str, solution_str: str, ground_truth: Any, sandbox: Sandbox, partial_credit: bool = False
 ) -> dict[str, float]:
     """Score 1 if the program passes all tests, else 0; with the row field ``partial_credit``, the share it passes.
 
     ``pass_rate`` and ``has_code`` are parts.
 
     Raises:
-        RewardError: the truth is of no known kind.
+        RewardError: the truth has an unknown form.
     """
     truth = _truth(ground_truth, data_source)
     program = extract_program(solution_str)
     if program is None:
         return {"score": 0.0, "pass_rate": 0.0, "has_code": 0.0}
     if "tests" in truth:
-        passed = await _run_asserts(program, truth["tests"], sandbox)
+        tests = truth["tests"] if isinstance(truth["tests"], str) else "\n".join(truth["tests"])
+        passed = [(await sandbox.run_tests(program, tests)).ok]
     elif truth.get("fn_name"):
         passed = await _run_function(program, truth, sandbox)
     else:
@@ -116,7 +91,7 @@ def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
     )
 
 
-async def _run_programs(program: str, truth: Mapping[str, Any], sandbox: CodeSandbox) -> list[bool]:
+async def _run_programs(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list[bool]:
     async def passes(given: str, expected: str) -> bool:
         files = {"main.py": program.encode()}
         result = await sandbox.run([sandbox.python, "main.py"], stdin=given.encode(), files=files)
@@ -146,7 +121,7 @@ for arguments in calls["inputs"]:
 """
 
 
-async def _run_function(program: str, truth: Mapping[str, Any], sandbox: CodeSandbox) -> list[bool]:
+async def _run_function(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list[bool]:
     mark = secrets.token_hex(16)  # distinguishes results from the program's own output
     calls = {"fn_name": truth["fn_name"], "inputs": list(truth["inputs"]), "mark": mark}
     files = {"solution.py": program.encode(), "driver.py": _CALL_DRIVER.encode()}
@@ -157,11 +132,6 @@ async def _run_function(program: str, truth: Mapping[str, Any], sandbox: CodeSan
         isinstance(answer, Mapping) and "value" in answer and answer["value"] == json.loads(json.dumps(expected))
         for answer, expected in zip(answers, truth["outputs"], strict=False)
     ]
-
-
-async def _run_asserts(program: str, tests: str | Sequence[str], sandbox: CodeSandbox) -> list[bool]:
-    text = tests if isinstance(tests, str) else "\n".join(tests)
-    return [(await sandbox.run_tests(program, text)).ok]
 
 
 def _json_or_none(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Reward functions, chosen by each row's ``data_source``.
+"""Reward functions, chosen by each row's ``data_source``, and their arguments.
 
 ::
 
@@ -6,33 +6,119 @@
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float(ground_truth in solution_str)          # or {"score": 1.0, "format": 0.5}; or async def
 
-Arguments are passed by parameter name, so a function may also request any field of the row, the trajectory and services
-of the run: see :mod:`jax_agent_rl.rewards.arguments`.
+Arguments are passed by parameter name, looked up in this order:
+
+1. ``data_source, solution_str, ground_truth, extra_info`` (verl's four);
+2. the trajectory: ``trajectory, messages, finish_reason, num_turns, tool_rewards, tool_scores, turn_scores``;
+3. services of the run, e.g. ``judge``;
+4. fields of the row, of its ``extra_info``, of its ``reward_model``.
+
+A function with ``*args`` gets verl's four by position.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
-from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rewards.arguments import Parameters
+from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.plugins import load_user_module
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
 Solution = Literal["last_turn", "assistant", "conversation"]
-"""Text that a reward function reads: the last assistant turn, all assistant turns, or tool results too."""
+"""Text that a reward function reads: the last assistant turn, all assistant turns, or tool results as well."""
 
 _Function = TypeVar("_Function", bound=ComputeScore)
+CLASSIC = ("data_source", "solution_str", "ground_truth", "extra_info")
+FROM_TRAJECTORY = ("trajectory", "messages", "finish_reason", "num_turns", "tool_rewards", "tool_scores", "turn_scores")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameters:
+    """Parameters of a reward function.
+
+    Attributes:
+        required: names without a default.
+        optional: names with a default; omitted if nothing has the name.
+        positional: whether it takes ``*args``.
+        open: whether it takes ``**kwargs``, and so gets all of :data:`CLASSIC`.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    positional: bool
+    open: bool
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any]) -> Parameters:
+        """Read a signature; raise ``ValueError`` or ``TypeError`` if there is none (as for some built-ins)."""
+        parameters = inspect.signature(function).parameters.values()
+        kinds = {p.kind for p in parameters}
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            required=tuple(p.name for p in named if p.default is p.empty),
+            optional=tuple(p.name for p in named if p.default is not p.empty),
+            positional=inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds,
+            open=inspect.Parameter.VAR_KEYWORD in kinds,
+        )
+
+    def bind(self, available: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of one call.
+
+        Raises:
+            KeyError: ``available`` lacks a required name.
+        """
+        if self.positional:
+            return tuple(available[name] for name in CLASSIC), {}
+        wanted = [*self.required, *(name for name in self.optional if name in available)]
+        if self.open:
+            wanted += [name for name in CLASSIC if name not in wanted]
+        return (), {name: available[name] for name in wanted}
+
+    def missing_in(self, row: Mapping[str, Any], services: Collection[str]) -> list[str]:
+        """Return the required names that neither a trajectory of this row nor the run provides."""
+        if self.positional:
+            return []
+        known = {*CLASSIC, *FROM_TRAJECTORY, *services, *row_fields(row)}
+        return [name for name in self.required if name not in known]
+
+
+def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
+    sections = (row.get("extra_info") or {}, row.get("reward_model") or {})
+    return ChainMap(*({key: value for key, value in part.items() if value is not None} for part in (row, *sections)))
+
+
+def available_arguments(trajectory: Trajectory, *, solution_str: str, services: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return all arguments that the reward function of an unscored trajectory may request, by name."""
+    row = trajectory.row
+    about = {
+        "finish_reason": trajectory.finish_reason,
+        "num_turns": trajectory.num_turns,
+        "tool_rewards": [call.reward for call in trajectory.tool_calls],
+        "tool_scores": dict(trajectory.tool_scores),
+        "turn_scores": list(trajectory.turn_scores),
+    }
+    classic = {
+        "data_source": str(row.get("data_source")),
+        "solution_str": solution_str,
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": {**(row.get("extra_info") or {}), **about},
+    }
+    own = {"trajectory": trajectory, "messages": trajectory.messages, **about}
+    return ChainMap(classic, own, dict(services), dict(row_fields(row)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFunction:
-    """A registered function, its parameters, the text it reads, and the ``reward.path`` it came from."""
+    """A registered function, its parameters, the text it reads, and the ``reward.path`` that registered it."""
 
     compute_score: ComputeScore
     parameters: Parameters
@@ -53,7 +139,7 @@ def register_reward(
     in worker processes (``reward.workers``), others in threads.
 
     Args:
-        *data_sources: values of the row field ``data_source``; a pattern such as ``aime*`` matches those without a
+        *data_sources: values of the row field ``data_source``, or patterns such as ``aime*`` for those without a
             function of their own.
         solution: see :data:`Solution`.
         override: replace registered functions, e.g. built-in ones.
@@ -63,7 +149,7 @@ def register_reward(
     """
 
     def register(function: _Function) -> _Function:
-        entry = RewardFunction(compute_score=function, parameters=Parameters.of(function), solution=solution)
+        entry = RewardFunction(compute_score=function, parameters=Parameters.from_function(function), solution=solution)
         for data_source in data_sources:
             known = _REWARDS.get(data_source)
             if known is not None and not override:
@@ -85,8 +171,31 @@ def find_reward(data_source: str) -> RewardFunction | None:
 
 
 def known_data_sources() -> list[str]:
-    """Everything that is registered, for messages."""
+    """Return all registered names and patterns, for messages."""
     return sorted(_REWARDS)
+
+
+def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
+    """Split the result of a reward function into its score and its named parts.
+
+    Raises:
+        RewardError: there is no score, or it is not a finite number.
+    """
+    named = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in named:
+        raise RewardError(f'the reward of {data_source!r} has no "score": {result!r}')
+    value = named["score"]
+    if not _is_finite(value):
+        raise RewardError(f"the reward of {data_source!r} must be a finite number, got {value!r}")
+    return float(value), {key: float(part) for key, part in named.items() if key != "score" and _is_finite(part)}
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a bool, int, float or numpy scalar is finite."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
 
 
 def load_rewards(path: str | None) -> None:
@@ -108,7 +217,7 @@ def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[s
     """Check before a run that every row can be scored, given the names of the run's services (``judge``).
 
     Raises:
-        ConfigError: names all unknown data sources, and all missing fields that their functions request.
+        ConfigError: names all unknown data sources, and all missing fields that reward functions request.
     """
     unknown: set[str] = set()
     lacking: set[tuple[str, str]] = set()
@@ -119,7 +228,7 @@ def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[s
             unknown.add(data_source)
         else:
             lacking |= {(data_source, name) for name in reward.parameters.missing_in(row, services)}
-    problems = [_lacks(data_source, name) for data_source, name in sorted(lacking)]
+    problems = [_describe_missing(data_source, name) for data_source, name in sorted(lacking)]
     if unknown:
         problems.insert(
             0,
@@ -130,14 +239,14 @@ def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[s
         raise ConfigError(problems)
 
 
-def services_asked_for(rows: Iterable[Mapping[str, Any]], services: Collection[str]) -> set[str]:
-    """Those of ``services`` that a reward function of these rows names, so that a run starts no others."""
+def requested_services(rows: Iterable[Mapping[str, Any]], services: Collection[str]) -> set[str]:
+    """Return those of ``services`` that a reward function of these rows requests."""
     rewards = {data_source: find_reward(data_source) for data_source in {str(row.get("data_source")) for row in rows}}
     asked = {name for r in rewards.values() if r for name in (*r.parameters.required, *r.parameters.optional)}
     return asked & set(services)
 
 
-def _lacks(data_source: str, name: str) -> str:
+def _describe_missing(data_source: str, name: str) -> str:
     if name == "judge":
         return (
             f"the reward function of {data_source!r} asks for a judge, and none is configured; set reward.judge.model"

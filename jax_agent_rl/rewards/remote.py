@@ -9,6 +9,7 @@ Request and answer are JSON::
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ class RemoteReward:
     """Reward function that asks a server. Use one object from one event loop.
 
     Args:
-        url: where to POST.
+        url: address of the server.
         timeout: seconds per attempt.
         max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
         retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.

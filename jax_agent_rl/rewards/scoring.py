@@ -1,7 +1,7 @@
 """Scoring of a trajectory: find its function, call it in bounded time, check its result.
 
 ``solution_str`` is the text of the last assistant turn unless the function was registered with another ``solution``:
-it excludes tool results, so an answer that only a tool wrote earns nothing. Three kinds of reward stay separate: those
+it excludes tool results, so an answer that only a tool wrote earns nothing. Three kinds of reward are separate: those
 of tools (``tool_rewards`` per call, ``tool_scores`` per tool for the whole trajectory), of the environment per turn
 (``turn_scores``), and the function's result, the final reward; a function may request the others by name to combine
 them. A function that exceeds ``reward.timeout`` loses its trajectory, not the run.
@@ -16,7 +16,6 @@ them. A function that exceeds ``reward.timeout`` loses its trajectory, not the r
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,8 +23,15 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
-from jax_agent_rl.rewards.arguments import available_arguments
-from jax_agent_rl.rewards.registry import RewardFunction, Score, Solution, find_reward, known_data_sources
+from jax_agent_rl.rewards.registry import (
+    RewardFunction,
+    Score,
+    Solution,
+    available_arguments,
+    find_reward,
+    known_data_sources,
+    split_score,
+)
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.threads import DaemonThreads, in_time
@@ -83,7 +89,7 @@ async def score(
                 late=late,
                 error=lambda problem: RewardError(f"the reward function of {data_source!r} {problem}"),
             )
-            total, parts = checked(result, data_source)
+            total, parts = split_score(result, data_source)
     except TrajectoryError:
         raise
     except Exception as error:
@@ -137,26 +143,3 @@ async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...],
         return await function(*args, **kwargs)  # type: ignore[misc]
     result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
     return await result if inspect.isawaitable(result) else result
-
-
-def checked(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
-    """Split the result of a reward function into its score and its named parts.
-
-    Raises:
-        RewardError: there is no score, or it is not a finite number.
-    """
-    named = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in named:
-        raise RewardError(f'the reward of {data_source!r} has no "score": {result!r}')
-    value = named["score"]
-    if not _is_finite(value):
-        raise RewardError(f"the reward of {data_source!r} must be a finite number, got {value!r}")
-    return float(value), {key: float(part) for key, part in named.items() if key != "score" and _is_finite(part)}
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a bool, int, float or numpy scalar is finite."""
-    try:
-        return not isinstance(value, str | bytes) and math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False

@@ -1,11 +1,11 @@
-"""Pools of worker processes that answer one question at a time and are killed on timeout.
+"""Pools of worker processes that handle one request at a time and are killed on timeout.
 
 Some code cannot run in this process: it sets signal handlers (``SIGALRM``), or may never release the interpreter, like
-a backtracking regular expression. A worker is ``python -m MODULE``, which reads one JSON object per line from standard
-input and writes one per line to standard output (:mod:`jax_agent_rl.rewards.worker`)::
+a backtracking regular expression. A worker is a Python program that reads one JSON object per line from standard input
+and writes one per line to standard output (:func:`serve`)::
 
-    ask({"solution": …})  ──► a free worker (started when first needed)  ──► {"score": 1.0}
-                              no answer within the timeout: killed, the next question starts another
+    ask({"solution": …})  ──► an idle worker (started on demand)  ──► {"score": 1.0}
+                              no answer within the timeout: killed, the next request starts another
 
 Workers end with their standard input, so none outlives this process. Unlike :mod:`multiprocessing`, this reads only
 JSON from them and does not import the caller's ``__main__`` again.
@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import faulthandler
+import inspect
 import json
+import logging
 import os
 import pickle
 import selectors
@@ -23,29 +26,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from jax_agent_rl.errors import RewardError, RewardTimeoutError
+from jax_agent_rl.errors import JaxAgentRLError, RewardError, RewardTimeoutError
+from jax_agent_rl.rewards.registry import find_reward, load_rewards, split_score
 from jax_agent_rl.utils.threads import DaemonThreads
 
 _START_SECONDS = 120.0  # a user's file may import a lot
+PROGRAM = "from jax_agent_rl.rewards.workers import serve; serve()"
 
 
 class WorkerPool:
     """Pool of worker processes. Its calls block, so call it from threads.
 
     Args:
-        module: module to run with ``python -m``.
-        size: most workers, and so most concurrent questions, >= 1.
-        purpose: what they do, for messages.
-        hello: first question to each worker, answered when it is ready; other questions are timed from then on.
+        program: Python source that each worker runs.
+        size: number of workers, and so of concurrent requests, >= 1.
+        purpose: description for messages.
+        hello: first request to each worker, answered when it is ready; the time limit of others begins then.
     """
 
-    def __init__(self, module: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None):
+    def __init__(self, program: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None):
         if size < 1:
             raise ValueError(f"size={size}: must be >= 1")
-        self._module = module
+        self._program = program
         self._purpose = purpose
         self._hello = hello
         self._free = threading.BoundedSemaphore(size)
@@ -53,8 +58,8 @@ class WorkerPool:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
-    def ask(self, question: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-        """Return the answer to one question; ``timeout`` seconds include waiting for a free worker.
+    def ask(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+        """Return the answer to one request; ``timeout`` seconds include waiting for an idle worker.
 
         Raises:
             RewardTimeoutError: no answer in time; the worker is killed.
@@ -67,13 +72,13 @@ class WorkerPool:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
                 known = worker is not None
-                worker = worker or _Worker(self._module)
+                worker = worker or _Worker(self._program)
                 self._busy.add(worker)
             try:
                 if not known and self._hello is not None:
                     self._greet(worker, self._hello)
                     deadline = time.monotonic() + timeout
-                answer = self._answer(worker, question, deadline, timeout)
+                answer = self._answer(worker, request, deadline, timeout)
                 with self._lock:
                     self._idle.append(worker)
             finally:
@@ -86,11 +91,11 @@ class WorkerPool:
         return answer
 
     def close(self) -> None:
-        """End the workers; running questions fail, later ones start new workers."""
+        """End the workers; running requests fail, later ones start new workers."""
         with self._lock:
             idle, self._idle = self._idle, []
             for worker in self._busy:
-                worker.process.kill()  # whoever talks to it notices and cleans up
+                worker.process.kill()  # the thread that waits for it cleans up
         for worker in idle:
             worker.kill()
 
@@ -103,9 +108,9 @@ class WorkerPool:
             worker.kill()
             raise RewardError(f"{self._purpose}: {ready['error']}")
 
-    def _answer(self, worker: _Worker, question: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
+    def _answer(self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
         try:
-            return json.loads(worker.exchange(json.dumps(question).encode() + b"\n", deadline))
+            return json.loads(worker.exchange(json.dumps(request).encode() + b"\n", deadline))
         except TimeoutError:
             worker.kill()
             raise RewardTimeoutError(f"{self._purpose} took longer than {timeout:g} seconds") from None
@@ -117,8 +122,8 @@ class WorkerPool:
 class _Worker:
     """One process and its two pipes, non-blocking so that no I/O outlasts the deadline."""
 
-    def __init__(self, module: str):
-        command = [sys.executable, "-m", module]
+    def __init__(self, program: str):
+        command = [sys.executable, "-c", program]
         pipe = subprocess.PIPE
         # Its own process group: Ctrl-C reaches only the parent, which decides.
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, process_group=0)
@@ -162,13 +167,12 @@ class FunctionWorkers:
 
     Args:
         path: ``reward.path``, imported by every worker.
-        size: most workers, and so most concurrent calls; waiting for one does not count as their time.
+        size: number of workers, and so of concurrent calls; waiting for one does not count towards their time.
     """
 
     def __init__(self, path: str, *, size: int):
         hello = {"path": path, "sys_path": sys.path}
-        module = "jax_agent_rl.rewards.worker"
-        self._pool = WorkerPool(module, size=size, purpose=f"reward.path={path!r}", hello=hello)
+        self._pool = WorkerPool(PROGRAM, size=size, purpose=f"reward.path={path!r}", hello=hello)
         self._threads = DaemonThreads(kind="reward", error=RewardError)
         self._slots = asyncio.Semaphore(size)
 
@@ -196,13 +200,95 @@ class FunctionWorkers:
                     f"what the reward function of {data_source!r} asks for cannot be sent to a worker ({error!r}); put "
                     "plain data into the rows, or set reward.workers=0"
                 ) from error
-            question = {"call": base64.b64encode(call).decode(), "seconds": timeout}
-            return self._pool.ask(question, timeout=timeout)
+            request = {"call": base64.b64encode(call).decode(), "seconds": timeout}
+            return self._pool.ask(request, timeout=timeout)
 
         async with self._slots:
             answer = await self._threads.run(ask, name=f"the reward of {data_source!r}")
         return answer["score"], answer["parts"]
 
     def close(self) -> None:
-        """End the workers, busy ones too."""
+        """End the workers, including busy ones."""
         self._pool.close()
+
+
+# --- in a worker process ----------------------------------------------------------------------------------------------
+
+_ORPHAN_SECONDS = 5.0
+
+
+def serve() -> None:
+    """Answer requests until standard input ends: the program of :class:`FunctionWorkers` and of math-verify's workers.
+
+    An exception becomes the answer ``{"error": …}``::
+
+        {"path", "sys_path"}               imports ``reward.path``          {"ready": true}
+        {"call", "seconds"}                calls one of its functions       {"score", "parts"}
+        {"solution", "truth", "seconds"}   compares mathematical answers    {"score": 0 or 1, "extracted"}
+
+    ``call`` is the pickled data source and arguments. math-verify limits its time with SIGALRM, which works only in the
+    main thread of a process.
+
+    Output of the called code and of its subprocesses goes to standard error, so that it cannot be taken for an answer.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are the parent's
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    for line in requests:
+        try:
+            reply = _answer(json.loads(line))
+        except JaxAgentRLError as error:
+            reply = {"error": str(error)}
+        except BaseException as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "path" in request:
+        sys.path[:] = request["sys_path"]
+        load_rewards(request["path"])
+        return {"ready": True}
+    if "solution" in request:
+        logging.disable(logging.CRITICAL)  # math-verify logs every answer it cannot parse
+        try:
+            return _verify_answer(request)
+        except ImportError as error:
+            return {"error": f"{error}; install the extra: pip install 'jax_agent_rl[math]'"}
+    data_source, args, kwargs = pickle.loads(base64.b64decode(request["call"]))
+    # The parent kills a late worker. If the parent has died, this timer ends the process without the interpreter.
+    faulthandler.dump_traceback_later(request["seconds"] + _ORPHAN_SECONDS, file=2, exit=True)
+    try:
+        score, parts = split_score(_call(data_source, args, kwargs), data_source)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return {"score": score, "parts": parts}
+
+
+def _call(data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    reward = find_reward(data_source)
+    assert reward is not None, "the parent has the same file"
+
+    async def wait(result: Awaitable[Any]) -> Any:
+        return await result
+
+    try:
+        result = reward.compute_score(*args, **kwargs)
+        return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
+    except BaseException as error:  # it may try to exit
+        raise RewardError(f"the reward function of {data_source!r} raised {type(error).__name__}: {error}") from error
+
+
+def _verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    from math_verify import parse, verify
+
+    seconds = int(request["seconds"])
+    truth = parse(f"\\boxed{{{request['truth']}}}", parsing_timeout=seconds)
+    if not truth:
+        raise ValueError(f"ground_truth {request['truth']!r:.200} is not mathematics that can be parsed")
+    answer = parse(request["solution"], parsing_timeout=seconds)
+    equal = bool(answer) and verify(truth, answer, timeout_seconds=seconds)
+    return {"score": float(equal), "extracted": str(answer[-1]) if answer else ""}

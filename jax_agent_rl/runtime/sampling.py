@@ -32,8 +32,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, read_model, recovery_seconds
 from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
-from jax_agent_rl.tools.loading import open_tools
-from jax_agent_rl.tools.registry import ToolRegistry
+from jax_agent_rl.tools.registry import ToolRegistry, open_tools
 from jax_agent_rl.tracing import Tracer
 
 logger = logging.getLogger(__name__)

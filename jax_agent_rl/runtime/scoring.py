@@ -18,9 +18,9 @@ from jax_agent_rl.rewards import (
     RemoteReward,
     load_rewards,
     register_reward,
+    requested_services,
     require_rewards,
     score,
-    services_asked_for,
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -59,7 +59,7 @@ def needed_services(config: Config, rows: Sequence[Mapping[str, Any]]) -> set[st
     """
     offered = {"sandbox", *(["judge"] if config.reward.judge else [])}
     require_rewards(rows, services=offered)
-    return services_asked_for(rows, offered)
+    return requested_services(rows, offered)
 
 
 @asynccontextmanager

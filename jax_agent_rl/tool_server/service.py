@@ -28,7 +28,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolAction
-from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, encode_observation, failed
+from jax_agent_rl.tool_server.wire import Failure, ToolReply, encode_observation, failed
+from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ToolService:
             except Exception:
                 logger.warning("tool %s did not stop cleanly", tool.name, exc_info=True)
 
-    async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
+    async def steps(self, steps: Sequence[ServerAction]) -> list[ToolReply]:
         """Execute actions, those of different trajectories concurrently; return replies in the same order."""
         tasks = [asyncio.ensure_future(self.step(step)) for step in steps]
         try:
@@ -116,7 +117,7 @@ class ToolService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def step(self, step: ObservationStep) -> ToolReply:
+    async def step(self, step: ServerAction) -> ToolReply:
         """Execute one action; never raise for a mistake of the model or the tool."""
         began = time.perf_counter()
         tool, outcome = FINISH if step.finish else "none", "cancelled"
@@ -131,7 +132,7 @@ class ToolService:
             self._telemetry.steps.labels(tool, outcome).inc()
             self._telemetry.seconds.labels(tool).observe(time.perf_counter() - began)
 
-    async def _in_turn(self, trajectory: ToolTrajectory, step: ObservationStep) -> ToolReply:
+    async def _in_turn(self, trajectory: ToolTrajectory, step: ServerAction) -> ToolReply:
         lost = self.environments.pop_lost(step.trajectory_id)
         if step.finish:
             await self.environments.close(trajectory, CloseReason.FINISH)
@@ -143,25 +144,27 @@ class ToolService:
             await self.environments.close(trajectory, reason)
         return replace(reply, open=bool(trajectory.open))
 
-    async def _act(self, trajectory: ToolTrajectory, step: ObservationStep) -> tuple[ToolReply, CloseReason | None]:
+    async def _act(self, trajectory: ToolTrajectory, step: ServerAction) -> tuple[ToolReply, CloseReason | None]:
         """Return the reply, and the reason to close the trajectory's environments now, if any."""
         settings, name = self._settings, ""
         last = CloseReason.LAST_STEP if step.is_last_step else None
         invalid = CloseReason.DONE if settings.done_if_invalid else last
-        if len(step.action) > settings.max_action_chars:
+        if len(step.text) > settings.max_action_chars:
             limit = f"max_action_chars={settings.max_action_chars}"
-            return self._invalid(f"The action has {len(step.action)} characters, more than {limit}"), invalid
+            return self._invalid(f"The action has {len(step.text)} characters, more than {limit}"), invalid
         try:
             for tool in self._tools:
                 name = tool.name
-                if (parsed := tool.parse_action(step.action)) is not None:
+                if (parsed := tool.parse_action(step.text)) is not None:
                     break
             else:
                 return self._invalid("No valid tool found for action"), invalid
             async with asyncio.timeout(settings.step_seconds):
-                environment = await self.environments.open(trajectory, tool, step.extra)
+                environment = await self.environments.open(trajectory, tool, step.extra_fields)
                 observation = await tool.act(
-                    ToolAction(parsed=parsed, environment=environment, extra=step.extra, trajectory_id=trajectory.id)
+                    ToolAction(
+                        parsed=parsed, environment=environment, extra=step.extra_fields, trajectory_id=trajectory.id
+                    )
                 )
             wire = encode_observation(observation, shorten(observation.text, settings.max_observation_chars))
             done = observation.done

@@ -13,7 +13,7 @@ An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jax_agent_rl.tool_server.plugin import ToolObservation
+from jax_agent_rl.tools.client import ServerAction
 
 TrajectoryId = Annotated[
     str,
@@ -66,8 +67,8 @@ class ObservationRequest(BaseModel):
                 raise ValueError(f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match")
         return self
 
-    def steps(self) -> list[ObservationStep]:
-        """Return one step for each trajectory id, in order."""
+    def steps(self) -> list[ServerAction]:
+        """Return one action per trajectory id, in order."""
         count = len(self.trajectory_ids)
         columns = zip(
             self.trajectory_ids,
@@ -78,20 +79,9 @@ class ObservationRequest(BaseModel):
             strict=True,
         )
         return [
-            ObservationStep(trajectory_id=id, action=action, extra=extra, finish=finish, is_last_step=last)
-            for id, action, extra, finish, last in columns
+            ServerAction(trajectory_id=id, text=text, extra_fields=extra, finish=finish, is_last_step=last)
+            for id, text, extra, finish, last in columns
         ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ObservationStep:
-    """One trajectory's part of a request."""
-
-    trajectory_id: str
-    action: str = ""
-    extra: Mapping[str, Any]
-    finish: bool = False
-    is_last_step: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

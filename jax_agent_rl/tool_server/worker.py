@@ -38,7 +38,8 @@ from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
-from jax_agent_rl.tool_server.wire import Failure, ObservationStep, ToolReply, failed
+from jax_agent_rl.tool_server.wire import Failure, ToolReply, failed
+from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class WorkerProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def steps(self, steps: Sequence[ObservationStep]) -> list[ToolReply]:
+    async def steps(self, steps: Sequence[ServerAction]) -> list[ToolReply]:
         """Execute actions; replies, not exceptions, report a dead worker."""
         replies: dict[int, ToolReply] = {}
         sent: list[int] = []
@@ -234,7 +235,7 @@ class WorkerProcess:
             await session.close()
 
 
-def _worker_died(step: ObservationStep) -> ToolReply:
+def _worker_died(step: ServerAction) -> ToolReply:
     if step.finish:
         return ToolReply(observation="", done=True, valid=True, tool=FINISH, error=None, open=False)
     return failed(Failure.WORKER, "Error: the process that held this trajectory's tools ended", done=True)
@@ -272,7 +273,7 @@ def make_app(service: ToolService, tools: Sequence[ServerTool]) -> web.Applicati
 
     async def steps(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        replies = await service.steps([ObservationStep(**step) for step in body])
+        replies = await service.steps([ServerAction(**step) for step in body])
         return web.json_response([asdict(reply) for reply in replies])
 
     async def retrieve(request: web.Request) -> web.Response:

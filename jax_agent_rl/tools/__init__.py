@@ -1,8 +1,8 @@
-"""Tools: what a policy may call.
+"""Tools that a policy can call.
 
-``base`` the interface · ``function_tool`` and ``signature`` tools from functions · ``registry`` the tools of a run,
-``loading`` where they come from, ``mcp`` those of MCP servers · ``session`` the tools of one trajectory (``arguments``
-and ``truncate`` are its parts) · ``client`` and ``search_client`` of tool and retrieval servers · ``builtin``.
+``base`` the interface · ``function_tool`` tools from functions · ``schema`` JSON Schemas and arguments · ``registry``
+the tools of a run · ``mcp`` tools of MCP servers · ``session`` the tools of one trajectory · ``truncate`` results ·
+``client`` clients of tool and retrieval servers · ``builtin`` tools of the built-in tasks.
 """
 
 from jax_agent_rl.tools.base import BaseTool, ToolResponse

@@ -1,4 +1,4 @@
-"""The interface of a tool: a name, a schema the model reads, and ``create / execute / release``.
+"""Interface of a tool: a name, a schema the model reads, and ``create / execute / release``.
 
 Life of a tool in one trajectory (``instance_id`` is the trajectory's id)::
 
@@ -30,12 +30,12 @@ class ToolResponse:
 
     Attributes:
         text: what the model reads.
-        image: images (PIL) for a multi-modal model, in the order in which it sees them, before the text. A model or
-            engine that takes none makes the call fail with a message.
-        video: videos, likewise (each a sequence of frames, or whatever the engine takes).
-        reward: reward the call itself earns; reaches the reward function, is never shown to the model. Any finite
-            number, also NumPy's; a bool is 1 or 0. Kept as a float.
-        metrics: numbers to add up over the trajectory, by name; kept as floats, too.
+        image: images (PIL) for a multi-modal model, in the order shown, before the text. If the model or engine accepts
+            none, the call fails with a message.
+        video: videos, likewise (each a sequence of frames, or whatever the engine accepts).
+        reward: reward of the call, for the reward function, never shown to the model. Any finite number, NumPy's
+            included; a bool is 1 or 0. Stored as a float.
+        metrics: numbers to sum over the trajectory, by name; stored as floats.
     """
 
     text: str = ""
@@ -57,7 +57,7 @@ class ToolResponse:
                 raise TypeError(
                     f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}"
                 )
-        # The dataclass is frozen, but not before it is made: what reads it reads plain floats.
+        # Normalized here, so that all readers get plain floats.
         object.__setattr__(self, "reward", as_float(self.reward, "a tool's reward"))
         if not isinstance(self.metrics, Mapping):
             raise ValueError(f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}")
@@ -84,12 +84,12 @@ def as_float(value: object, what: str) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite real number, NumPy's included; a bool is none."""
+    """Return whether a value is a finite real number, NumPy's included, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[Any, ...]
-"""What a tool may return::
+"""Return value of a tool::
 
     "text"                          as it is
     3, 2.5, True                    as Python writes it
@@ -99,15 +99,15 @@ ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[
     (one of these, reward)          reward None: none of its own
     (one of these, reward, metrics)
 
-Only a tuple is taken apart. A list is a result like any other: ``["Paris", 2]`` earns nothing.
+Only a tuple is unpacked. A list is a result like any other: ``["Paris", 2]`` has no reward.
 """
 
 
 def as_response(result: ToolResult) -> ToolResponse:
-    """Bring everything a tool may return into one form.
+    """Convert a tool's return value.
 
     Raises:
-        TypeError: the tool returned something else, e.g. None.
+        TypeError: it is not a :data:`ToolResult`, e.g. None.
         ValueError: its reward or a metric is not a finite number.
     """
     match result:
@@ -138,8 +138,8 @@ class BaseTool(ABC):
     """Base class of tools; ``@function_tool`` makes one from a function.
 
     Args:
-        name: what the model calls it.
-        description: what the model is told about it.
+        name: its name for the model.
+        description: its description for the model.
         parameters: JSON Schema of the arguments, an ``object``. Arguments it does not name are refused unless it
             sets ``additionalProperties``.
 
@@ -148,9 +148,9 @@ class BaseTool(ABC):
     """
 
     stateful: ClassVar[bool] = True
-    """The answer to a call may depend on the trajectory's earlier calls. When a trajectory branches (tree rollouts),
-    the earlier calls are then made again for the branch. Set it to False where that would be a waste or a wrong: a
-    search, or a server whose state all trajectories share."""
+    """Whether the result of a call may depend on the trajectory's earlier calls. When a trajectory branches (tree
+    rollouts), the earlier calls are then repeated for the branch. Set it to False where repeating them would be
+    wasteful or wrong: for a search, or a server whose state all trajectories share."""
 
     def __init__(self, *, name: str, description: str, parameters: Mapping[str, Any]):
         if not name:
@@ -178,20 +178,19 @@ class BaseTool(ABC):
 
         Args:
             instance_id: id of the trajectory.
-            arguments: what the model wrote, already valid under ``parameters``.
-            execute_kwargs: what the dataset row adds, unseen by the model.
+            arguments: the model's arguments, already valid under ``parameters``.
+            execute_kwargs: arguments from the dataset row, unseen by the model.
 
         Raises:
-            ToolError: the call failed; the message is what the model reads. Any other exception is shown with its
-                type.
+            ToolError: the call failed; the model reads the message. Any other exception is shown with its type.
         """
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
-        """Score the whole trajectory once it is over, from the state the tool kept of it.
+        """Score the whole trajectory at its end, from the tool's state of it.
 
         Returns:
-            A finite number, which reaches the reward function as ``extra_info["tool_scores"][name]``; None (the
-            default): the tool has no opinion.
+            A finite number, passed to the reward function as ``extra_info["tool_scores"][name]``; None (the default):
+            no score.
         """
         if calc_reward_kwargs:
             raise TypeError(f"tool {self.name!r} takes no calc_reward_kwargs, got {sorted(calc_reward_kwargs)}")
@@ -204,45 +203,11 @@ class BaseTool(ABC):
         Args:
             config: the entry's ``config``: keyword arguments of the constructor.
             schema: the entry's ``tool_schema["function"]``, whose parts are keyword arguments too; None: the class
-                has a schema of its own.
+                defines its own schema.
         """
         return cls(**config, **(schema or {}))
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Free what ``create`` and ``execute`` made. The default takes no arguments and does nothing."""
+        """Free the resources of ``create`` and ``execute``. The default takes no arguments and does nothing."""
         if release_kwargs:
             raise TypeError(f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}")
-
-
-def function_of(schema: object, where: str) -> Mapping[str, Any]:
-    """Return the ``function`` of a schema in OpenAI's format.
-
-    Args:
-        schema: ``{type: function, function: {name, description, parameters}}``.
-        where: what it is, for the message.
-
-    Raises:
-        ToolDefinitionError: it is something else.
-    """
-    if isinstance(schema, Mapping) and schema.get("type", "function") == "function":
-        if isinstance(function := schema.get("function"), Mapping):
-            return function
-    raise ToolDefinitionError(f"{where} must be {{type: function, function: {{…}}}}, got {schema!r:.100}")
-
-
-def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
-    """Refuse an invalid schema.
-
-    Args:
-        parameters: JSON Schema of a tool's arguments.
-        what: what it is, for the message.
-
-    Raises:
-        ToolDefinitionError: it is not valid.
-    """
-    from jsonschema import Draft202012Validator, SchemaError  # here: importing it takes longer than the whole package
-
-    try:
-        Draft202012Validator.check_schema(parameters)
-    except SchemaError as error:
-        raise ToolDefinitionError(f"{what} are no valid JSON Schema: {error.json_path}: {error.message}") from None

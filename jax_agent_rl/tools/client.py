@@ -1,10 +1,13 @@
-"""Clients of a tool server: ``POST /get_observation``.
+"""Clients of tool servers and retrieval servers.
 
-::
+``POST /get_observation``, with one entry per trajectory in each list; an observation is text, or ``{obs, reward?,
+metrics?, image?, audio?}``::
 
     {trajectory_ids, actions, extra_fields, finish, is_last_step}  ──►  {observations, dones, valids}
 
-one entry per trajectory in each list. An observation is text, or ``{obs, reward?, metrics?, image?, audio?}``.
+A retrieval server's API is that of Search-R1's; a passage may also be plain text or ``{contents}``::
+
+    {queries, topk, return_scores}  ──►  {result: [[{document: {contents}, score}]]}
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from jax_agent_rl.config import ToolClientConfig
+from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
+logger = logging.getLogger(__name__)
 PATH = "/get_observation"
 NO_TOOL = "Error: no tool accepted this action; check its format."
-"""What the model reads when the tool server has nothing to say about an action that no tool takes."""
+"""Default observation of an action that no tool accepts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +40,11 @@ class ServerAction:
     """Action of one trajectory.
 
     Attributes:
-        trajectory_id: whose environment it is for.
-        text: what the model wrote, up to the end of the action.
-        extra_fields: what the dataset row adds, for the tool alone.
+        trajectory_id: id of the trajectory, and so of its environment.
+        text: the model's text, up to the end of the action.
+        extra_fields: fields of the dataset row, unseen by the model.
         finish: close the environment.
-        is_last_step: no further action will come.
+        is_last_step: no further action will follow.
     """
 
     trajectory_id: str
@@ -56,9 +60,9 @@ class ServerObservation:
 
     Attributes:
         text: what the model reads.
-        done: the trajectory is over.
+        done: whether the trajectory is over.
         error: None, or the kind as in :class:`~jax_agent_rl.types.ToolCallRecord`.
-        reward: what the tool gave.
+        reward: reward of the action.
         metrics: numbers the tool reported.
         media: images it returned, ``{"image": (PIL image, …)}``.
     """
@@ -72,11 +76,7 @@ class ServerObservation:
 
 
 class ToolServerClient:
-    """Client of one tool server.
-
-    Args:
-        service: its ``url`` ends with :data:`PATH`, see :func:`observation_url`.
-    """
+    """Client of one tool server, whose ``url`` ends with :data:`PATH` (see :func:`observation_url`)."""
 
     def __init__(self, service: JsonService):
         self._service = service
@@ -89,11 +89,11 @@ class ToolServerClient:
         A server that takes too long gives observations with the error ``timeout``, for the model to read.
 
         Args:
-            actions: of different trajectories.
+            actions: actions of different trajectories.
             repeatable: see :meth:`~jax_agent_rl.utils.json_service.JsonService.post`.
 
         Raises:
-            ToolServerError: the server cannot be reached, refuses, or answers what is no answer to this request.
+            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
         """
         payload = {
             "trajectory_ids": [action.trajectory_id for action in actions],
@@ -124,11 +124,7 @@ class ToolServerClient:
             raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
 
     async def check(self) -> None:
-        """Check the server's ``GET /health``.
-
-        Raises:
-            ConfigError: it is not, or not there.
-        """
+        """Check the server's ``GET /health``; raise :class:`ConfigError` if it is not healthy, or not there."""
         try:
             await self._service.ping(self._service.settings.url.removesuffix(PATH) + "/health")
         except (ToolServerError, TimeoutError) as error:
@@ -146,20 +142,17 @@ def observation_url(url: str) -> str:
     >>> observation_url("http://localhost:5000/")
     'http://localhost:5000/get_observation'
     """
-    url = url.rstrip("/")
-    return url if url.endswith(PATH) else url + PATH
+    return url.rstrip("/").removesuffix(PATH) + PATH
 
 
 class _Answer(BaseModel):
-    """Envelope of an answer; observations are validated one by one."""
-
-    observations: list[Any]
+    observations: list[Any]  # validated one by one
     dones: list[bool]
     valids: list[bool]
 
 
 class _Detailed(BaseModel):
-    """An observation that is more than text. What else a server adds is for other readers."""
+    """An observation that is more than text; further fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -187,7 +180,7 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
         detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
     except ValidationError as error:
         return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
-    # Ending a trajectory with an answer is no valid action to verl-tool's tools, and no mistake either.
+    # verl-tool's tools report the answer that ends a trajectory as an invalid action; it is not a mistake.
     answered = done and content == ""
     text, kind = replace_lone_surrogates(detailed.obs), None if valid or answered else "invalid_action"
     images = [detailed.image] if isinstance(detailed.image, str) else detailed.image or []
@@ -212,24 +205,19 @@ def _first(error: ValidationError) -> str:
     return f"{place}: {problem['msg']}, got {problem['input']!r:.200}"
 
 
-logger = logging.getLogger(__name__)
-
-_JUDGED_AFTER = 50
-"""Requests after which it can be said whether they wait for their start more than for the server."""
-
-
 class RateLimiter:
     """Rate limiter: at most ``max_workers`` at a time, and no two starts within ``interval`` seconds.
 
-    Once requests have waited longer for their start than they took, it says so: the interval is then what bounds the
-    rollout.
+    Once requests have waited longer for their start than they took, it warns that the interval is the bottleneck.
 
     Args:
         max_workers: ``tool_config.max_workers``.
         interval: ``tool_config.request_interval``.
-        clock: seconds, monotonic.
+        clock: monotonic seconds.
         sleep: waits.
     """
+
+    _CHECKED_AFTER = 50  # requests
 
     def __init__(
         self,
@@ -249,7 +237,7 @@ class RateLimiter:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for one's turn, and keep a worker for as long as the block lasts."""
+        """Wait for a turn, and occupy a worker for the duration of the block."""
         async with self._workers:
             arrived = self._clock()
             start = max(arrived, self._next_start)
@@ -260,13 +248,13 @@ class RateLimiter:
             try:
                 yield
             finally:
-                self._judge(waited=began - arrived, ran=self._clock() - began)
+                self._check_interval(waited=began - arrived, ran=self._clock() - began)
 
-    def _judge(self, *, waited: float, ran: float) -> None:
+    def _check_interval(self, *, waited: float, ran: float) -> None:
         self._requests += 1
         self._waited += waited
         self._ran += ran
-        if self._warned or not self._interval or self._requests < _JUDGED_AFTER or self._waited <= self._ran:
+        if self._warned or not self._interval or self._requests < self._CHECKED_AFTER or self._waited <= self._ran:
             return
         self._warned = True
         logger.warning(
@@ -282,17 +270,13 @@ class RateLimiter:
 
 
 class ToolClient:
-    """Runs pieces of code on a tool server, concurrently and without flooding it.
-
-    Args:
-        config: the ``tool_config`` section.
-        pace: how requests are spread; None: as the section says.
+    """Client of a tool server for single actions, with the limits of ``tool_config``.
 
     Raises:
         ConfigError: ``tool_config.server_url`` is not set or not a URL.
     """
 
-    def __init__(self, config: ToolClientConfig, *, pace: RateLimiter | None = None):
+    def __init__(self, config: ToolClientConfig):
         if config.server_url is None:
             raise ConfigError(
                 "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
@@ -309,15 +293,15 @@ class ToolClient:
             token_hint="set tool_config.token_env to the environment variable that holds it",
         )
         self.server = ToolServerClient(JsonService(settings, error=ToolServerError))
-        self._pace = pace or RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
+        self._limiter = RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
 
     async def execute(self, action: ServerAction) -> ServerObservation:
         """Run one piece of code.
 
         Raises:
-            ToolServerError: the server cannot be reached, refuses, or answers what it must not.
+            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
         """
-        async with self._pace.slot():
+        async with self._limiter.slot():
             (result,) = await self.server.get_observation([action], repeatable=True)
         if isinstance(result, ToolServerError):
             raise result
@@ -328,7 +312,7 @@ class ToolClient:
 
 
 def tool_action(code: str) -> str:
-    """Wrap dedented code as the tool server's python tools recognize it.
+    """Format dedented code for the tool server's python tools.
 
     >>> tool_action(" print(1)")
     '<python>print(1)</python>'
@@ -337,7 +321,7 @@ def tool_action(code: str) -> str:
 
 
 def bare_result(text: str) -> str:
-    r"""Return what the code printed, without the tags a tool server puts around it.
+    r"""Return the output of code without the tags of the tool server.
 
     >>> bare_result("\n<result>\n42\n</result>\n")
     '42'
@@ -346,3 +330,68 @@ def bare_result(text: str) -> str:
     if inner.startswith("<result>") and inner.endswith("</result>"):
         return inner.removeprefix("<result>").removesuffix("</result>").strip("\n")
     return text
+
+
+class SearchClient:
+    """Client of a retrieval server.
+
+    Raises:
+        ConfigError: ``search.server_url`` is not set or not a URL.
+    """
+
+    def __init__(self, config: SearchConfig):
+        if config.server_url is None:
+            raise ConfigError(
+                "search_agent needs a retrieval server; set search.server_url, e.g. http://localhost:8000/retrieve, "
+                "or agent.enable_search=false"
+            )
+        settings = ServiceSettings(
+            url=config.server_url,
+            url_key="search.server_url",
+            timeout=config.timeout,
+            timeout_key="search.timeout",
+            max_retries=config.max_retries,
+            retry_delay=config.retry_delay,
+            headers=bearer(config.token_env, key="search.token_env"),
+            token_hint="set search.token_env to the environment variable that holds it",
+        )
+        self._service = JsonService(settings, error=ToolServerError)
+        self._topk = config.topk
+
+    async def search(self, query: str) -> list[str]:
+        """Return the passages found for a query, best first.
+
+        Raises:
+            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
+            TimeoutError: it took longer than ``search.timeout``.
+        """
+        payload = {"queries": [query], "topk": self._topk, "return_scores": True}
+        answer = await self._service.post(payload, repeatable=True)
+        try:
+            (found,) = answer["result"]
+            return [_contents(passage) for passage in found][: self._topk]
+        except (TypeError, KeyError, ValueError) as error:
+            raise ToolServerError(
+                f"{self._service.settings.url} gave a wrong answer ({type(error).__name__}: {error}): "
+                f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
+            ) from None
+
+    async def check(self) -> None:
+        """Send a query, the only request of Search-R1's servers; raise :class:`ConfigError` if it fails."""
+        try:
+            await self.search("Is anyone there?")
+        except (ToolServerError, TimeoutError) as error:
+            raise ConfigError(f"the retrieval server is not ready: {error}") from None
+        finally:
+            await self.close()  # a run may still end before its first trajectory
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+def _contents(passage: Any) -> str:
+    if isinstance(passage, dict):
+        return _contents(passage["document"] if "document" in passage else passage["contents"])
+    if not isinstance(passage, str):
+        raise TypeError(f"a passage must be text, got {type(passage).__name__}")
+    return passage.encode("utf-8", "replace").decode()

@@ -11,10 +11,10 @@
             language: Language of the answer.
         """
 
-The schema comes from the annotations (see :mod:`jax_agent_rl.tools.signature`) and the Google-style docstring. A
+The schema is derived from the annotations (see :mod:`jax_agent_rl.tools.schema`) and the Google-style docstring. A
 parameter without a default is required. ``@function_tool("name")`` renames the tool; ``@function_tool(schema={…})``
-gives a schema in OpenAI's format to a function whose signature cannot say it. An async function runs on the event
-loop (it must not block); a plain one runs in a thread of its own, so it may.
+sets a schema in OpenAI's format for a function whose signature cannot express it. An async function runs on the event
+loop (it must not block); a plain one runs in a thread of its own, so it may block.
 '''  # noqa: D214
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any, overload
 from pydantic import BaseModel
 
 from jax_agent_rl.errors import ToolDefinitionError
-from jax_agent_rl.tools.base import BaseTool, ToolResult, check_parameters, function_of
-from jax_agent_rl.tools.signature import converter_of, schema_of
+from jax_agent_rl.tools.base import BaseTool, ToolResult
+from jax_agent_rl.tools.schema import check_parameters, json_schema, make_converter, unwrap_function
 from jax_agent_rl.utils.threads import DaemonThreads
 
 THREADS = DaemonThreads()
@@ -44,17 +44,17 @@ class FunctionTool(BaseTool):
         function: with annotated parameters, all passable by keyword.
         name: overrides the function's name.
         description: overrides the first part of its docstring.
-        schema: ``{type: function, function: {name, description, parameters}}`` or a pydantic model of it, in place of
-            what the signature says. Parameters of the function that it does not name are left to ``execute_kwargs``.
+        schema: ``{type: function, function: {name, description, parameters}}`` or a pydantic model of it, instead of
+            the derived one. Parameters of the function that it does not name are left to ``execute_kwargs``.
         threads: where a synchronous function runs.
 
     Raises:
         ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``, positional-only
-            parameters, or a docstring that describes a parameter which does not exist; or a schema that is none, or
+            parameters, or a docstring that describes a parameter which does not exist; or a schema that is invalid or
             names parameters that the function does not take.
     """
 
-    stateful = False  # a function is not told whose call it is
+    stateful = False  # a function does not know which trajectory calls it
 
     def __init__(
         self,
@@ -72,16 +72,19 @@ class FunctionTool(BaseTool):
         self._is_async = inspect.iscoroutinefunction(function)
         summary, documented = _parse_docstring(inspect.getdoc(function) or "")
         annotations = _annotations(function)
-        told: dict[str, Any] = {"name": function.__name__, "description": summary}
+        declared: dict[str, Any] = {"name": function.__name__, "description": summary}
         if schema is None:
-            told["parameters"] = _parameters(function, annotations, documented)
+            declared["parameters"] = _parameters(function, annotations, documented)
         else:
-            told |= _given(schema, function, name)
-        told |= {key: value for key, value in (("name", name), ("description", description)) if value is not None}
-        parameters = told["parameters"]
+            declared |= _check_schema(schema, function, name)
+        parameters = declared["parameters"]
         named = annotations.keys() & parameters.get("properties", {}).keys()
-        self._converters = {key: convert for key in named if (convert := converter_of(annotations[key]))}
-        super().__init__(name=told["name"], description=told["description"], parameters=parameters)
+        self._converters = {key: convert for key in named if (convert := make_converter(annotations[key]))}
+        super().__init__(
+            name=declared["name"] if name is None else name,
+            description=declared["description"] if description is None else description,
+            parameters=parameters,
+        )
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,7 @@ def function_tool(
     description: str | None = None,
     schema: Mapping[str, Any] | BaseModel | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a :class:`FunctionTool` of a function.
+    """Create a :class:`FunctionTool` from a function.
 
     Use it plain, as ``@function_tool("name")``, or as ``@function_tool(name=…, description=…, schema=…)``.
     """
@@ -125,14 +128,16 @@ def function_tool(
     return make if function is None else make(function)
 
 
-def _given(schema: Mapping[str, Any] | BaseModel, function: Callable[..., Any], name: str | None) -> Mapping[str, Any]:
+def _check_schema(
+    schema: Mapping[str, Any] | BaseModel, function: Callable[..., Any], name: str | None
+) -> Mapping[str, Any]:
     """Return the ``function`` of an explicit schema, checked against the function it describes."""
     where = _where(function)
     given = schema.model_dump(exclude_none=True) if isinstance(schema, BaseModel) else schema
-    told = function_of(given, f"{where}: schema")
-    if name is not None and told.get("name", name) != name:
-        raise ToolDefinitionError(f"{where} is called {name!r}, and {told['name']!r} in its schema; give one name")
-    parameters = told.get("parameters")
+    declared = unwrap_function(given, f"{where}: schema")
+    if name is not None and declared.get("name", name) != name:
+        raise ToolDefinitionError(f"{where} is called {name!r}, and {declared['name']!r} in its schema; give one name")
+    parameters = declared.get("parameters")
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
         raise ToolDefinitionError(f"{where}: parameters must be a schema of type object, got {parameters!r:.100}")
     check_parameters(parameters, f"{where}: the parameters")
@@ -142,7 +147,7 @@ def _given(schema: Mapping[str, Any] | BaseModel, function: Callable[..., Any], 
     )
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
         raise ToolDefinitionError(f"{where}: its schema names {unknown}, which it does not take")
-    return told
+    return declared
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
@@ -169,7 +174,7 @@ def _parameters(
         if name not in annotations:
             raise ToolDefinitionError(f"{_where(function)}: parameter {name!r} has no type annotation")
         try:
-            properties[name] = schema_of(annotations[name])
+            properties[name] = json_schema(annotations[name])
         except TypeError as error:
             raise ToolDefinitionError(f"{_where(function)}: parameter {name!r}: {error}") from None
         if name in documented:

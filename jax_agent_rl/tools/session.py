@@ -1,4 +1,4 @@
-"""The tools of one trajectory: created, called, released; every failure becomes something the model can read.
+"""The tools of one trajectory: created, called, released; every failure becomes a message for the model.
 
 ::
 
@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
-from jax_agent_rl.tools.arguments import check_arguments
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_float, as_response
+from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 
 class ToolSession:
-    """Tools of one trajectory, as an async context manager; see the module's drawing.
+    """Tools of one trajectory, as an async context manager.
 
     Args:
         tools: the tools of this sample, by name.
         instance_id: the trajectory's id.
         kwargs: the row's ``extra_info.tools_kwargs``: ``{tool: {"create_kwargs": {…}, …}}``.
-        timeout: seconds that create, one call and release may each take.
-        max_response_length: most tokens of one observation.
+        timeout: time limit of create, of each call and of release, in seconds.
+        max_response_length: token limit of one observation.
         truncate_side: the side cut off a longer one.
         encode, decode: the policy's tokenizer.
-        modalities: kinds of media the model and the engine take, of ``image`` and ``video``.
+        modalities: kinds of media the model and the engine accept, of ``image`` and ``video``.
 
     Attributes:
-        metrics: numbers the tools reported, added up, named ``tool/<name>/<key>``.
+        metrics: sums of the numbers the tools reported, named ``tool/<name>/<key>``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ToolSession:
         try:
             for name in self._tools:
                 await self._create(name)
-        except BaseException:  # cancelled half-way: __aexit__ will not run
+        except BaseException:  # cancelled: __aexit__ will not run
             await self._release_all_shielded()
             raise
         return self
@@ -88,12 +88,12 @@ class ToolSession:
         await self._release_all_shielded()
 
     async def call(self, name: str, arguments: Any, *, call_id: str | None = None) -> ToolCallRecord:
-        """Run one call; never raise for what the tool or the model did wrong.
+        """Run one call; never raise for a mistake of the tool or the model.
 
         Args:
             name: the tool.
             arguments: as the model wrote them.
-            call_id: the model's own id of the call; it stays with the record.
+            call_id: the model's own id of the call, kept in the record.
         """
         with span("tool", name) as traced:
             record = await self._call(name, arguments, call_id)
@@ -123,13 +123,13 @@ class ToolSession:
         )
 
     def is_stateful(self, name: str) -> bool:
-        """Whether the tool keeps state of this trajectory; False if there is no such tool."""
+        """Return whether the tool keeps state of this trajectory; False if there is no such tool."""
         return name in self._tools and self._tools[name].stateful
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Return each tool's score of the whole trajectory, by name; call it once, when the conversation is over.
+        """Return each tool's score of the whole trajectory, by name; call it once, at the end of the conversation.
 
-        A tool that fails at it has no score; the failure is logged and counted as ``tool/<name>/calc_reward_errors``.
+        A failing tool has no score; the failure is logged and counted as ``tool/<name>/calc_reward_errors``.
         """
         scores: dict[str, float] = {}
         for name in self._created:
@@ -189,11 +189,11 @@ class ToolSession:
             self._broken[name] = str(error)
 
     async def _release_all_shielded(self) -> None:
-        """Release all tools; a second cancellation ends the waiting, not the releasing."""
+        """Release all tools, even if the caller is cancelled again."""
         await asyncio.shield(asyncio.ensure_future(self._release_all()))
 
     async def _release_all(self) -> None:
-        """Release what was created, last first; a failure of one does not keep the others."""
+        """Release what was created, last first; one failure does not affect the others."""
         while self._created:
             name = self._created.pop()
             try:
@@ -206,11 +206,7 @@ class ToolSession:
         return (self._kwargs.get(name) or {}).get(kind) or {}
 
     async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
-        """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation.
-
-        Raises:
-            ToolTimeoutError: it took longer than the timeout.
-        """
+        """Await ``work``, and raise ToolTimeoutError on timeout."""
         return await in_time(
             work,
             self._timeout,

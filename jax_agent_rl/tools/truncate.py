@@ -1,4 +1,4 @@
-"""Shortens a tool result to a number of tokens, cheaply even when it has ten million characters."""
+"""Truncation of a tool result to a number of tokens, cheap even for ten million characters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Decode = Callable[[Sequence[int]], str]
 
 MARKER = "...(truncated)..."
 CHARS_PER_TOKEN = 64
-"""No text of real use has longer tokens on average, so cutting at this many characters first loses nothing."""
+"""No realistic text has longer tokens on average, so cutting at this many characters first loses nothing."""
 
 
 def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: Decode) -> str:
     """Return ``text`` itself if it has at most ``limit`` tokens, else as much of it as fits with a marker.
 
-    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+    Lone surrogates, which no tokenizer accepts, become question marks.
 
     Args:
         text: the tool result.
-        limit: most tokens of what is returned, the marker included (a limit too small for it drops the marker).
+        limit: maximum number of returned tokens, including the marker (omitted if the limit is too small for it).
         side: the side that is cut: ``left`` keeps the end, ``right`` the beginning, ``middle`` both.
         encode: text to ids, without special tokens added.
         decode: ids to text.
@@ -38,17 +38,17 @@ def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: 
     keep = min(len(ids), limit - (marker_tokens if marker else 0))
     while True:
         head, tail = _split(keep, side)
-        # A cut through a multi-byte character decodes to replacement characters: not part of the result.
+        # A cut through a multi-byte character decodes to replacement characters, which are removed.
         start, end = decode(ids[:head]).rstrip("\ufffd"), decode(ids[len(ids) - tail :]).lstrip("\ufffd")
         result = start + marker + end
-        excess = len(encode(result)) - limit  # > 0 when the pieces tokenize longer apart than together
+        excess = len(encode(result)) - limit  # > 0 if the pieces have more tokens apart than together
         if excess <= 0:
             return result
         keep = max(0, keep - excess)
 
 
 def _split(keep: int, side: Side) -> tuple[int, int]:
-    """Return how many of ``keep`` stay at the beginning and at the end."""
+    """Return how many of ``keep`` are at the beginning and at the end."""
     if side == "left":
         return 0, keep
     if side == "right":

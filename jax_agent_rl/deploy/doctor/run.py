@@ -39,7 +39,7 @@ from jax_agent_rl.runtime.sampling import Source, make_agents, open_codec, read_
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tools.loading import open_tools
-from jax_agent_rl.tools.registry import ToolRegistry, schemas_of
+from jax_agent_rl.tools.registry import ToolRegistry, list_schemas
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 
 MAX_PROMPTS = 1000
@@ -222,7 +222,7 @@ class RunChecks:
         def length(row: Row) -> int:
             uses_tools = (row.get("agent_name") or self.config.agent.default_agent) == ToolAgent.name
             selection = (row.get("extra_info") or {}).get("tool_selection")
-            schemas = schemas_of(tools.select(selection)) if tools is not None and uses_tools else ()
+            schemas = list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
             return len(codec.encode_prompt(row["prompt"], schemas))
 
         lengths = [length(row) for row in rows[:: math.ceil(len(rows) / MAX_PROMPTS)] if row["prompt"]]

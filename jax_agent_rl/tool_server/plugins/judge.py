@@ -101,7 +101,7 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Compare line by line, ignoring white space at the ends of lines and of the text."""
+    """Compare line by line, ignoring white space around each line and the text."""
 
     def lines(text: str) -> list[str]:
         return [line.strip() for line in text.strip().splitlines()]

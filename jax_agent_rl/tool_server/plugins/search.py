@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import bm25s
 import numpy as np
@@ -23,19 +23,6 @@ from jax_agent_rl.config.tool_server import SearchSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
-
-
-class Index(Protocol):
-    """Index of a corpus."""
-
-    def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Return the best passages for each query, best first: ``{"document": {"id", "contents"}, "score"}``."""
-        ...
-
-
-def open_index(settings: SearchSettings) -> Index:
-    """Open the configured index, building it if need be; raise ConfigError if that fails."""
-    return (BM25Index if settings.encoder is None else DenseIndex).open(settings)
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
@@ -49,7 +36,8 @@ class SearchTool(ServerTool[tuple[str, str], None]):
 
     async def start(self) -> None:
         settings = self.context.settings.search
-        self._index = await self.context.threads.run(lambda: open_index(settings), name=self.name)
+        index = BM25Index if settings.encoder is None else DenseIndex
+        self._index = await self.context.threads.run(lambda: index.open(settings), name=self.name)
 
     def parse_action(self, action: str) -> tuple[str, str] | None:
         for kind in ("search", "answer"):
@@ -67,7 +55,7 @@ class SearchTool(ServerTool[tuple[str, str], None]):
         return ToolObservation(text=f"\n\n<information>{shown}</information>\n\n")
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
-        """Run :meth:`Index.search` off the event loop."""
+        """Run ``search`` of the index off the event loop."""
         return await self.context.threads.run(lambda: self._index.search(queries, topk), name=self.name)
 
 
@@ -79,7 +67,7 @@ def _format(number: int, contents: str) -> str:
 _STAMP = "corpus.json"
 
 
-def read_passages(corpus: Path) -> list[dict[str, str]]:
+def _read_passages(corpus: Path) -> list[dict[str, str]]:
     """Read all passages, ``{"id", "contents"}`` each.
 
     Raises:
@@ -98,7 +86,7 @@ def read_passages(corpus: Path) -> list[dict[str, str]]:
     return passages
 
 
-def index_folder(
+def _index_folder(
     corpus: Path,
     folder: Path,
     *,
@@ -123,7 +111,7 @@ def index_folder(
     stamp = json.dumps({"bytes": status.st_size, "modified": status.st_mtime_ns, **made_by})
     if (folder / _STAMP).is_file() and (folder / _STAMP).read_text() == stamp:
         return folder
-    passages = read_passages(corpus)
+    passages = _read_passages(corpus)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
@@ -148,7 +136,7 @@ class BM25Index:
         """Load the index, building it if missing or stale; raise ConfigError if there is no corpus."""
         corpus = Path(settings.corpus or "")
         folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".bm25s")
-        index_folder(corpus, folder, made_by={"bm25s": bm25s.__version__}, make=_make)
+        _index_folder(corpus, folder, made_by={"bm25s": bm25s.__version__}, make=_make)
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every query without words
         retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
         return cls(retriever, size=int(retriever.scores["num_docs"]))
@@ -208,7 +196,7 @@ class DenseIndex:
             (unfinished / _PASSAGES).write_text("".join(lines), encoding="utf-8")
 
         made_by = {"encoder": settings.encoder, "passage_prompt": settings.passage_prompt}
-        return cls(encoder, settings, index_folder(corpus, folder, made_by=made_by, make=make))
+        return cls(encoder, settings, _index_folder(corpus, folder, made_by=made_by, make=make))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
         """Return the nearest passages for each query, nearest first: ``{"document": {"id", "contents"}, "score"}``.

@@ -65,40 +65,31 @@ class SandboxProcess:
         Raises:
             ToolError: it cannot be started, e.g. for lack of memory.
         """
-        starting = asyncio.ensure_future(cls._start(isolation, argv, limits, files, join_output, pass_fds))
+
+        async def start() -> SandboxProcess:
+            ours, theirs = socket.socketpair()
+            try:
+                launch = isolation.launch(argv, limits, files, lifeline=theirs.fileno())
+                try:
+                    process = await _execute(launch, (theirs.fileno(), *pass_fds), join_output=join_output)
+                except BaseException:
+                    launch.clean_up()
+                    raise
+            except BaseException as error:
+                ours.close()
+                if isinstance(error, OSError):
+                    raise ToolError(f"the sandbox could not be started: {error}") from error
+                raise
+            finally:
+                theirs.close()
+            return cls(process, launch, limits, lifeline=ours)
+
+        starting = asyncio.ensure_future(start())
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(_abandon(starting)))
             raise
-
-    @classmethod
-    async def _start(
-        cls,
-        isolation: Isolation,
-        argv: Sequence[str],
-        limits: SandboxLimits,
-        files: Files,
-        join_output: bool,
-        pass_fds: Sequence[int],
-    ) -> SandboxProcess:
-        ours, theirs = socket.socketpair()
-        try:
-            launch = isolation.launch(argv, limits, files, lifeline=theirs.fileno())
-            try:
-                process = await _execute(launch, (theirs.fileno(), *pass_fds), join_output=join_output)
-            except BaseException:
-                launch.clean_up()
-                raise
-        except OSError as error:
-            ours.close()
-            raise ToolError(f"the sandbox could not be started: {error}") from error
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return cls(process, launch, limits, lifeline=ours)
 
     @property
     def alive(self) -> bool:

@@ -18,6 +18,7 @@ _INTERVAL = 0.1  # seconds; a program that fills memory at 5 GB/s is half a giga
 WRITABLE = ("/tmp", "/dev/shm")
 """The folders a sandboxed program can write to."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_ENDED = (FileNotFoundError, ProcessLookupError)
 
 
 async def watch(pid: int, limits: SandboxLimits) -> StopCause:
@@ -31,7 +32,9 @@ async def watch(pid: int, limits: SandboxLimits) -> StopCause:
 def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
     """Return the limit that the processes under ``pid`` exceed together, if any."""
     pids = tree(pid)
-    if _over_memory(pids, limits.memory_bytes - socket_memory(pids[-1])):
+    memory = limits.memory_bytes - socket_memory(pids[-1])
+    # Resident memory is cheap but counts shared pages repeatedly; only beyond the limit, proportional shares are read.
+    if sum(map(_resident, pids)) > memory and sum(map(_proportional, pids)) > memory:
         return StopCause.MEMORY
     if _files(pids) > limits.files:
         return StopCause.FILES
@@ -42,24 +45,16 @@ def tree(pid: int) -> list[int]:
     """Return ``pid`` and its descendants, parents first."""
     pids = [pid]
     for parent in pids:  # grows during iteration
-        try:
-            tasks = os.listdir(f"/proc/{parent}/task")
-            for task in tasks:
+        with contextlib.suppress(*_ENDED):
+            for task in os.listdir(f"/proc/{parent}/task"):
                 pids += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
     return pids
-
-
-def _over_memory(pids: list[int], limit: int) -> bool:
-    """Check resident memory, cheap but counting shared pages repeatedly, and only then proportional shares."""
-    return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 
 
 def _resident(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    except (FileNotFoundError, ProcessLookupError):
+    except _ENDED:
         return 0
 
 
@@ -68,7 +63,7 @@ def _proportional(pid: int) -> int:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):
+    except _ENDED:
         return 0
     except PermissionError:  # bubblewrap's own processes
         return _resident(pid)
@@ -76,18 +71,15 @@ def _proportional(pid: int) -> int:
 
 
 def _files(pids: list[int]) -> int:
-    """Count inodes in use in the sandbox's own writable folders; 0 where it has none, or not yet."""
-    return sum(_inodes(f"/proc/{pids[-1]}/root", folder) for folder in WRITABLE)
-
-
-def _inodes(root: str, folder: str) -> int:
-    try:
-        if os.path.exists(folder) and os.stat(root + folder).st_dev == os.stat(folder).st_dev:
-            return 0
-        usage = os.statvfs(root + folder)
-    except OSError:
-        return 0
-    return usage.f_files - usage.f_ffree
+    """Count inodes in use in the sandbox's own writable folders; 0 if it has none, or not yet."""
+    count = 0
+    for folder in WRITABLE:
+        inside = f"/proc/{pids[-1]}/root{folder}"
+        with contextlib.suppress(OSError):
+            if not os.path.exists(folder) or os.stat(inside).st_dev != os.stat(folder).st_dev:
+                usage = os.statvfs(inside)
+                count += usage.f_files - usage.f_ffree
+    return count
 
 
 _BUFFERS = ("rmem_default", "wmem_default")
@@ -185,6 +177,6 @@ def _all_in(pid: int, states: str) -> bool:
         for task in os.listdir(f"/proc/{pid}/task"):
             if Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0] not in states:
                 return False
-    except (FileNotFoundError, ProcessLookupError):
+    except _ENDED:
         return False  # it is changing; the next check decides
     return True

@@ -14,6 +14,7 @@ import datetime
 import decimal
 import fractions
 import json
+import operator
 import os
 import sys
 import threading
@@ -190,9 +191,12 @@ class ProgramSide(Peer):
             self.send(reply)
 
     def _answer(self, request):
-        target = None if request["on"] is None else self._objects[request["on"]]
         args, kwargs = self.decode(request["args"]), self.decode(request["kwargs"])
-        reply = {"value": self.encode(_OPERATIONS[request["do"]](self._namespace, target, *args, **kwargs))}
+        if request["do"] == "name":
+            value = self._namespace[args[0]]
+        else:
+            value = _OPERATIONS[request["do"]](self._objects[request["on"]], *args, **kwargs)
+        reply = {"value": self.encode(value)}
         if any(isinstance(argument, _MUTABLE) for argument in args):
             reply["args"] = self.encode(args)
         return reply
@@ -217,24 +221,19 @@ class _Callback:
         return self._side.call_back(self.number, args, kwargs)
 
 
-def _call(namespace, target, /, *args, **kwargs):
-    return target(*args, **kwargs)
-
-
 _OPERATIONS = {
-    "name": lambda namespace, target, name: namespace[name],
-    "call": _call,
-    "get": lambda namespace, target, name: getattr(target, name),
-    "set": lambda namespace, target, name, value: setattr(target, name, value),
-    "get_item": lambda namespace, target, key: target[key],
-    "set_item": lambda namespace, target, key, value: target.__setitem__(key, value),
-    "delete_item": lambda namespace, target, key: target.__delitem__(key),
-    "len": lambda namespace, target: len(target),
-    "iter": lambda namespace, target: iter(target),
-    "next": lambda namespace, target: next(target),
-    "str": lambda namespace, target: str(target),
-    "repr": lambda namespace, target: repr(target),
-    "bool": lambda namespace, target: bool(target),
+    "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
+    "get": getattr,
+    "set": setattr,
+    "get_item": operator.getitem,
+    "set_item": operator.setitem,
+    "delete_item": operator.delitem,
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "str": str,
+    "repr": repr,
+    "bool": bool,
 }
 
 

@@ -109,16 +109,10 @@ class TestsSide(Peer):
 
 def _refill(old, new):
     """Replace the contents of a passed container by those it has on the other side after the call."""
-    if isinstance(old, list) and isinstance(new, list):
-        old[:] = new
-    elif isinstance(old, bytearray) and isinstance(new, bytearray):
-        old[:] = new
-    elif (isinstance(old, dict) and isinstance(new, dict)) or (isinstance(old, set) and isinstance(new, set)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, collections.deque) and isinstance(new, collections.deque):
-        old.clear()
-        old.extend(new)
+    for kind in (list, bytearray, collections.deque, dict, set):
+        if isinstance(old, kind) and isinstance(new, kind):
+            old.clear()
+            (old.update if kind in (dict, set) else old.extend)(new)  # type: ignore
 
 
 def _error(names, arguments, trace):
@@ -135,6 +129,15 @@ def _error(names, arguments, trace):
     return error
 
 
+def _forward(operation):
+    """Return a method of :class:`Remote` that requests an operation."""
+
+    def method(self, /, *args, **kwargs):
+        return self._side.ask(operation, self._number, *args, **kwargs)
+
+    return method
+
+
 class Remote:
     """An object of the program. It may describe itself with plain data, but not decide what it equals."""
 
@@ -148,40 +151,19 @@ class Remote:
     def __getattr__(self, name):
         if name.startswith("__"):  # what Python itself looks for, e.g. to copy or to convert
             raise AttributeError(name)
-        return _ask(self, "get", name)
+        return self._side.ask("get", self._number, name)
 
-    def __setattr__(self, name, value):
-        _ask(self, "set", name, value)
-
-    def __call__(self, /, *args, **kwargs):
-        return _ask(self, "call", *args, **kwargs)
-
-    def __getitem__(self, key):
-        return _ask(self, "get_item", key)
-
-    def __setitem__(self, key, value):
-        _ask(self, "set_item", key, value)
-
-    def __delitem__(self, key):
-        _ask(self, "delete_item", key)
-
-    def __len__(self):
-        return _ask(self, "len")
-
-    def __iter__(self):
-        return _ask(self, "iter")
-
-    def __next__(self):
-        return _ask(self, "next")
-
-    def __bool__(self):
-        return _ask(self, "bool")
-
-    def __str__(self):
-        return _ask(self, "str")
-
-    def __repr__(self):
-        return _ask(self, "repr")
+    __setattr__ = _forward("set")
+    __call__ = _forward("call")
+    __getitem__ = _forward("get_item")
+    __setitem__ = _forward("set_item")
+    __delitem__ = _forward("delete_item")
+    __len__ = _forward("len")
+    __iter__ = _forward("iter")
+    __next__ = _forward("next")
+    __bool__ = _forward("bool")
+    __str__ = _forward("str")  # type: ignore[assignment]
+    __repr__ = _forward("repr")  # type: ignore[assignment]
 
     def _refuse(self, other):
         raise TypeError(
@@ -192,16 +174,12 @@ class Remote:
     __hash__ = object.__hash__
 
 
-def _ask(remote, what, /, *args, **kwargs):
-    return remote._side.ask(what, remote._number, *args, **kwargs)
-
-
 class Namespace(dict):
-    """The globals of the tests; names they do not define are looked up on the other side, each time.
+    """Globals of the tests; names they do not define are looked up in the program, each time.
 
-    A program cannot take the place of what tests check with: a builtin is the real one, and so is a module of the
-    standard library of which the tests use what it has. Only where a builtin is all that a test names, as in
-    ``assert sum(10, 15) == 6``, is it the program's, if that defines it.
+    A program cannot replace what tests check with: builtins are the real ones, and so is a module of the standard
+    library whose attributes the tests use. Only if a test names nothing but a builtin, as in
+    ``assert sum(10, 15) == 6``, is it the program's, if the program defines it.
     """
 
     def __init__(self, side, source):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import detect_format, get_format
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tools.arguments import check_arguments
+from jax_agent_rl.tools.schema import check_arguments
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
 
 FORMAT_OF = {

@@ -69,7 +69,7 @@ async def test_the_examples_tool_takes_the_rows_arguments(parquet):
     ]
 
 
-def test_nulls_that_parquet_adds_between_unlike_rows_do_no_harm(tmp_path):
+def test_nulls_that_parquet_adds_to_differing_rows_are_accepted(tmp_path):
     plain = {**verl_row(1, "5"), "agent_name": None, "extra_info": {"index": 1}}
     game = {
         "data_source": "environment",

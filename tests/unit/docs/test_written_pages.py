@@ -16,7 +16,7 @@ from jax_agent_rl.agents import EnvironmentAgent, get_agent, load_agents
 from jax_agent_rl.config import Config, ToolsConfig
 from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.environments import EnvironmentPools, load_environments
-from jax_agent_rl.tools.loading import open_tools
+from jax_agent_rl.tools.registry import open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.agent_testbed import AgentHarness, assert_token_exact

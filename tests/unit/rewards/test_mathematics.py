@@ -20,15 +20,12 @@ HANG_ON_SLOW = (
 
 
 @pytest.fixture
-def worker(tmp_path, monkeypatch):
+def worker():
     """Makes a pool whose workers run the given code."""
     pools = []
 
     def make(code, *, size=1):
-        name = f"helper_{len(pools)}"
-        (tmp_path / f"{name}.py").write_text(code)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        pools.append(WorkerPool(name, size=size, purpose="helping"))
+        pools.append(WorkerPool(code, size=size, purpose="helping"))
         return pools[-1]
 
     yield make
@@ -131,8 +128,9 @@ def test_an_error_of_the_worker_reaches_the_caller(worker):
 
 
 def test_a_worker_without_the_library_says_how_to_get_it(monkeypatch):
-    from jax_agent_rl.rewards import worker
+    from jax_agent_rl.rewards import workers
 
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError):
-        worker.verify_answer({"solution": "1", "truth": "1", "seconds": 1})
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    answer = workers._answer({"solution": "1", "truth": "1", "seconds": 1})
+    assert "pip install 'jax_agent_rl[math]'" in answer["error"]

@@ -5,8 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import RewardError
-from jax_agent_rl.rewards.qa import exact_match, f1, normalize_answer, qa_exact_match, qa_f1
-from jax_agent_rl.rewards.rules import boxed, has_format, tagged
+from jax_agent_rl.rewards.rules import (
+    boxed,
+    exact_match,
+    f1,
+    has_format,
+    normalize_answer,
+    qa_exact_match,
+    qa_f1,
+    tagged,
+)
 
 
 @pytest.mark.parametrize(

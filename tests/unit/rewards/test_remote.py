@@ -1,4 +1,4 @@
-"""A reward server over HTTP: what is sent, what is retried, how politely."""
+"""A reward server over HTTP: requests, retries and rate limits."""
 
 import asyncio
 import json

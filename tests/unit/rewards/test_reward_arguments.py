@@ -56,7 +56,7 @@ async def test_any_field_of_the_row_is_an_argument_and_the_row_itself_comes_firs
     }
 
 
-async def test_tool_turn_and_final_rewards_stay_apart_and_are_all_at_hand():
+async def test_tool_turn_and_final_rewards_are_separate_and_all_available():
     @rewards.register_reward("mine")
     def compute_score(tool_rewards, turn_scores, num_turns, finish_reason, trajectory, messages):
         assert (num_turns, finish_reason, len(messages)) == (2, "answer", 2)
@@ -77,7 +77,7 @@ async def test_services_of_the_run_are_arguments():
         return await judge(solution_str)
 
     assert (await rewards.score(trajectory(), services={"judge": ask})).reward == 0.5
-    assert rewards.services_asked_for([ROW], {"judge", "sandbox"}) == {"judge"}
+    assert rewards.requested_services([ROW], {"judge", "sandbox"}) == {"judge"}
 
 
 async def test_a_function_with_open_arguments_gets_the_classic_four():

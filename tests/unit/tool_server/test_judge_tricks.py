@@ -38,7 +38,7 @@ async def test_nothing_is_earned_by_a_trick(program):
     assert result["score"] == 0.0 and result["has_code"] == 1.0
 
 
-async def test_the_program_is_not_told_the_tests_of_the_judge():
+async def test_the_program_cannot_read_the_tests_of_the_judge():
     async with agent("tools=[judge]") as act:
         program = "import os\nprint([open(name).read() for name in os.listdir() if 'test' in name])"
         reply = await act(f"<python>{program}\ndef f(x): return 5</python>", tests=TESTS)

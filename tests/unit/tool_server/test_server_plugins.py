@@ -68,7 +68,7 @@ async def test_stateful_python_remembers_and_shows_last_values():
         ("import sys; sys.stdout = None; import os; os.closerange(0, 50)", ""),
     ],
 )
-async def test_a_session_that_ends_says_so_and_begins_anew(code, note):
+async def test_a_session_that_ends_reports_it_and_restarts(code, note):
     async with agent("tools=[stateful_python]") as act:
         await act("<python>x = 1</python>")
         reply = await act(f"<python>{code}</python>")

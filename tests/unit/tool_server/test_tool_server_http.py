@@ -152,7 +152,7 @@ async def test_another_host_name_is_refused_without_a_token(one_server):
 
 @shares_a_server
 @pytest.mark.parametrize("host", [b"[::", b"a b", b"", b"\xff"])
-async def test_a_host_header_that_is_none_does_no_harm(one_server, host):
+async def test_an_invalid_host_header_is_refused(one_server, host):
     reader, writer = await asyncio.open_connection("127.0.0.1", one_server.server.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
     answer = await reader.read()

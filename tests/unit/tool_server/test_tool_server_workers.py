@@ -1,4 +1,4 @@
-"""Workers that die or are stuck, and what is left when the server stops."""
+"""Workers that die or are stuck, and the cleanup when the server stops."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from tests.tool_serving import FAKES, serving, total, until_healthy
 
 
 async def test_a_tool_that_kills_its_worker_costs_only_its_trajectories_and_is_counted():
-    """Both workers hold state; one dies in the middle of an action. Its trajectories are told, the others go on."""
+    """Both workers hold state; one dies in the middle of an action. Only its trajectories fail."""
     async with serving("workers=2") as client:
         ids = [f"trajectory-{n}" for n in range(10)]
         victims = [name for name in ids if assign_worker(name, 2) == assign_worker("bomber", 2)]

@@ -1,4 +1,4 @@
-"""One worker's part: which tool acts, what becomes of failures, and that environments are closed exactly once."""
+"""Service of one worker: which tool acts, how failures are reported, and that environments close exactly once."""
 
 import asyncio
 import random
@@ -14,14 +14,15 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugin import ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes
 from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
-from jax_agent_rl.tool_server.wire import Failure, ObservationStep
+from jax_agent_rl.tool_server.wire import Failure
+from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.threads import DaemonThreads
 
 FAKES = str(Path(__file__).with_name("fake_tools.py"))
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds that the test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -50,9 +51,7 @@ class Served:
         return self.tools["counter"].diary
 
     async def step(self, action="", trajectory="t", **fields):
-        return await self.service.step(
-            ObservationStep(trajectory_id=trajectory, action=action, **{"extra": {}, **fields})
-        )
+        return await self.service.step(ServerAction(trajectory_id=trajectory, text=action, **fields))
 
     def metric(self, name, **labels):
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -85,10 +84,10 @@ async def test_an_action_that_is_too_long_reaches_no_parser():
 
 
 async def test_rewards_go_along():
-    assert (await Served().step("echo hi", extra={"reward": 0.5})).observation == {"obs": "hi", "reward": 0.5}
+    assert (await Served().step("echo hi", extra_fields={"reward": 0.5})).observation == {"obs": "hi", "reward": 0.5}
 
 
-async def test_state_lasts_until_finish_and_then_begins_anew():
+async def test_state_lasts_until_finish_and_is_then_reset():
     served = Served()
     assert [(await served.step("count")).observation for _ in range(3)] == ["1", "2", "3"]
     assert (await served.step("count", trajectory="other")).observation == "1"
@@ -112,7 +111,7 @@ async def test_a_tool_that_is_done_closes():
     assert served.closed("done") == 1
 
 
-async def test_finish_twice_and_finish_of_a_stranger_close_nothing_twice():
+async def test_finishing_twice_or_an_unknown_trajectory_closes_nothing_twice():
     served = Served()
     await served.step("count")
     for _ in range(3):
@@ -159,7 +158,7 @@ def test_shortened_text_is_short_unicode_and_whole_if_it_fits(text, limit):
 async def test_one_fault_leaves_the_batch_alone():
     served = Served(step_seconds=0.2)
     actions = ["echo a", "fault raise", "fault hang", "count", "hm", "echo b"]
-    steps = [ObservationStep(trajectory_id=str(n), action=action, extra={}) for n, action in enumerate(actions)]
+    steps = [ServerAction(trajectory_id=str(n), text=action) for n, action in enumerate(actions)]
     replies = await served.service.steps(steps)
     assert [reply.error for reply in replies] == [None, Failure.CRASH, Failure.TIMEOUT, None, Failure.INVALID, None]
     assert [replies[n].observation for n in (0, 3, 5)] == ["a", "1", "b"]
@@ -167,16 +166,14 @@ async def test_one_fault_leaves_the_batch_alone():
 
 async def test_actions_of_one_trajectory_keep_their_order_even_within_a_batch():
     served = Served()
-    steps = [ObservationStep(trajectory_id="t", action="count", extra={}) for _ in range(20)]
+    steps = [ServerAction(trajectory_id="t", text="count") for _ in range(20)]
     assert [reply.observation for reply in await served.service.steps(steps)] == [str(n) for n in range(1, 21)]
 
 
-async def test_a_client_that_goes_away_in_the_middle_closes_and_the_next_action_is_told():
+async def test_a_disconnect_during_an_action_closes_the_environment_and_fails_the_next_action():
     served = Served()
     await served.step("count")
-    running = asyncio.create_task(
-        served.service.steps([ObservationStep(trajectory_id="t", action="count slowly", extra={})])
-    )
+    running = asyncio.create_task(served.service.steps([ServerAction(trajectory_id="t", text="count slowly")]))
     while not served.metric("toolserver_steps_running", worker="0"):
         await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -186,7 +183,7 @@ async def test_a_client_that_goes_away_in_the_middle_closes_and_the_next_action_
     assert served.closed("abort") == 1 and served.diary == [("open", "t"), ("close", "t")]
     reply = await served.step("count")
     assert (reply.error, reply.done, reply.valid) == (Failure.GONE, True, False)
-    assert (await served.step("count")).observation == "1", "told once; then it is a new trajectory"
+    assert (await served.step("count")).observation == "1", "it fails once; then it is a new trajectory"
 
 
 async def test_a_timeout_in_a_stateful_tool_ends_its_trajectory():
@@ -196,7 +193,7 @@ async def test_a_timeout_in_a_stateful_tool_ends_its_trajectory():
     assert served.closed("abort") == 1
 
 
-async def test_idle_environments_are_closed_and_their_trajectory_is_told():
+async def test_idle_environments_are_closed_and_the_next_action_fails():
     served = Served(idle_seconds=100)
     await served.step("count", trajectory="old")
     served.clock.now = 60
@@ -210,7 +207,7 @@ async def test_idle_environments_are_closed_and_their_trajectory_is_told():
 
 async def test_a_refused_environment_is_a_reply_and_leaves_nothing():
     served = Served()
-    reply = await served.step("count", extra={"refuse": True})
+    reply = await served.step("count", extra_fields={"refuse": True})
     assert reply.error is Failure.TOOL and served.service.environments.count == 0
     assert served.metric("toolserver_environments_opened_total", worker="0", tool="counter") == 0
 
@@ -255,10 +252,10 @@ def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
         async def client():
             for _ in range(8):
                 action = rng.choice(["count", "count", "count slowly", "echo bye", "fault raise", "hm"])
-                step = ObservationStep(
+                step = ServerAction(
                     trajectory_id=rng.choice("abcdef"),
-                    action=action,
-                    extra={"refuse": rng.random() < 0.1},
+                    text=action,
+                    extra_fields={"refuse": rng.random() < 0.1},
                     finish=rng.random() < 0.15,
                     is_last_step=rng.random() < 0.1,
                 )

@@ -46,7 +46,7 @@ async def test_a_batch_comes_back_in_order():
     assert server.requests[0]["trajectory_ids"] == ["0", "1", "2"]
 
 
-async def test_a_detailed_observation_is_taken_apart():
+async def test_a_detailed_observation_is_parsed():
     detailed = {"obs": "x", "reward": 1, "metrics": {"t": 0.5}, "more": "for others"}
     async with ToolServer(lambda action: (detailed, True, True)) as server:
         (found,) = await ask(server, "a")
@@ -63,20 +63,20 @@ async def test_a_detailed_observation_is_taken_apart():
         ({"image": data_url((9, 9))[:-40]}, "an image cannot be read"),
     ],
 )
-async def test_what_cannot_be_shown_is_told_to_the_model(more, words):
+async def test_content_that_cannot_be_shown_is_an_error_for_the_model(more, words):
     async with ToolServer(lambda action: {"obs": "x", **more}) as server:
         (found,) = await ask(server, "a")
     assert found.error == "raised" and words in found.text and not found.media
 
 
-async def test_images_come_as_pictures():
+async def test_images_are_decoded():
     urls = [data_url((4, 3)), data_url((2, 5)).partition(",")[2]]
     async with ToolServer(lambda action: {"obs": "x", "image": urls}) as server:
         (found,) = await ask(server, "a")
-    assert [(picture.mode, picture.size) for picture in found.media["image"]] == [("RGB", (4, 3)), ("RGB", (2, 5))]
+    assert [(image.mode, image.size) for image in found.media["image"]] == [("RGB", (4, 3)), ("RGB", (2, 5))]
 
 
-async def test_an_action_that_no_tool_takes_is_told_unless_the_server_did():
+async def test_an_action_that_no_tool_accepts_has_a_default_observation():
     async with ToolServer(lambda action: (action, False, False)) as server:
         silent, speaking = await ask(server, "", "use <python>")
     assert (silent.text, silent.error) == (NO_TOOL, "invalid_action")

@@ -14,8 +14,8 @@ from PIL import Image
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError, ToolError
 from jax_agent_rl.tools import ToolSession
-from jax_agent_rl.tools.loading import open_tools
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig, as_tool_response
+from jax_agent_rl.tools.registry import open_tools
 from tests.fakes import FakeCodec
 from tests.ports import free_port
 
@@ -105,7 +105,7 @@ async def test_the_servers_own_timeout_is_an_observation_too():
     assert record.error == "timeout" and "the server tests did not answer within 0.5 seconds" in record.observation
 
 
-async def test_a_server_that_dies_is_an_observation_and_starts_anew():
+async def test_a_server_that_dies_is_an_observation_and_is_restarted():
     async with connection("stdio") as opened, await session_of(opened) as session:
         before = [(await session.call("count", {})).observation for _ in range(2)]
         dead = await session.call("die", {})

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ToolArgumentError
-from jax_agent_rl.tools.arguments import check_arguments
+from jax_agent_rl.tools.schema import check_arguments
 
 
 def one(kind, **more):

@@ -1,4 +1,4 @@
-"""The ToolClient: paced and patient; and its settings, also from the environment."""
+"""The ToolClient's rate limit, retries and settings, which may come from the environment."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_max_workers_bounds_the_requests_at_the_same_time():
     assert most <= 2 and len(server.requests) == 9
 
 
-async def test_request_interval_keeps_starts_apart():
+async def test_request_interval_separates_starts():
     now, starts = 0.0, []
 
     async def sleep(seconds):
@@ -53,7 +53,7 @@ async def test_request_interval_keeps_starts_apart():
 
 
 @pytest.mark.parametrize(("seconds", "interval", "warned"), [(0.01, 0.1, 1), (0.3, 0.1, 0), (0.01, 0.0, 0)])
-async def test_an_interval_that_bounds_the_rollout_is_told_once(caplog, seconds, interval, warned):
+async def test_an_interval_that_bounds_the_rollout_is_warned_about_once(caplog, seconds, interval, warned):
     """Four trajectories call a tool that takes so long, on a clock that moves only while they wait."""
     now = 0.0
 
@@ -72,17 +72,17 @@ async def test_an_interval_that_bounds_the_rollout_is_told_once(caplog, seconds,
                 await sleep(seconds)
 
     await asyncio.gather(*(trajectory() for _ in range(4)))
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warned
-    assert all("tool_config.request_interval=0.1 is the bottleneck" in text for text in said)
-    assert all("no more than 10 start in a second. Set tool_config.request_interval=0" in text for text in said)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == warned
+    assert all("tool_config.request_interval=0.1 is the bottleneck" in text for text in warnings)
+    assert all("no more than 10 start in a second. Set tool_config.request_interval=0" in text for text in warnings)
 
 
 async def test_a_cancelled_wait_gives_its_place_back():
-    async def for_ever(seconds):
+    async def hang(seconds):
         await asyncio.Event().wait()
 
-    pace = RateLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=for_ever)
+    pace = RateLimiter(max_workers=1, interval=5.0, clock=lambda: 0.0, sleep=hang)
     async with pace.slot():
         pass
 

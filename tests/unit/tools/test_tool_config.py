@@ -7,7 +7,7 @@ import yaml
 
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError
-from jax_agent_rl.tools.loading import open_tools
+from jax_agent_rl.tools.registry import open_tools
 
 CLASSES = textwrap.dedent(
     """

@@ -4,7 +4,7 @@ import pytest
 
 from jax_agent_rl.errors import ConfigError, DataError, ToolDefinitionError
 from jax_agent_rl.tools import BaseTool, ToolRegistry
-from jax_agent_rl.tools.registry import schemas_of
+from jax_agent_rl.tools.registry import list_schemas
 
 ADD = '''
 from jax_agent_rl.tools import function_tool
@@ -26,7 +26,7 @@ def test_tools_load_from_a_file_and_from_a_module(tmp_path):
     registry = ToolRegistry.from_path(write(tmp_path, ADD))
     registry.load("jax_agent_rl.tools.builtin.calculator")
     assert list(registry) == ["add", "calculator"]
-    assert [s["function"]["name"] for s in schemas_of(registry.select())] == ["add", "calculator"]
+    assert [s["function"]["name"] for s in list_schemas(registry.select())] == ["add", "calculator"]
 
 
 def test_no_path_means_no_tools():

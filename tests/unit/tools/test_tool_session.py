@@ -13,7 +13,7 @@ OBJECT = {"type": "object", "properties": {}}
 
 
 class Recorder(BaseTool):
-    """Writes down its life; fails where told."""
+    """Records its calls, and fails on demand."""
 
     def __init__(self, name="recorder", *, fail=(), hang=()):
         super().__init__(name=name, description="", parameters=OBJECT)

@@ -1,4 +1,4 @@
-"""A program is not told where on the host things are."""
+"""A program sees no path of the host."""
 
 import os
 import sys
