@@ -28,7 +28,7 @@ from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.engine_metrics import engine_families
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.requests import decode_request
-from jax_agent_rl.rollout.http.shared_dir import SharedDir
+from jax_agent_rl.rollout.http.shared_dir import SharedFolder
 from jax_agent_rl.rollout.http.uploads import Uploads
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode
@@ -50,7 +50,7 @@ class RolloutServer:
         host: address to listen on. Anything but loopback needs a token.
         port: 0 picks a free one.
         token: bearer token of clients; None for none.
-        weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedDir`.
+        weight_dir: ``rollout.weight_dir``: weights are only read below it, see :class:`SharedFolder`.
         max_request_bytes: limit of a JSON body.
         max_upload_bytes: see :class:`Uploads`.
         upload_folder: see :class:`Uploads`.
@@ -78,7 +78,7 @@ class RolloutServer:
         self._heartbeat = heartbeat_seconds
         self._requests = RequestCounts()
         self._updating = 0
-        self._shared = SharedDir(weight_dir)
+        self._shared = SharedFolder(weight_dir)
         self._http = HttpServer(
             self._routes(),
             refuse=lambda status, message: _refuse(status, BackendError(message)),

@@ -24,7 +24,7 @@ _BELOW = re.compile(r"[A-Za-z0-9_./=-]*")
 _SUFFIX = ".safetensors"
 
 
-class SharedDir:
+class SharedFolder:
     """See the module docstring.
 
     Args:

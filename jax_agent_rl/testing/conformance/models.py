@@ -21,7 +21,7 @@ _PROBE_LENGTH = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDirs:
+class ModelFolders:
     """Hugging Face folders of one architecture, one per weight set.
 
     Attributes:
@@ -41,7 +41,7 @@ class ModelDirs:
     scratch: Path
 
 
-def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
+def prepare_folders(model: Path | None, scratch: Path) -> ModelFolders:
     """Write changed copies of a model (or of a tiny random one) under ``scratch``.
 
     Raises:
@@ -60,7 +60,7 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     write_changed(base, other)
     write_mixture(base, other, mixed)
     write_adapter(base, adapter, adapted)
-    return ModelDirs(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
+    return ModelFolders(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
 
 
 def write_tiny_model(folder: Path) -> Path:

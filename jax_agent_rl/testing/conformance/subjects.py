@@ -23,7 +23,7 @@ from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
 from jax_agent_rl.testing.conformance.backend_under_test import ADAPTED, ADAPTER, BASE, MIXED, OTHER, BackendUnderTest
-from jax_agent_rl.testing.conformance.models import ModelDirs, weight_files, with_probe
+from jax_agent_rl.testing.conformance.models import ModelFolders, weight_files, with_probe
 from jax_agent_rl.testing.conformance.reference import TransformersReference
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SubjectOptions:
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
     """
 
-    folders: ModelDirs
+    folders: ModelFolders
     max_model_len: int = 256
     max_concurrent: int = 8
     tolerance: float = 1e-3

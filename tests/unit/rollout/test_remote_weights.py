@@ -14,7 +14,7 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.http import uploads as uploads_module
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.http.shared_dir import SharedDir
+from jax_agent_rl.rollout.http.shared_dir import SharedFolder
 from jax_agent_rl.rollout.http.uploads import FORGOTTEN_SECONDS, MAX_UPLOADS, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils import tempdirs
@@ -104,7 +104,7 @@ async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_share
 
 
 async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memory_is_read():
-    shared = SharedDir(None)
+    shared = SharedFolder(None)
     if not Path("/dev/shm").is_dir():
         pytest.skip("no shared memory")
     for prefix, sees in (("jax_agent_rl-weights-", True), ("other-", False)):
@@ -138,7 +138,7 @@ async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memor
     ],
 )
 async def test_an_address_is_below_the_configured_folder_or_bucket(tree: Path, folder, address, is_taken):
-    shared = SharedDir(folder and folder.format(tree=tree))
+    shared = SharedFolder(folder and folder.format(tree=tree))
     address = address.format(tree=tree)
     if is_taken:
         assert await shared.address(address) == address

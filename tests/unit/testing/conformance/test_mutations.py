@@ -379,11 +379,11 @@ def test_the_toy_weights_differ():
 
 
 def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
-    from jax_agent_rl.testing.conformance.models import ModelDirs
+    from jax_agent_rl.testing.conformance.models import ModelFolders
     from jax_agent_rl.testing.conformance.subjects import SubjectOptions, make_subject
 
-    names = [field.name for field in fields(ModelDirs)]
-    options = SubjectOptions(folders=ModelDirs(**dict.fromkeys(names, tmp_path)))
+    names = [field.name for field in fields(ModelFolders)]
+    options = SubjectOptions(folders=ModelFolders(**dict.fromkeys(names, tmp_path)))
     with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
         make_subject("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):
