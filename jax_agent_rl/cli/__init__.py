@@ -114,7 +114,7 @@ def tool_server(
     from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.interrupt import run_server
 
-    run_server(run(load_settings(config, settings or []), say=print))
+    run_server(run(load_settings(config, settings or []), print_line=print))
 
 
 for register in (register_eval, register_servers, register_doctor, register_config):

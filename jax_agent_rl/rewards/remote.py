@@ -9,7 +9,6 @@ Request and answer are JSON::
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

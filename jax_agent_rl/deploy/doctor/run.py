@@ -38,8 +38,7 @@ from jax_agent_rl.runtime.engines import check_engine, read_model
 from jax_agent_rl.runtime.sampling import Source, make_agents, open_codec, read_rows
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
 from jax_agent_rl.tool_server.sandbox import open_sandbox
-from jax_agent_rl.tools.loading import open_tools
-from jax_agent_rl.tools.registry import ToolRegistry, list_schemas
+from jax_agent_rl.tools.registry import ToolRegistry, list_schemas, open_tools
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 
 MAX_PROMPTS = 1000
