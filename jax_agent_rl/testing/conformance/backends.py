@@ -1,7 +1,7 @@
 """The backends of this package, each as a :class:`BackendUnderTest`.
 
-A factory takes :class:`BackendOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` names the built-in
-factories as ``module:function``, imported on demand; users test their own with ``my_package.module:function``.
+A factory takes :class:`BackendOptions` and returns a :class:`BackendUnderTest`. ``BACKENDS`` holds the built-in ones;
+users test their own with ``my_package.module:function``.
 """
 
 from __future__ import annotations
@@ -85,12 +85,6 @@ class BackendUnderTest:
     timeout: float = 120.0
 
 
-BACKENDS = {
-    "jetstream": "jax_agent_rl.testing.conformance.backends:jetstream",
-    "ray": "jax_agent_rl.testing.conformance.backends:ray_actor",
-    "remote": "jax_agent_rl.testing.conformance.backends:remote",
-    "vllm": "jax_agent_rl.testing.conformance.backends:vllm",
-}
 _ENDING_QUESTIONS = ("What is 2+2?", "Say hello.", "Answer with one word: what is the capital of France?")
 
 
@@ -128,21 +122,20 @@ class BackendOptions:
 
 
 def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
-    """Build the subject of a backend given by name or as ``module:function``.
+    """Build the :class:`BackendUnderTest` of a backend given by name or as ``module:function``.
 
     Raises:
         ConfigError: there is no such backend, or it is not installed.
     """
-    where = BACKENDS.get(backend, backend)
-    module, colon, function = where.partition(":")
-    if not colon:
+    factory = BACKENDS.get(backend)
+    module, colon, function = backend.partition(":")
+    if not (factory or colon):
         names = ", ".join(BACKENDS)
         raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
     try:
-        factory: Callable[[BackendOptions], BackendUnderTest] = getattr(importlib.import_module(module), function)
-        return factory(options)
+        return (factory or getattr(importlib.import_module(module), function))(options)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"backend {backend!r} ({where}) is not available: {error}") from error
+        raise ConfigError(f"backend {backend!r} is not available: {error}") from error
 
 
 def describe(
@@ -378,3 +371,11 @@ def _ending_prompts(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
         )
         prompts.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
     return tuple(prompts)
+
+
+BACKENDS: dict[str, Callable[[BackendOptions], BackendUnderTest]] = {
+    "jetstream": jetstream,
+    "ray": ray_actor,
+    "remote": remote,
+    "vllm": vllm,
+}
