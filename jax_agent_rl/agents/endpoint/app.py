@@ -255,7 +255,7 @@ class Endpoint:
             self._store.used(session)
 
     async def _whole(self, session: Session, asked: wire.ChatRequest | wire.CompletionRequest) -> list[Piece]:
-        """Return all choices; end after ``request_timeout``, or when the client disconnects and the handler is cancelled."""
+        """Return all choices; end after ``request_timeout``, or when the client disconnects."""
         with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
