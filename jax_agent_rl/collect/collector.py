@@ -23,7 +23,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +58,7 @@ class _OpenGroup:
 
     plan: _Plan
     waves: list[list[Outcome]] = field(default_factory=list)
+    started: set[str] = field(default_factory=set)
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
     @property
@@ -150,23 +151,25 @@ class RolloutCollector:
         Raises:
             ValueError: ``group_size`` < 1, or trajectories of this label and step are still in flight.
         """
-        if group_size < 1:
-            raise ValueError(f"group_size={group_size}: must be >= 1")
-        plans = [self._plan(row, group_size, sampling, (label, step, index)) for index, row in enumerate(rows)]
-        self._check_names(label, step, {plan.group_id for plan in plans})
-        unyielded: set[str] = set()
+        yielded: set[str] = set()
         # In order, so that the members of a group run together and share their prompt in the engine.
-        tasks = [asyncio.create_task(self._grow(plan, unyielded), name=plan.group_id) for plan in plans]
+        tasks = [
+            asyncio.create_task(
+                self.collect_one(row, group_size=group_size, sampling=sampling, step=step, index=index, label=label)
+            )
+            for index, row in enumerate(rows)
+        ]
         try:
             for complete in asyncio.as_completed(tasks):
                 group = await complete
-                unyielded.difference_update(t.trajectory_id for t in group.trajectories)
+                yielded.add(group.group_id)
                 yield group
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.accounting.drop(unyielded & self.accounting.in_flight, DropReason.CANCELLED)
+            for group in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(group, Group) and group.group_id not in yielded:
+                    self.accounting.drop((t.trajectory_id for t in group.trajectories), DropReason.CANCELLED)
 
     async def collect_one(
         self,
@@ -190,45 +193,36 @@ class RolloutCollector:
             label: see :meth:`collect`.
             why_stopped: called when this is cancelled; returns the reason for dropping what was started.
         """
-        plan = self._plan(row, group_size, sampling, (label, step, index))
-        self._check_names(label, step, {plan.group_id})
-        unyielded: set[str] = set()
-        try:
-            return await self._grow(plan, unyielded)
-        except BaseException:
-            self.accounting.drop(unyielded & self.accounting.in_flight, why_stopped())
-            raise
-
-    def _plan(
-        self, row: Mapping[str, Any], group_size: int, sampling: SamplingParams, name: tuple[str, int, int]
-    ) -> _Plan:
-        """Return the settings of a group; ``name`` is its label, step and index."""
-        return _Plan(
-            group_id="-".join(map(str, name)),
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}: must be >= 1")
+        plan = _Plan(
+            group_id=f"{label}-{step}-{index}",
             row=row,
             group_size=group_size,
             sampling=sampling,
-            seed_parts=(self._seed, *name),
+            seed_parts=(self._seed, label, step, index),
         )
-
-    def _check_names(self, label: str, step: int, group_ids: Collection[str]) -> None:
-        if clash := [group_id for group_id in group_ids if self.accounting.is_open(group_id)]:
-            raise ValueError(f"{label} trajectories of step {step} are still in flight: {sorted(clash)[:3]}")
-
-    async def _grow(self, plan: _Plan, unyielded: set[str]) -> Group:
-        """Run one group, wave after wave, to its end."""
+        if self.accounting.is_open(plan.group_id):
+            raise ValueError(f"{label} trajectories of step {step} are still in flight: group {plan.group_id}")
         group = _OpenGroup(plan=plan)
+        try:
+            return await self._grow(group)
+        except BaseException:
+            self.accounting.drop(group.started & self.accounting.in_flight, why_stopped())
+            raise
+
+    async def _grow(self, group: _OpenGroup) -> Group:
+        """Run one group, wave after wave, to its end."""
+        plan = group.plan
         growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
         count = 0
         try:
             while starts := self._strategy.next_wave(growth):
-                numbers = range(count, count + len(starts))
-                count += len(starts)
                 async with asyncio.TaskGroup() as wave:
                     tasks = [
-                        wave.create_task(self._run(group, number, start, unyielded))
-                        for number, start in zip(numbers, starts, strict=True)
+                        wave.create_task(self._run(group, number, start)) for number, start in enumerate(starts, count)
                     ]
+                    count += len(starts)
                 group.waves.append([task.result() for task in tasks])
                 growth = replace(growth, waves=tuple(group.waves))
         finally:
@@ -256,7 +250,7 @@ class RolloutCollector:
             metrics=counts if self._strategy.branches else {},
         )
 
-    async def _run(self, group: _OpenGroup, number: int, start: Start, unyielded: set[str]) -> Outcome:
+    async def _run(self, group: _OpenGroup, number: int, start: Start) -> Outcome:
         """Run one trajectory; count it if it is lost."""
         trajectory_id = f"{group.plan.group_id}-{number}"
         with self._traced(group.plan, number) as run:
@@ -264,7 +258,7 @@ class RolloutCollector:
                 with span("wait", "slot"):
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
-                unyielded.add(trajectory_id)
+                group.started.add(trajectory_id)
                 result = await self._run_or_reason(group, trajectory_id, number, start)
             if run:
                 run.set(**_trace_fields(result))

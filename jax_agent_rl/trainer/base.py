@@ -158,11 +158,9 @@ class Trainer:
         record.recompilations = batch.engine.recompilations + self._learner_recompilations()
         if not batch.metrics.get("staleness_max"):  # what is stale differs by what was learned since
             record.max_logprob_gap = max(record.max_logprob_gap, result.metrics.get("logprob_gap_max", 0.0))
-        record.step, record.accuracy_after = step.number, None
-        record.cursor = self.runtime.cursor.state()
-        record.lost_batches = self._guard.lost_batches
         step_seconds = self.clock() - step.began
-        self.reporter.report_step(
+        line = self.reporter.write_step(
+            step.number,
             batch.groups,
             result,
             batch.engine,
@@ -176,7 +174,12 @@ class Trainer:
                 **batch.metrics,
             },
         )
+        # A step that could not be written is not finished: the last checkpoint stands.
+        record.step, record.accuracy_after = step.number, None
+        record.cursor = self.runtime.cursor.state()
+        record.lost_batches = self._guard.lost_batches
         self.learner_idle_seconds = 0.0
+        self.reporter.show_step(line)
 
     def select(self, groups: Sequence[Group]) -> Selection:
         """Select what is worth a gradient; count the rest as dropped, by reason."""

@@ -44,7 +44,7 @@ class RunReporter:
     Args:
         runtime: the parts of the run.
         folder: where results go.
-        record: the progress; of a step that is reported, already updated.
+        record: the progress.
         progress: the display.
         phases: what the trainer did when.
         clock: seconds, monotonic.
@@ -60,8 +60,9 @@ class RunReporter:
     observers: Sequence[Observer] = ()
     _aggregation_described: bool = False
 
-    def report_step(
+    def write_step(
         self,
+        number: int,
         groups: Sequence[Group],
         result: UpdateResult,
         engine: BackendMetrics,
@@ -70,11 +71,13 @@ class RunReporter:
         publish_seconds: float,
         step_seconds: float,
         pipeline: Mapping[str, Any],
-    ) -> None:
-        """Report the step that ``record`` now ends with; for the arguments see :func:`step_record`."""
-        record, step = self.record, self.record.step
+    ) -> dict[str, Any]:
+        """Write a step's metrics and trajectories to the folder; return the line of metrics.
+
+        For the arguments see :func:`step_record`.
+        """
         line = step_record(
-            step,
+            number,
             groups,
             result.metrics,
             engine,
@@ -82,12 +85,17 @@ class RunReporter:
             rollout_seconds=rollout_seconds,
             weight_update_seconds=publish_seconds,
             step_seconds=step_seconds,
-            recompilations=record.recompilations,
+            recompilations=self.record.recompilations,
             pipeline=pipeline,
         )
         self._write(line)
-        self.folder.add_trajectories(step, "train", all_trajectories(groups), token_values=result.tokens)
-        left = (self.runtime.config.trainer.steps - step) * record.train_seconds / step
+        self.folder.add_trajectories(number, "train", all_trajectories(groups), token_values=result.tokens)
+        return line
+
+    def show_step(self, line: dict[str, Any]) -> None:
+        """Display the step that ``record`` now ends with, and pass its line to the observers."""
+        record = self.record
+        left = (self.runtime.config.trainer.steps - record.step) * record.train_seconds / record.step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
         self._notify(line)

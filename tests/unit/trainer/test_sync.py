@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.errors import EngineDiedError, StorageError
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.types import DropReason, FinishReason
@@ -157,3 +157,18 @@ async def test_a_step_of_chains_says_nothing_of_trees(tmp_path: Path):
     await training.run()
     (line,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert not [key for key in line if key.startswith("tree/")]
+
+
+async def test_a_step_that_cannot_be_written_is_not_finished(tmp_path: Path):
+    training = make_trainer(tmp_path, steps=2)
+    await training.train_step()
+
+    def full(line):
+        raise StorageError("no space left")
+
+    training.folder.add_metrics = full
+    shown = []
+    training.progress.step = lambda line, *, seconds_left: shown.append(line)
+    with pytest.raises(StorageError):
+        await training.train_step()
+    assert training.record.step == 1 and not shown, "a resumed run makes this step again"
