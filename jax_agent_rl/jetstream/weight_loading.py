@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax_agent_rl.jetstream.forward import EngineParams, engine_params
 from jax_agent_rl.jetstream.layout import engine_places, parameter_places
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import MESH_AXES, Bounds, Device, bounds_of, local_bounds
+from jax_agent_rl.models.mesh import MESH_AXES, Bounds, Device, local_bounds, shard_bounds
 from jax_agent_rl.models.sharding import place, replicated
 
 Call = Callable[..., Any]
@@ -119,7 +119,7 @@ def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
-    held = [(bounds_of(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    held = [(shard_bounds(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
     parts = []
     for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
         sources = [(bounds, data) for bounds, data in held if _within(wanted, bounds)]
