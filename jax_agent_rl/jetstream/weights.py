@@ -29,7 +29,7 @@ from jax_agent_rl.jetstream.forward import EngineParams, engine_params
 from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
-from jax_agent_rl.models.mesh import MESH_AXES, Device, bounds_of, local_bounds
+from jax_agent_rl.models.mesh import MESH_AXES, Device, shard_bounds, local_bounds
 from jax_agent_rl.models.sharding import place, replicated
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -188,7 +188,7 @@ def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
-    held = [(bounds_of(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    held = [(shard_bounds(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
     parts = []
     for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
         sources = [

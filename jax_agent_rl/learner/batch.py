@@ -15,8 +15,8 @@ such token and trajectory: several trajectories may have sampled the same token 
 own advantage.
 
 The layout is made once; numbers about terms (advantages, weights, old log-probs) come and go between it and plain
-per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.of_terms` and :meth:`Batch.of_states`. A trajectory with
-segments is packed as several sequences; its arrays are theirs, one after another.
+per-trajectory arrays by :meth:`Batch.with_terms`, :meth:`Batch.gather_terms` and :meth:`Batch.gather_states`. A
+trajectory with segments is packed as several sequences; its arrays are theirs, one after another.
 
 For models with vision, placeholders of different images count as different ids until rows are made.
 """
@@ -36,7 +36,7 @@ TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one sequence of a trajectory lies in the batch.
+    """The place of one sequence of a trajectory in the batch.
 
     Attributes:
         row: its row.
@@ -89,14 +89,14 @@ class Batch:
         made = {name: self._scatter(per_trajectory) for name, per_trajectory in values.items()}
         return replace(self, terms={**self.terms, **made})
 
-    def of_terms(self, values: np.ndarray) -> list[np.ndarray]:
+    def gather_terms(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of terms [R, K] into one float64 array [S] per trajectory."""
         return [
             np.concatenate([values[place.row, place.terms] for place in places]).astype(np.float64)
             for places in self.places
         ]
 
-    def of_states(self, values: np.ndarray) -> list[np.ndarray]:
+    def gather_states(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of nodes [R, T] into float64 [L + 1] per trajectory: before every id, after the last."""
         return [
             np.concatenate([*(values[p.row, p.path[:-1]] for p in places), values[last.row, last.path[-1:]]]).astype(
@@ -381,7 +381,7 @@ def _fill_terms(
 
 
 def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each distinct value occurs first, in that order; and for every value its number in that order."""
+    """Return the first index of each distinct value, in that order, and every value's number in that order."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)

@@ -297,7 +297,7 @@ def _summing(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]
 
 
 def _everywhere(leaves: Iterable[jax.Array]) -> NamedSharding | None:
-    """Where every process can read a result; None if the arrays lie on no mesh."""
+    """Return a sharding that every process can read; None if the arrays lie on no mesh."""
     meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
     return NamedSharding(meshes[0], PartitionSpec()) if meshes else None
 

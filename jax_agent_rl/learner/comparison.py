@@ -54,7 +54,7 @@ class Comparison:
         return cls(tokens=len(sizes), mean=float(sizes.mean()), largest=float(sizes.max()))
 
     @classmethod
-    def of_statistics(cls, statistics: Statistics) -> Comparison:
+    def from_statistics(cls, statistics: Statistics) -> Comparison:
         """Return what a policy update's own pass found, see ``learner.objective.policy_loss``."""
         tokens, total = (float(statistics["sum"][name]) for name in ("compared", "compared_gap"))
         mean = total / tokens if tokens else 0.0
@@ -86,7 +86,7 @@ class AgreementCheck:
 
         def read(statistics: Statistics) -> None:
             while left:
-                left.pop()(Comparison.of_statistics(statistics))
+                left.pop()(Comparison.from_statistics(statistics))
 
         return read
 

@@ -55,20 +55,20 @@ def value_loss(
     """
     values = state_values(critic, batch, remat=remat, mesh=mesh)
     parents = jnp.take_along_axis(batch["target_parent"], batch["term_target"], axis=1)
-    of_terms = jnp.take_along_axis(values, parents, axis=1)
+    term_values = jnp.take_along_axis(values, parents, axis=1)
     weight, returns = batch["term_weight"], batch["term_returns"]
     active = weight > 0
-    loss, clipped = clipped_value(of_terms, batch["term_old_value"], returns, cliprange)
+    loss, clipped = clipped_value(term_values, batch["term_old_value"], returns, cliprange)
     total = jnp.sum(jnp.where(active, weight * loss, 0.0))
     statistics = {
         "sum": {
             "loss": total,
             "terms": jnp.sum(active, dtype=jnp.float32),
             "clipped": jnp.sum(jnp.where(active, clipped, 0.0)),
-            "value": jnp.sum(jnp.where(active, of_terms, 0.0)),
+            "value": jnp.sum(jnp.where(active, term_values, 0.0)),
             "returns": jnp.sum(jnp.where(active, returns, 0.0)),
             "squared_returns": jnp.sum(jnp.where(active, jnp.square(returns), 0.0)),
-            "squared_error": jnp.sum(jnp.where(active, jnp.square(of_terms - returns), 0.0)),
+            "squared_error": jnp.sum(jnp.where(active, jnp.square(term_values - returns), 0.0)),
         },
         "max": {},
     }

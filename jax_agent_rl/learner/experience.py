@@ -141,9 +141,7 @@ def build_experience(
     return Experience(active=active, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
 
 
-def scores_of_contexts(
-    groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]
-) -> PerTerm:
+def score_contexts(groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]) -> PerTerm:
     """Return the log-probs of every trajectory's trained tokens, from a function of whole contexts."""
     trajectories = [t for g in groups for t in g.trajectories]
     sequences = [s for t in trajectories for s in t.sequences]

@@ -29,7 +29,7 @@ from jax_agent_rl.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImagePacking:
-    """How packed rows hold images.
+    """The layout of images in packed rows.
 
     Attributes:
         vision_processor: the model's.

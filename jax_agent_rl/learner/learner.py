@@ -39,7 +39,7 @@ from jax_agent_rl.learner.experience import (
     Scores,
     build_experience,
     mini_batch_terms,
-    scores_of_contexts,
+    score_contexts,
 )
 from jax_agent_rl.learner.image_packing import image_packing
 from jax_agent_rl.learner.losses.covariance import SELECTORS, select_terms
@@ -227,7 +227,7 @@ class Learner:
         """Compute only the scores that something reads: each is a forward pass."""
         old = ref = values = None
         if self._score_by is not None:
-            old = scores_of_contexts(groups, functools.partial(self._score_by, self.params))
+            old = score_contexts(groups, functools.partial(self._score_by, self.params))
         elif not (self._objective.on_policy or self._objective.bypass):
             old = self._logprobs(minis, self._policy.weights)
         if self._reference is not None:

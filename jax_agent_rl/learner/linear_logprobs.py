@@ -102,7 +102,7 @@ def _backward(
     d_chosen = jnp.where(valid, cotangents[0], 0.0)[..., None] / temperature
     d_hidden = d_chosen * head[ids]
 
-    def of_normalizer(
+    def add_normalizer(
         hidden: jax.Array, statistics: jax.Array, scores: jax.Array | None, d_blocks: jax.Array
     ) -> Arrays:
         """Add a chunk's part to d head [n, B, D]; also return d hidden [N, D]. ``statistics`` [4, N]."""
@@ -122,7 +122,7 @@ def _backward(
     def chunk(d_blocks: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Arrays:
         hidden, valid, statistics, scores = part
         skip = lambda hidden, _, __, d_blocks: (jnp.zeros(hidden.shape, jnp.float32), d_blocks)  # noqa: E731
-        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), of_normalizer, skip, hidden, statistics, scores, d_blocks)
+        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), add_normalizer, skip, hidden, statistics, scores, d_blocks)
         return d_blocks, d_hidden
 
     statistics = jnp.stack([*cotangents, entropy, normalizer], axis=1)  # [C, 4, N]

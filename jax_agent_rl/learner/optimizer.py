@@ -32,7 +32,7 @@ from jax_agent_rl.models.config import Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What the optimizer changes: ``params``, ``opt_state``, and ``updates`` (int32, optimizer updates done)."""
+    """The arrays that the optimizer changes; ``updates`` (int32) counts the optimizer updates done."""
 
     params: Params
     opt_state: Any

@@ -1,9 +1,9 @@
-"""Which parameters of a model are trained, and how trained and frozen ones become what a forward pass reads.
+"""Trained and frozen parameters of a model, and the modules that forward passes make of them.
 
 ::
 
     params ─┬─► all, or all but the vision tower ──────────────────► view: cast to the compute dtype
-            └─► adapters (float32, trained, checkpointed)  ─┬─► view: joined with the frozen base
+            └─► adapters (float32, trained, checkpointed)  ─┬─► view: beside the frozen base
                 base (compute dtype, or 8 or 4 bits)       ─┴─► merge: one float32 model, for engines and export
 
 Mixed precision keeps float32 master parameters and computes in another dtype (Micikevicius et al. 2018, arXiv

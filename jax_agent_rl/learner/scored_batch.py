@@ -103,7 +103,7 @@ def trained_lengths(groups: Sequence[Group], num_minibatches: int, *, masked: Co
     ]
 
 
-def turns_of(trajectory: Trajectory) -> list[Turn]:
+def all_turns(trajectory: Trajectory) -> list[Turn]:
     """Return the turns of all sequences of a trajectory."""
     return [turn for sequence in trajectory.sequences for turn in sequence.turns]
 
@@ -111,7 +111,7 @@ def turns_of(trajectory: Trajectory) -> list[Turn]:
 def turn_spans(trajectory: Trajectory) -> list[slice]:
     """Return each turn's span in the response: sampled ids, and appended ones if they are trained on."""
     spans, at = [], 0
-    for turn in turns_of(trajectory):
+    for turn in all_turns(trajectory):
         appended = len(turn.appended_ids)
         end = at + len(turn.output.token_ids)
         spans.append(slice(at, end + appended * turn.learn_appended))
@@ -121,14 +121,14 @@ def turn_spans(trajectory: Trajectory) -> list[slice]:
 
 def turn_ends(trajectory: Trajectory) -> list[int]:
     """Return the position of each turn's last sampled id in the response."""
-    lengths = [len(turn.output.token_ids) for turn in turns_of(trajectory)]
+    lengths = [len(turn.output.token_ids) for turn in all_turns(trajectory)]
     return [span.start + length - 1 for span, length in zip(turn_spans(trajectory), lengths, strict=True)]
 
 
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
     """Return one reward per turn, float64; 0 for turns without tool calls. See :data:`TURN_REWARDS` for the sources."""
     rule = TURN_REWARDS[source]
-    return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in turns_of(trajectory)], np.float64)
+    return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in all_turns(trajectory)], np.float64)
 
 
 TURN_REWARDS: dict[str, Callable[[Sequence[ToolCallRecord]], float]] = {

@@ -91,11 +91,11 @@ class Scorer:
 
     def logprobs(self, weights: Weights, batch: Batch) -> PerTerm:
         """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
-        return batch.of_terms(self.run(self._programs.score, weights, batch))
+        return batch.gather_terms(self.run(self._programs.score, weights, batch))
 
     def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
         """Return the critic's values of each trajectory's states, float64 [L + 1]."""
-        return batch.of_states(self.run(self._programs.values, weights, batch))
+        return batch.gather_states(self.run(self._programs.values, weights, batch))
 
     def router_balance(self, weights: Weights, batch: Batch) -> Arrays:
         """Return how a whole update's tokens are routed, for its load-balancing loss; empty without one."""

@@ -197,7 +197,7 @@ class DecoderConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether a layer attends to ``sliding_window`` positions only."""
+        """Return whether a layer attends to ``sliding_window`` positions only."""
         return bool(self.windowed_layers) and self.windowed_layers[layer]
 
     def parameter_shapes(self) -> Params:

@@ -162,16 +162,16 @@ def _write_tokenizer(fields: Mapping[str, Any], source: Path, target: Path) -> N
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
 
-    def token_of(name: str) -> str | None:
+    def special_token(name: str) -> str | None:
         index = fields.get(f"tokenizer.ggml.{name}_token_id")
         return None if index is None else tokens[index]
 
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=token_of("bos"),
-        eos_token=token_of("eos"),
-        pad_token=token_of("padding"),
-        unk_token=token_of("unknown"),
+        bos_token=special_token("bos"),
+        eos_token=special_token("eos"),
+        pad_token=special_token("padding"),
+        unk_token=special_token("unknown"),
         model_max_length=fields["llama.context_length"],
         clean_up_tokenization_spaces=False,
     )

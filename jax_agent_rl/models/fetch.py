@@ -54,7 +54,7 @@ def fetch_quickstart_model(cache: Path | None = None) -> Path:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file of the folder has the digest in its manifest."""
+    """Return whether every file of the folder has the digest in its manifest."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False

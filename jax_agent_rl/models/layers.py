@@ -1,4 +1,4 @@
-"""What decoders and vision towers are made of. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
+"""Building blocks of decoders and vision towers. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ Bounds = tuple[tuple[int, int], ...]
 """Begin and end of a part of an array, in every dimension."""
 
 
-def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+def shard_bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     """Return the bounds of a shard, given by its index."""
     return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
 
@@ -71,7 +71,7 @@ def local_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Bou
     """Return the bounds that each device of this process holds of an array."""
     shards = sharding.devices_indices_map(shape)
     return {
-        device: bounds_of(index, shape) for device, index in shards.items() if device in sharding.addressable_devices
+        device: shard_bounds(index, shape) for device, index in shards.items() if device in sharding.addressable_devices
     }
 
 

@@ -28,7 +28,7 @@ import tensorstore as ts
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.mesh import Bounds, bounds_of, local_bounds
+from jax_agent_rl.models.mesh import Bounds, local_bounds, shard_bounds
 from jax_agent_rl.utils.weight_checks import check, digest
 
 MANIFEST = "manifest.json"
@@ -63,7 +63,7 @@ def write_part(folder: str, params: Params, *, part: int) -> None:
             for shard in x.addressable_shards:
                 if shard.replica_id == 0:
                     host = np.ascontiguousarray(shard.data)
-                    entry["digests"][_key(bounds_of(shard.index, x.shape), chunk)] = digest(_bytes(host))
+                    entry["digests"][_key(shard_bounds(shard.index, x.shape), chunk)] = digest(_bytes(host))
                     written.append(array[shard.index].write(host))
             for future in written:
                 future.result()

@@ -23,7 +23,7 @@ from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
-from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, turn_rewards, turn_spans, turns_of
+from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, all_turns, turn_rewards, turn_spans
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
 
@@ -132,10 +132,10 @@ def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     def one(group: np.ndarray) -> list[np.ndarray]:
         members = [samples.trajectories[i] for i in group]
         scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
-        firsts = [next((k + 1 for k, turn in enumerate(turns_of(t)) if turn.tool_calls), 0) for t in members]
+        firsts = [next((k + 1 for k, turn in enumerate(all_turns(t)) if turn.tool_calls), 0) for t in members]
         pairs = turns.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
         return [
-            np.where(np.arange(len(turns_of(t))) < first, *pair)
+            np.where(np.arange(len(all_turns(t))) < first, *pair)
             for t, first, pair in zip(members, firsts, pairs, strict=True)
         ]
 

@@ -63,12 +63,12 @@ class TermLoss(NamedTuple):
 
 
 def log_ratio(terms: Terms) -> jax.Array:
-    """``log pi - log pi_old``, clamped to +-20."""
+    """Return ``log pi - log pi_old``, clamped to +-20."""
     return jnp.clip(terms.logprob - terms.old_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_mean(values: jax.Array, terms: Terms) -> jax.Array:
-    """Mean over the active terms of each trajectory, at each of its terms; [R, K] to [R, K].
+    """Average over the active terms of each trajectory, at each of its terms; [R, K] to [R, K].
 
     A trajectory lies in one row as a whole, so the mean does not depend on how rows are cut into micro-batches.
     """
@@ -82,5 +82,5 @@ def sequence_mean(values: jax.Array, terms: Terms) -> jax.Array:
 
 
 def changed(after: jax.Array, before: jax.Array) -> jax.Array:
-    """1.0 where clipping made a difference."""
+    """Return 1.0 where clipping made a difference."""
     return (after != before).astype(jnp.float32)

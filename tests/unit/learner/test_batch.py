@@ -20,7 +20,7 @@ contexts = st.lists(
 
 def weighted(batch, advantages: list[float]):
     """The batch with one advantage per trajectory and weight 1."""
-    ones = [np.ones(len(terms)) for terms in batch.of_terms(batch.term_target)]
+    ones = [np.ones(len(terms)) for terms in batch.gather_terms(batch.term_target)]
     return batch.with_terms(advantage=[a * one for a, one in zip(advantages, ones, strict=True)], weight=ones)
 
 
@@ -62,19 +62,19 @@ def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch, _ = pack(ts, pack_length=16, share_prefixes=share)
     own = [np.arange(len(t.response_ids)) + 100.0 * i for i, t in enumerate(ts)]
-    for got, expected in zip(batch.of_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
+    for got, expected in zip(batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
         np.testing.assert_array_equal(got, expected)
     for (place,) in batch.places:
         sequences = batch.term_sequence[place.row, place.terms]
         assert len(set(sequences.tolist())) == 1
-    for ids, t in zip(batch.of_states(batch.token_ids), ts, strict=True):
+    for ids, t in zip(batch.gather_states(batch.token_ids), ts, strict=True):
         assert ids.tolist() == [t.prompt_ids[-1], *t.response_ids]
 
 
 def test_inserted_tokens_are_context_but_not_targets():
     batch, _ = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], pack_length=8)
     assert batch.target_id[0][batch.target_valid[0]].tolist() == [5, 7]
-    assert [len(terms) for terms in batch.of_terms(batch.term_target)] == [2]
+    assert [len(terms) for terms in batch.gather_terms(batch.term_target)] == [2]
 
 
 def test_a_group_with_one_prompt_pays_for_it_once():

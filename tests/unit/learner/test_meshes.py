@@ -57,13 +57,14 @@ print("rows", rows)
 """
 
 WORK = """
-import sys, json, functools, numpy as np, jax
+import sys, json, numpy as np, jax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.objective import objective_config, policy_loss
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, row_sharding
 from jax_agent_rl.models.config import Experts
+from jax_agent_rl.models.decoder import Decoder
 from tests.tiny import TINY
 from tests.trajectories import random_groups
 
@@ -83,7 +84,7 @@ def work(model, mesh):
     batch = batch.with_terms(weight=nothing, advantage=nothing, rollout_logprob=nothing, comparable=nothing)
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_sharding(mesh))
               for name, x in next(batch.micro_batches(8)).items()}
-    loss = functools.partial(policy_loss, model, objective)
+    loss = lambda params, batch: policy_loss(objective, Decoder.from_params(model, params), batch)
     step = jax.jit(lambda params, batch: jax.grad(loss, has_aux=True)(params, batch)[0], out_shardings=places)
     compiled = step.lower(params, arrays).compile()
     return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes

@@ -43,9 +43,9 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
 def test_numbers_of_a_trajectory_are_those_of_its_contexts_in_order():
     batch, _ = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], pack_length=8)
     own = [np.arange(5.0), np.array([9.0])]
-    for got, expected in zip(batch.of_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
+    for got, expected in zip(batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
         np.testing.assert_array_equal(got, expected)
-    assert [states.tolist() for states in batch.of_states(batch.token_ids)] == [[60, 70, 6, 7, 8, 9], [60, 70]]
+    assert [states.tolist() for states in batch.gather_states(batch.token_ids)] == [[60, 70, 6, 7, 8, 9], [60, 70]]
 
 
 def test_the_reward_of_two_contexts_comes_after_the_last():
