@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.deploy.launch.tpu import job
-from jax_agent_rl.deploy.launch.tpu.gcloud import fix_of
-from jax_agent_rl.deploy.launch.tpu.logs import Logs
+from jax_agent_rl.deploy.launch.tpu.gcloud import advise
+from jax_agent_rl.deploy.launch.tpu.remote import Logs
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of, request_of
 
@@ -28,14 +28,14 @@ from tests.cloud import job_of, request_of
     ],
 )
 def test_an_error_of_gclouds_has_its_fix(message: str, fix: str):
-    assert fix in fix_of(message) and bool(fix_of(message)) == bool(fix)
+    assert fix in advise(message) and bool(advise(message)) == bool(fix)
 
 
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 9), max_size=4))
 def test_however_often_a_connection_breaks_every_line_is_shown_once(tmp_path_factory: pytest.TempPathFactory, cuts):
     shown: list[str] = []
-    logs = Logs(tmp_path_factory.mktemp("logs"), say=shown.append)
+    logs = Logs(tmp_path_factory.mktemp("logs"), print_line=shown.append)
     for length in [*cuts, 9]:  # each connection begins with the first line
         read = logs.reader("host-1")
         for number in range(1, length + 1):
@@ -53,20 +53,20 @@ def test_the_lines_of_a_run_that_is_found_again_are_in_its_file_once(tmp_path: P
         return (tmp_path / "host-0.log").read_text()
 
     def launcher() -> Logs:
-        return Logs(tmp_path, say=lambda _: None)
+        return Logs(tmp_path, print_line=lambda _: None)
 
     assert shown(launcher(), "a") == "a\n"
     another = launcher()
-    another.found_run()
+    another.expect_run(found=True)
     another.reader("host-0")  # a connection that breaks at once takes nothing away
     assert (tmp_path / "host-0.log").read_text() == "a\n"
     assert shown(another, "a", "b") == shown(another, "a", "b") == "a\nb\n"
-    another.new_run()
+    another.expect_run(found=False)
     assert shown(another, "c") == "a\nb\nc\n"
 
 
 def test_only_the_runs_own_last_line_says_that_it_has_ended(tmp_path: Path):
-    read = Logs(tmp_path, say=lambda _: None).reader("host-1")
+    read = Logs(tmp_path, print_line=lambda _: None).reader("host-1")
     for line in ("ERROR: (gcloud) no network", "1|end|0"):
         read(f"[host-1] {line}")
         assert read.status is None
