@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on Cloud TPU slices: makes them, trains, keeps the run in a bucket, survives preemptions, gives them back.
+# Trains on Cloud TPU slices: creates them, trains, stores the run in a bucket, survives preemptions, deletes them.
 #   ./launch/tpu_pod.sh --name N --zone Z --topology v5e:4x4 [--bucket gs://B] [--config FILE] [key.path=value …]
 # --help tells all, docs/tpu.md the rest.
 set -euo pipefail

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.deploy.launch.tpu import topology
-from jax_agent_rl.deploy.launch.tpu.gcloud import SliceRequest
+from jax_agent_rl.deploy.launch.tpu.gcloud import SliceRequest, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from tests.launching import LEARN, ROOT
 from tests.ports import free_ports
@@ -330,7 +329,7 @@ class Cloud:
 
 def request_of(name: str = "v5e:4x4", slices: int = 1, **changed: object) -> SliceRequest:
     """One on-demand slice of v5e:4x4, but for what is changed."""
-    chosen = topology.parse(name)
+    chosen = parse_topology(name)
     fields = {"spot": False, "queued": False, "valid_until": None, "runtime": chosen.kind.runtime} | changed
     return SliceRequest(name="my-run", topology=chosen, slices=slices, **fields)  # type: ignore[arg-type]
 

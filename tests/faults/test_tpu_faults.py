@@ -81,7 +81,7 @@ def test_a_slice_that_is_taken_back_is_made_anew_and_the_run_resumes(cloud: Clou
     cloud.preempt()
     rest = said_by(process)
     assert process.returncode == 0, rest
-    assert "preemption 1 of at most 20 (PREEMPTED)" in rest and "taken back 1 time(s) on the way" in rest
+    assert "preemption 1 of at most 20 (PREEMPTED)" in rest and "preempted 1 time(s)" in rest
     first, second = sorted(cloud.runs(), key=len)
     assert "resume" not in first and second.endswith("--auto-resume")
     assert len(cloud.calls("tpu-vm create")) == 2 and cloud.node() is None
@@ -94,7 +94,8 @@ def test_preemptions_are_bounded(cloud: Cloud):
     cloud.preempt()
     rest = said_by(process)
     assert process.returncode == 1
-    assert "taken back 1 times (--max-preemptions 0); what was saved is in gs://b/try: go on with --resume" in rest
+    assert "preempted 1 time(s) (--max-preemptions 0); the last checkpoint is in gs://b/try" in rest
+    assert "continue with --resume" in rest
 
 
 def test_a_broken_connection_loses_neither_the_run_nor_a_line(cloud: Cloud):
@@ -154,7 +155,7 @@ def test_a_run_that_failed_is_left_while_nobody_says_whether_its_slice_was_taken
     cloud.order("describe-fails")
     cloud.power_off()
     rest = said_by(process)
-    assert process.returncode == 1 and "gcloud does not say whether the slice was taken back" in rest, rest
+    assert process.returncode == 1 and "gcloud does not report whether the slice was preempted" in rest, rest
     assert cloud.node() is not None
 
 
@@ -291,9 +292,9 @@ def test_a_slice_that_cannot_be_deleted_is_named_and_the_others_are_deleted(clou
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--name", "try-rollout-0"], "is a name of slices that sample"),
+        (["--name", "try-rollout-0"], "is reserved for slices that sample"),
         (["--rollout-hosts", 2, "--rollout-topology", "v5e:4x4"], "v5e:4x4 has 4 hosts, and an engine runs on one"),
-        (["--rollout-topology", "v5e:2x2"], "is of --rollout-hosts: say how many"),
+        (["--rollout-topology", "v5e:2x2"], "needs --rollout-hosts: give their number"),
         (
             ["--rollout-hosts", 1, "--rollout-topology", "v5e:2x2", "--render", "slurm"],
             "nodes of a Slurm job are of one kind",
@@ -348,7 +349,7 @@ def test_ctrl_c_ends_the_wait_for_a_cloud_that_does_not_take_a_slice_back(cloud:
     process = cloud.start(*KEPT, "--poll", 1000)
     read_until(process, "trying again in")
     rest = "".join(ended_after(process, signal.SIGINT))
-    assert process.returncode == 130 and "--delete takes it away" in rest and cloud.node() is not None, rest
+    assert process.returncode == 130 and "--delete deletes it" in rest and cloud.node() is not None, rest
 
 
 def test_a_host_that_does_not_listen_yet_is_tried_again(cloud: Cloud):
@@ -370,7 +371,7 @@ def test_a_wait_that_ends_without_an_answer_says_what_stays(cloud: Cloud, order:
     cloud.order(order)
     rest = said_by(process)
     assert process.returncode == 1 and message in rest, rest
-    assert "the slice stays and costs: --delete takes it away" in rest
+    assert "the slice stays and costs: --delete deletes it" in rest
 
 
 def test_a_request_that_is_suspended_before_it_is_ready_is_made_anew(cloud: Cloud):
@@ -428,4 +429,4 @@ def test_a_host_that_cannot_be_prepared_is_named(cloud: Cloud):
     result = cloud.launch(*KEPT, "--prepare", "cp /nowhere .")
     assert result.returncode == 1 and cloud.runs() == []
     assert "host-0:" in result.stderr and "failed, see above" in result.stderr
-    assert "the slice stays and costs: --delete takes it away" in result.stdout and cloud.node() is not None
+    assert "the slice stays and costs: --delete deletes it" in result.stdout and cloud.node() is not None

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch import placement, plan, settings
-from jax_agent_rl.deploy.launch.arguments import port, positive
+from jax_agent_rl.deploy.launch import plan, settings
 from jax_agent_rl.deploy.launch.hosts import Host, inspect, make_hosts, require_free_port
-from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, TimedPrinter, secrets_of
+from jax_agent_rl.deploy.launch.runner import Interrupted, Runner, TimedPrinter
+from jax_agent_rl.deploy.launch.settings import port, positive
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("overrides", nargs="*", metavar="a.b=c", help="configuration keys, for servers and learner")
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
-    add("--resume", action="store_true", help="go on from the newest checkpoint of run_dir")
+    add("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
     add("--dry-run", action="store_true", help="print the commands of every host in order, and run none")
     add(
         "--hosts",
@@ -48,19 +48,27 @@ def parser() -> argparse.ArgumentParser:
         "--gpus-per-host",
         type=positive,
         metavar="N",
-        help=f"use the first N GPUs of every host; default all (a dry run asks no host and assumes {_ASSUMED_GPUS})",
+        help=f"use the first N GPUs of every host; default all (a dry run queries no host and assumes {_ASSUMED_GPUS})",
     )
-    add("--learner-gpus", type=_indices, metavar="0,1", help="GPUs of the first host that are the learner's")
-    add("--server-gpus", type=_indices, metavar="2,3", help="GPUs of the first host that serve")
-    add("--port", type=port, default=8100, metavar="P", help="of each host's first server; the next count up (8100)")
-    add("--ray-port", type=port, default=6379, metavar="P", help="of Ray's head, on several hosts (6379)")
+    add("--learner-gpus", type=_indices, metavar="0,1", help="GPUs of the first host for the learner")
+    add("--server-gpus", type=_indices, metavar="2,3", help="GPUs of the first host for servers")
+    add(
+        "--port",
+        type=port,
+        default=8100,
+        metavar="P",
+        help="port of each host's first server; the next count up (8100)",
+    )
+    add("--ray-port", type=port, default=6379, metavar="P", help="port of Ray's head, on several hosts (6379)")
     add("--start-timeout", type=positive, default=1800, metavar="S", help="seconds until servers are healthy (1800)")
-    add("--no-install", action="store_true", help="the environment is there already, on every host")
+    add("--no-install", action="store_true", help="the environment exists already, on every host")
     return result
 
 
 _EPILOG = f"""\
-{(placement.__doc__ or "").partition("are the learner's and which the rollout servers'.")[2].strip().replace("``", "")}
+The knobs of placement are learner.mesh and rollout.vllm.tensor_parallel_size:
+
+{plan.PLACEMENT_RULE}
 
 Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (of the launcher itself),
 CUDA_VISIBLE_DEVICES (restricts the GPUs of this machine).
@@ -114,18 +122,16 @@ def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argp
         chosen = settings.assume(options.config_file, options.overrides)
     count = arguments.gpus_per_host or _ASSUMED_GPUS
     if options.device == "cuda":
-        print(f"# {count} GPU(s) on every host (--gpus-per-host): a dry run does not ask them")
+        print(f"# {count} GPU(s) on every host (--gpus-per-host): a dry run queries no host")
     spread = _place(hosts, {host: list(range(count)) for host in hosts}, chosen, arguments)
-    lines = plan.lines_of_preparation(plan.prepare(hosts, options), options)
-    lines += plan.lines_of_plan(plan.make_plan(hosts, spread, chosen, options), options)
-    print("\n".join(lines))
+    preparation, made = plan.prepare(hosts, options), plan.make_plan(hosts, spread, chosen, options)
+    print("\n".join(plan.format_dry_run(preparation, made, options.root)))
 
 
 async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argparse.Namespace) -> int:
     print_line = TimedPrinter()
-    runner = Runner(
-        root=options.root, print_line=print_line, secrets=secrets_of(secrets.token_hex(32), secrets.token_hex(32))
-    )
+    tokens = {name: secrets.token_hex(32) for name in (plan.TOKEN, plan.RAY_TOKEN)}
+    runner = Runner(root=options.root, print_line=print_line, secrets=tokens)
     async with runner.until_interrupted():
         gpus = await asyncio.to_thread(inspect, hosts, options.device, options.root)
         for host, found in gpus.items():
@@ -133,55 +139,35 @@ async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argpa
                 f"{host.name}: " + (f"{len(found)} x {found[0].name}, driver {found[0].driver}" if found else "CPUs")
             )
         await runner.prepare(plan.prepare(hosts, options))
-        chosen = settings.read(
-            Path(options.program("python")), options.config_file, options.overrides, root=options.root
-        )
-        indices = {host: [gpu.index for gpu in found] for host, found in gpus.items()}
-        spread = _place(hosts, _first(indices, arguments.gpus_per_host), chosen, arguments)
-        _describe(spread, print_line)
-        _require_free_ports(hosts, spread, options)
+        python = Path(options.program("python"))
+        chosen = settings.read(python, options.config_file, options.overrides, root=options.root)
+        count, indices = arguments.gpus_per_host, {}
+        for host, found in gpus.items():
+            if found and count and len(found) < count:
+                raise LaunchError(f"{host.name} has {len(found)} usable GPU(s), --gpus-per-host wants {count}")
+            indices[host] = [gpu.index for gpu in found][:count]
+        spread = _place(hosts, indices, chosen, arguments)
+        for server in spread.servers:
+            print_line(f"{server.name}: {server.host.name}, port {server.port}, {_format_gpus(server.gpus)}")
+            if server.host.local:  # Ray actors on other hosts check their own ports
+                require_free_port(server.host.name, server.host.address, server.port, option="--port")
+        print_line(f"learner: this machine, {_format_gpus(spread.learner_gpus)}")
+        if len(hosts) > 1:
+            require_free_port(hosts[0].name, hosts[0].address, options.ray_port, option="--ray-port")
         return await runner.run(plan.make_plan(hosts, spread, chosen, options), start_seconds=arguments.start_timeout)
-
-
-def _first(indices: dict[Host, list[int]], count: int | None) -> dict[Host, list[int]]:
-    """Return the first ``count`` GPUs of every host; all if it is None."""
-    for host, present in indices.items():
-        if present and count and len(present) < count:
-            raise LaunchError(f"{host.name} has {len(present)} usable GPU(s), --gpus-per-host wants {count}")
-    return {host: present[:count] for host, present in indices.items()}
 
 
 def _place(
     hosts: Sequence[Host], gpus: dict[Host, list[int]], chosen: settings.Settings, arguments: argparse.Namespace
-) -> placement.ServerPlacement:
+) -> plan.ServerPlacement:
     if arguments.device == "cpu":
-        return placement.place_on_cpus(hosts, port=arguments.port)
-    return placement.place(
-        gpus,
-        chosen,
-        port=arguments.port,
-        learner_gpus=arguments.learner_gpus,
-        server_gpus=arguments.server_gpus,
-    )
+        return plan.place_on_cpus(hosts, port=arguments.port)
+    named = {"learner_gpus": arguments.learner_gpus, "server_gpus": arguments.server_gpus}
+    return plan.place(gpus, chosen, port=arguments.port, **named)
 
 
-def _describe(spread: placement.ServerPlacement, print_line: TimedPrinter) -> None:
-    for server in spread.servers:
-        print_line(f"{server.name}: {server.host.name}, port {server.port}, {_named(server.gpus)}")
-    print_line(f"learner: this machine, {_named(spread.learner_gpus)}")
-
-
-def _named(gpus: Sequence[int]) -> str:
+def _format_gpus(gpus: Sequence[int]) -> str:
     return f"GPU {', '.join(map(str, gpus))}" if gpus else "CPUs"
-
-
-def _require_free_ports(hosts: Sequence[Host], spread: placement.ServerPlacement, options: plan.Options) -> None:
-    """Check the ports of this machine; each Ray actor checks its own."""
-    for server in spread.servers:
-        if server.host.local:
-            require_free_port(server.host.name, server.host.address, server.port, option="--port")
-    if len(hosts) > 1:
-        require_free_port(hosts[0].name, hosts[0].address, options.ray_port, option="--ray-port")
 
 
 def _comma_separated(text: str) -> list[str]:

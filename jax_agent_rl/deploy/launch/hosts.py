@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jax_agent_rl.errors import LaunchError
 
-OLDEST_DRIVER = 580
-"""Of CUDA 13, which the pinned torch and jax are built with (third_party/constraints-gpu.txt)."""
+MIN_DRIVER = 580
+"""CUDA 13's driver; the pinned torch and jax are built with it (third_party/constraints-gpu.txt)."""
 
 LIST_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader")
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -26,6 +26,7 @@ _NO_CHECKOUT = 66
 _SSH_FAILED = 255
 _NOT_FOUND = 127
 _LOOPBACK = "127.0.0.1"
+_NO_DRIVER = f"there is no nvidia-smi, so no NVIDIA driver: install driver {MIN_DRIVER} or newer, or use --device cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,9 @@ class Host:
     """A machine of the launch.
 
     Attributes:
-        name: as the user gave it, for ssh and for messages; ``user@`` may precede it.
-        address: where the other hosts reach it.
-        local: it is the machine the launcher runs on.
+        name: the name given by the user, for ssh and messages; ``user@`` may precede it.
+        address: address at which the other hosts reach it.
+        local: the launcher runs on it.
     """
 
     name: str
@@ -58,9 +59,10 @@ class Command:
     """A command on a host.
 
     Attributes:
-        name: what its lines of output begin with.
+        name: prefix of its lines of output.
+        host: where it runs.
         argv: program and arguments, as the host sees them.
-        env: variables it runs with, besides the host's own.
+        env: variables added to the host's own.
     """
 
     name: str
@@ -70,15 +72,11 @@ class Command:
 
     def local_argv(self, root: Path) -> list[str]:
         """Return what the launcher starts on its own machine: the command itself, or ssh to its host."""
+        variables = ["env", *(f"{name}={value}" for name, value in self.env.items())] if self.env else []
+        argv = [*variables, *self.argv]
         if self.host.local:
-            return [*self._variables(), *self.argv]
-        there = (
-            f"cd {shlex.quote(str(root))} || exit {_NO_CHECKOUT}; exec {shlex.join([*self._variables(), *self.argv])}"
-        )
-        return [*SSH, self.host.name, there]
-
-    def _variables(self) -> list[str]:
-        return ["env", *(f"{name}={value}" for name, value in self.env.items())] if self.env else []
+            return argv
+        return [*SSH, self.host.name, f"cd {shlex.quote(str(root))} || exit {_NO_CHECKOUT}; exec {shlex.join(argv)}"]
 
 
 def make_hosts(names: Sequence[str], *, resolve: bool = True) -> list[Host]:
@@ -97,67 +95,69 @@ def make_hosts(names: Sequence[str], *, resolve: bool = True) -> list[Host]:
         raise LaunchError(f"--hosts: {bad} are not host names or IPv4 addresses")
     if len(set(names)) < len(names):
         raise LaunchError(f"--hosts names a host twice: {','.join(names)}")
-    addresses = [_address(name.rpartition("@")[2]) if resolve else name.rpartition("@")[2] for name in names]
-    if resolve and not _is_mine(addresses[0]):
+    places = [name.rpartition("@")[2] for name in names]
+    addresses = [_resolve(place) for place in places] if resolve else places
+    if resolve and _bind(addresses[0], 0) is not None:
         raise LaunchError(
             f"--hosts: {names[0]} ({addresses[0]}) is not an address of this machine; the first host is the one the "
             "learner runs on, and gpu.sh is started there"
         )
     if len(names) == 1:
         return [Host(name=names[0], address=_LOOPBACK, local=True)]
-    if loopback := [name for name, address in zip(names, addresses, strict=True) if _misleads(name, address)]:
-        raise LaunchError(
-            f"{loopback[0]}: other hosts cannot reach it at the loopback address that this machine knows "
-            "it by; give its address in the network instead"
-        )
-    pairs = zip(names, addresses, strict=True)
-    return [Host(name=name, address=address, local=i == 0) for i, (name, address) in enumerate(pairs)]
+    hosts = [
+        Host(name=name, address=address, local=name is names[0]) for name, address in zip(names, addresses, strict=True)
+    ]
+    for host, place in zip(hosts, places, strict=True):
+        # Debian gives a machine's own name the address 127.0.1.1.
+        if place != host.address and ipaddress.ip_address(host.address).is_loopback:
+            raise LaunchError(
+                f"{host.name}: other hosts cannot reach it at the loopback address that this machine knows "
+                "it by; give its address in the network instead"
+            )
+    return hosts
 
 
-def _address(name: str) -> str:
+def _resolve(name: str) -> str:
     try:
-        address = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise LaunchError(f"{name}: its address cannot be found ({error})") from None
-    return str(address)
 
 
-def _misleads(name: str, address: str) -> bool:
-    """Return whether a name resolves to loopback: Debian gives a machine's own name the address 127.0.1.1."""
-    return name.rpartition("@")[2] != address and ipaddress.ip_address(address).is_loopback
-
-
-def _is_mine(address: str) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-def require_free_port(host: str, address: str, port: int, *, option: str) -> None:
-    """Raise :class:`LaunchError` if the port is taken on this machine, or the address is not this machine's."""
+def _bind(address: str, port: int) -> OSError | None:
+    """Return why nothing can listen there on this machine; None if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
-            raise LaunchError(
-                f"{host}: cannot listen on {address}:{port}: {error.strerror}; choose other ports with {option}"
-            ) from None
+            return error
+    return None
+
+
+def require_free_port(host: str, address: str, port: int, *, option: str) -> None:
+    """Raise :class:`LaunchError` if the port is taken on this machine, or the address is not this machine's."""
+    if error := _bind(address, port):
+        raise LaunchError(
+            f"{host}: cannot listen on {address}:{port}: {error.strerror}; choose other ports with {option}"
+        )
 
 
 def check_command(host: Host, device: str) -> Command:
-    """Return the command that tells whether a host can take part; on CUDA it lists the GPUs."""
+    """Return the command that checks a host; on CUDA it lists the GPUs."""
     return Command(name=host.name, host=host, argv=LIST_GPUS if device == "cuda" else ("true",))
 
 
 def inspect(hosts: Sequence[Host], device: str, root: Path) -> dict[Host, list[Gpu]]:
     """Return the GPUs of every host; hosts are queried concurrently.
 
+    Args:
+        hosts: hosts of the launch.
+        device: ``cuda`` or ``cpu``.
+        root: the project's folder, on every host.
+
     Raises:
-        LaunchError: with what is wrong on each host that cannot be used.
+        LaunchError: some hosts cannot be used; lists the problem of each.
     """
     found: dict[Host, list[Gpu]] = {}
     problems = []
@@ -178,25 +178,20 @@ def _inspect(host: Host, device: str, root: Path) -> list[Gpu]:
     try:
         result = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
-        raise LaunchError(f"{host.name}: {_missing(argv[0])}") from None
-    said = " ".join((result.stderr or result.stdout).split())
+        missing = _NO_DRIVER if argv[0] == "nvidia-smi" else f"{argv[0]} is not installed"
+        raise LaunchError(f"{host.name}: {missing}") from None
+    output = " ".join((result.stderr or result.stdout).split())
     if not host.local and result.returncode == _SSH_FAILED:
-        raise LaunchError(f"{host.name}: ssh failed: {said}; it must let you in without a password (ssh {host.name})")
+        raise LaunchError(f"{host.name}: ssh failed: {output}; it must let you in without a password (ssh {host.name})")
     if not host.local and result.returncode == _NO_CHECKOUT:
         raise LaunchError(f"{host.name}: there is no {root}; this folder must be at the same path on every host")
     if device != "cuda":
         return []
     if result.returncode == _NOT_FOUND:
-        raise LaunchError(f"{host.name}: {_missing('nvidia-smi')}")
+        raise LaunchError(f"{host.name}: {_NO_DRIVER}")
     if result.returncode or "No devices were found" in result.stdout:
-        raise LaunchError(f"{host.name}: nvidia-smi finds no usable GPU: {said}")
+        raise LaunchError(f"{host.name}: nvidia-smi finds no usable GPU: {output}")
     return usable_gpus(host, result.stdout, os.environ.get("CUDA_VISIBLE_DEVICES") if host.local else None)
-
-
-def _missing(program: str) -> str:
-    if program != "nvidia-smi":
-        return f"{program} is not installed"
-    return f"there is no nvidia-smi, so no NVIDIA driver: install driver {OLDEST_DRIVER} or newer, or use --device cpu"
 
 
 def usable_gpus(host: Host, listing: str, visible: str | None = None) -> list[Gpu]:
@@ -205,16 +200,20 @@ def usable_gpus(host: Host, listing: str, visible: str | None = None) -> list[Gp
     Args:
         host: for messages.
         listing: output of the command.
-        visible: ``CUDA_VISIBLE_DEVICES`` (indices or UUIDs), if it is set: other GPUs are left alone.
+        visible: ``CUDA_VISIBLE_DEVICES`` (indices or UUIDs), if set; other GPUs are not used.
 
     Raises:
         LaunchError: there is none, or the driver is too old.
     """
-    gpus = [_parse(host, line) for line in listing.splitlines() if line.strip()]
-    if gpus and int(gpus[0].driver.partition(".")[0]) < OLDEST_DRIVER:
+    gpus = []
+    for line in filter(None, map(str.strip, listing.splitlines())):
+        if (match := _GPU.fullmatch(line)) is None:
+            raise LaunchError(f"{host.name}: nvidia-smi is not understood: {line!r}")
+        gpus.append(Gpu(**{**match.groupdict(), "index": int(match["index"])}))
+    if gpus and int(gpus[0].driver.partition(".")[0]) < MIN_DRIVER:
         raise LaunchError(
             f"{host.name}: NVIDIA driver {gpus[0].driver} is too old; torch and jax for CUDA 13 need "
-            f"{OLDEST_DRIVER} or newer"
+            f"{MIN_DRIVER} or newer"
         )
     if visible is not None:
         allowed = {entry.strip() for entry in visible.split(",")}
@@ -226,10 +225,3 @@ def usable_gpus(host: Host, listing: str, visible: str | None = None) -> list[Gp
             else f"{host.name}: nvidia-smi lists no GPU; use --device cpu to run without"
         )
     return gpus
-
-
-def _parse(host: Host, line: str) -> Gpu:
-    match = _GPU.fullmatch(line.strip())
-    if match is None:
-        raise LaunchError(f"{host.name}: nvidia-smi is not understood: {line.strip()!r}")
-    return Gpu(index=int(match["index"]), uuid=match["uuid"], name=match["name"], driver=match["driver"])

@@ -1,4 +1,4 @@
-"""Runs a plan: starts its processes in order, prints their output, and ends all of them whatever happens."""
+"""Processes of a launch: started in order, their output printed, and all of them ended whatever happens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.hosts import Command
-from jax_agent_rl.deploy.launch.plan import LONGEST_GRACE, RAY_TOKEN, TOKEN, LaunchPlan, Preparation
+from jax_agent_rl.deploy.launch.plan import MAX_GRACE, TOKEN, LaunchPlan, Preparation
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.rollout.http import wire
 
 
 class TimedPrinter:
-    """Prints lines of the launcher's own with the seconds since it began; lines of processes as they are."""
+    """Prints the launcher's own lines with the seconds since it began; lines of processes as they are."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
 
     def __call__(self, line: str) -> None:
         own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
-        with contextlib.suppress(BrokenPipeError):  # nobody reads on: end in order all the same
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it: still end in order
             print(own + line, flush=True)
 
 
@@ -37,12 +37,11 @@ PrintLine = Callable[[str], None]
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 15.0
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Servers are in this network, whatever proxy the environment names."""
-_SAVE_SECONDS = 60.0
-"""What the learner may take to save a checkpoint after a server has failed."""
-_SSH_SECONDS = 10.0
-"""More than a tether's grace: what ssh may take to say that the other side has ended."""
+_SAVE_SECONDS = 60.0  # for the learner to save a checkpoint after a server has failed
+# Servers are in this network, whatever proxy the environment names.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_SSH_SECONDS = 10.0  # beyond a tether's grace, for ssh to report the end
+_MAX_CONNECTIONS = 16  # each takes a gcloud process
 
 
 class Interrupted(Exception):
@@ -54,6 +53,35 @@ def set_on_signal(event: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, event.set)
+
+
+async def watch(wanted: Awaitable[T], interrupt: asyncio.Event, processes: Sequence[Process] = ()) -> T:
+    """Await work, but not past an interruption or the end of one of the processes.
+
+    Args:
+        wanted: the work.
+        interrupt: set by an interruption.
+        processes: processes that should go on.
+
+    Raises:
+        Interrupted: there was an interruption.
+        LaunchError: a process ended.
+    """
+    work, interrupted = asyncio.ensure_future(wanted), asyncio.ensure_future(interrupt.wait())
+    try:
+        await asyncio.wait([work, interrupted, *(p.ended for p in processes)], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        if interrupted.done():
+            raise Interrupted
+        command, ended = next((p.command, p.ended) for p in processes if p.ended.done())
+        raise LaunchError(
+            f"{command.name} on {command.host.name} ended (exit status {ended.result()}), see its last lines above"
+        )
+    finally:
+        for task in (interrupted, work):
+            task.cancel()
+        await asyncio.gather(work, interrupted, return_exceptions=True)
 
 
 class Process:
@@ -120,17 +148,17 @@ class Process:
         else:
             self.interrupt()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.ended), LONGEST_GRACE + _SSH_SECONDS)
+            await asyncio.wait_for(asyncio.shield(self.ended), MAX_GRACE + _SSH_SECONDS)
         self.interrupt(signal.SIGKILL)
         await self.ended
 
 
 class Runner:
-    """Supervisor of processes that live and die together.
+    """Supervisor of processes that run and end together.
 
     Args:
         root: folder that local commands run in.
-        print_line: takes a line for the screen.
+        print_line: prints a line.
         secrets: variables of tethered commands.
     """
 
@@ -153,7 +181,7 @@ class Runner:
                 await asyncio.gather(*(process.stop() for process in stage))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Make the environments, all hosts concurrently; then fetch model and data.
+        """Create the environments, all hosts concurrently; then fetch model and data.
 
         Raises:
             LaunchError: a command failed; its output is on the screen.
@@ -166,7 +194,9 @@ class Runner:
 
     async def _all_succeed(self, commands: Sequence[Command]) -> None:
         processes = await self._start(commands, tethered=False)
-        statuses = await self._watch(asyncio.gather(*(asyncio.shield(process.ended) for process in processes)), ())
+        statuses = await watch(
+            asyncio.gather(*(asyncio.shield(process.ended) for process in processes)), self._interrupt
+        )
         self._stages.pop()
         failed = [c for c, status in zip(commands, statuses, strict=True) if status]
         if failed:
@@ -177,7 +207,7 @@ class Runner:
 
         Args:
             plan: the commands.
-            start_seconds: most time the rollout servers may take until all are healthy.
+            start_seconds: limit for the rollout servers to become healthy.
 
         Returns:
             The learner's exit status.
@@ -190,10 +220,10 @@ class Runner:
             head, *workers = plan.cluster
             self._print_line(f"starting Ray on {', '.join(command.host.name for command in plan.cluster)}")
             await self._start([head])
-            await self._watch(self._until_listening(head), self._running)
+            await watch(self._until_listening(head), self._interrupt, self._running)
             await self._start(workers)
         await self._start(plan.servers)
-        await self._watch(self._until_healthy(plan.urls, start_seconds), self._running)
+        await watch(self._until_healthy(plan.urls, start_seconds), self._interrupt, self._running)
         return await self._train(plan.learner)
 
     async def _train(self, command: Command) -> int:
@@ -201,18 +231,18 @@ class Runner:
         others = self._running
         (learner,) = await self._start([command])
         try:
-            return await self._watch(asyncio.shield(learner.ended), others)
+            return await watch(asyncio.shield(learner.ended), self._interrupt, others)
         except Interrupted:
             self._print_line("interrupted: the learner saves a checkpoint (once more to end it at once)")
             self._interrupt.clear()
         except LaunchError:
-            learner.interrupt()  # what it has learnt so far is saved
+            learner.interrupt()  # its progress is saved
             with contextlib.suppress(Interrupted, LaunchError, TimeoutError):
-                await asyncio.wait_for(self._watch(asyncio.shield(learner.ended), ()), _SAVE_SECONDS)
+                await asyncio.wait_for(watch(asyncio.shield(learner.ended), self._interrupt), _SAVE_SECONDS)
             raise
         learner.interrupt()
         with contextlib.suppress(Interrupted):
-            return await self._watch(asyncio.shield(learner.ended), others)
+            return await watch(asyncio.shield(learner.ended), self._interrupt, others)
         return 128 + signal.SIGINT
 
     @property
@@ -226,22 +256,6 @@ class Runner:
             secrets = self._secrets if tethered else None
             stage.append(await Process.start(command, root=self._root, secrets=secrets, print_line=self._print_line))
         return stage
-
-    async def _watch(self, wanted: Awaitable[T], processes: Sequence[Process]) -> T:
-        """Await work, but not past an interruption or the end of one of the processes."""
-        work = asyncio.ensure_future(wanted)
-        interrupt = asyncio.ensure_future(self._interrupt.wait())
-        try:
-            await asyncio.wait([work, interrupt, *(p.ended for p in processes)], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            if interrupt.done():
-                raise Interrupted
-            raise _death(next(p for p in processes if p.ended.done()))
-        finally:
-            interrupt.cancel()
-            work.cancel()
-            await asyncio.gather(work, interrupt, return_exceptions=True)
 
     # --- waiting ----------------------------------------------------------------------------------------------
 
@@ -273,9 +287,7 @@ class Runner:
     def _is_healthy(self, url: str) -> bool:
         headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION), "Authorization": f"Bearer {self._secrets[TOKEN]}"}
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{url}/v1/health", headers=headers), timeout=5
-            ) as answer:
+            with _DIRECT.open(urllib.request.Request(f"{url}/v1/health", headers=headers), timeout=5) as answer:
                 return bool(json.load(answer)["ok"])
         except urllib.error.HTTPError as error:
             raise LaunchError(f"{url}: another program answers there (HTTP {error.code}); choose --port") from None
@@ -283,11 +295,43 @@ class Runner:
             return False
 
 
-def _death(process: Process) -> LaunchError:
-    command, status = process.command, process.ended.result()
-    return LaunchError(f"{command.name} on {command.host.name} ended (exit status {status}), see its last lines above")
+class Connections:
+    """Concurrent commands on hosts: each is a process of this machine, and none is left behind.
 
+    Args:
+        root: the project's folder.
+    """
 
-def secrets_of(token: str, ray_token: str) -> dict[str, str]:
-    """Return what tethered commands get on standard input."""
-    return {TOKEN: token, RAY_TOKEN: ray_token}
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._processes: list[Process] = []
+
+    async def run(self, command: Command, print_line: PrintLine, secrets: Mapping[str, str] | None = None) -> int:
+        """Run a command to its end; return its exit status.
+
+        Args:
+            command: what to run, and where.
+            print_line: takes each line of its output.
+            secrets: variables that it reads from its input.
+        """
+        process = await Process.start(command, root=self._root, secrets=secrets, print_line=print_line)
+        self._processes.append(process)
+        status = await asyncio.shield(process.ended)
+        self._processes.remove(process)
+        return status
+
+    async def run_all(
+        self, commands: Sequence[Command], print_line: PrintLine, secrets: Mapping[str, str] | None = None
+    ) -> list[int]:
+        """Run commands on all hosts; return their exit statuses. See :meth:`run`."""
+        places = asyncio.Semaphore(_MAX_CONNECTIONS)
+
+        async def one(command: Command) -> int:
+            async with places:
+                return await self.run(command, print_line, secrets)
+
+        return await asyncio.gather(*map(one, commands))
+
+    async def stop(self) -> None:
+        """End the processes left over when their caller stopped waiting."""
+        await asyncio.gather(*(process.stop() for process in self._processes))

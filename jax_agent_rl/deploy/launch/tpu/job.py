@@ -1,58 +1,57 @@
-"""Commands on the hosts, as data: the dry run prints them, the controller runs them."""
+"""The job of a launch and its commands on the hosts, as data that the dry run prints and the controller runs."""
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jax_agent_rl.deploy.launch.hosts import Command
 from jax_agent_rl.deploy.launch.tpu import gcloud
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
+from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Gcloud, SliceRequest, Topology
 from jax_agent_rl.deploy.launch.tpu.slices import Addresses
-from jax_agent_rl.deploy.launch.tpu.topology import Topology
 from jax_agent_rl.errors import LaunchError
 
 ARCHIVE = "jax_agent_rl.tar.gz"
 CODE = "jax_agent_rl"
 """Folder of the project on every host, in the home folder."""
-_COPIED = f"{CODE}.files"
-"""Beside it: the names of the files that were copied there."""
+_COPIED = f"{CODE}.files"  # beside it: names of the files that were copied there
 CONFIG = "tpu_pod.yaml"
-"""Name of the user's configuration in there."""
+"""Name of the user's configuration in that folder."""
 QUICKSTART = "configs/quickstart.yaml"
-QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
+_QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
+_MAX_CODE_BYTES = 50_000_000  # larger files are hardly code
+_BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
+_VENV = f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"  # expanded by the host's shell
 
 REFUSED = 2
 """Exit status of a run that a user has to correct."""
-
 TOKEN = "JAX_AGENT_RL_TOKEN"
 """Environment variable with the secret between the learner and rollout servers."""
-
 OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator")
 """Keys that the launcher sets itself."""
 SPLIT_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_dir"))
-"""And with ``--rollout-hosts`` these."""
-
-
-_BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
+"""Further ones with ``--rollout-hosts``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and where it is kept.
+    """What to train, and where it is stored.
 
     Attributes:
-        name: of the run, in the bucket and on the hosts.
-        config: the YAML file here; None: the quickstart, whose model and data are made on every host.
+        name: name of the run, in the bucket and on the hosts.
+        config: local YAML file; None: the quickstart, whose model and data every host fetches.
         overrides: ``a.b=c``.
-        bucket: ``gs://…``, where checkpoints, small files and logs go.
-        prepare: shell command for every host before the run, in the project's folder: what brings model and data.
-        install: make the environment first.
-        port: of rollout servers.
-        variables: environment variables of the preparation and the run; None is a value that is not known here.
+        bucket: ``gs://…`` for checkpoints, small files and logs.
+        prepare: shell command for every host before the run, in the project's folder, that fetches model and data.
+        install: create the environment first.
+        port: port of rollout servers.
+        variables: environment variables of the preparation and the run; None: the value is not known here.
     """
 
     name: str
@@ -79,18 +78,14 @@ class Job:
         return f"runs/{self.name}"
 
     def secrets(self, token: str | None = None) -> Mapping[str, str] | None:
-        """Return what goes to a host through the connection; None if nothing does.
-
-        Args:
-            token: between learner and rollout servers.
-        """
+        """Return the variables, and the rollout servers' token, that go to a host through the connection, if any."""
         known = {name: value for name, value in self.variables.items() if value is not None}
         return {**known, **({TOKEN: token} if token else {})} or None
 
     @property
     def preparation(self) -> str | None:
         """``prepare``, or what the quickstart needs."""
-        return self.prepare or (None if self.config else QUICKSTART_PREPARATION)
+        return self.prepare or (None if self.config else _QUICKSTART_PREPARATION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +95,9 @@ class HostWorker:
     Attributes:
         node: gcloud's name of the slice.
         index: gcloud's number of the host in it.
-        number: among those that learn, where 0 leads, or among those that only sample.
-        alone: no other one learns.
-        address: in the zone's network.
+        number: number among the learner's hosts, of which 0 leads, or among the rollout servers.
+        alone: it is the learner's only host.
+        address: address in the zone's network.
         serves: it only samples.
     """
 
@@ -124,8 +119,8 @@ def workers(request: SliceRequest, addresses: Addresses, servers: Sequence[Slice
 
     Args:
         request: the learner's slices.
-        addresses: of the hosts of each slice, the servers' last.
-        servers: a slice of one host each.
+        addresses: addresses of the hosts of each slice, the servers' last.
+        servers: slices of one host each that only sample.
     """
     learning, serving = addresses[: request.slices], addresses[request.slices :]
     places = [(node, *at) for node, hosts in zip(request.nodes, learning, strict=True) for at in enumerate(hosts)]
@@ -139,8 +134,13 @@ def workers(request: SliceRequest, addresses: Addresses, servers: Sequence[Slice
     ]
 
 
-def servers_of(request: SliceRequest, count: int, topology: Topology) -> list[SliceRequest]:
+def make_server_requests(request: SliceRequest, count: int, topology: Topology) -> list[SliceRequest]:
     """Return a slice of one host for each rollout server.
+
+    Args:
+        request: the learner's slices.
+        count: rollout servers.
+        topology: topology of each.
 
     Raises:
         LaunchError: the topology has more than one host.
@@ -160,7 +160,7 @@ def require_keepable(request: SliceRequest, job: Job) -> None:
     """Raise :class:`LaunchError` if a run of several hosts, or a preemptible one, has no bucket."""
     several = request.slices * request.topology.hosts > 1
     if job.bucket is None and (several or request.spot or request.queued):
-        why = "several hosts share no disk" if several else "what is taken back takes its disk along"
+        why = "several hosts share no disk" if several else "a preempted slice loses its disk"
         raise LaunchError(f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone")
 
 
@@ -182,6 +182,44 @@ def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
 # --- stages before the run -----------------------------------------------------------------------------------------
 
 
+def pack(root: Path, target: Path, *, extra: dict[str, bytes]) -> list[str]:
+    """Write the working tree, without the files that git ignores, to a ``.tar.gz``.
+
+    Args:
+        root: a git checkout.
+        target: the file to write.
+        extra: more files, by name.
+
+    Returns:
+        Files of more than 50 MB in it: models and data, perhaps.
+
+    Raises:
+        LaunchError: ``root`` is no git checkout.
+    """
+    listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        result = subprocess.run(listing, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise LaunchError("git is not installed; it lists the files that go to the hosts") from None
+    if result.returncode:
+        raise LaunchError(
+            f"{root} is no git checkout, so the files that go to the hosts are unknown: git init there, and let "
+            f".gitignore name what stays here ({result.stderr.strip()})"
+        )
+    large = []
+    with tarfile.open(target, "w:gz", compresslevel=3) as archive:
+        for name in sorted(filter(None, result.stdout.split("\0"))):
+            file = root / name
+            if file.is_file() or file.is_symlink():  # not a deleted file that is still tracked
+                archive.add(file, arcname=name, recursive=False)
+                large += [name] if file.lstat().st_size > _MAX_CODE_BYTES else []
+        for name, content in extra.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return large
+
+
 def copy(cloud: Gcloud, worker: HostWorker, archive: Path) -> Command:
     """Return the command that copies the archive to a host's home folder."""
     return cloud.command(worker.name, gcloud.scp(worker.node, worker.index, str(archive), ARCHIVE))
@@ -190,8 +228,8 @@ def copy(cloud: Gcloud, worker: HostWorker, archive: Path) -> Command:
 def set_up(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
     """Return the command that sets up code, environment, model and data, in one connection.
 
-    What the copy before had brought is removed first, so that a file that is gone here is gone there; what has been
-    made in the folder since stays. With variables it reads them from its input.
+    Files of the previous copy are removed first, so that a file deleted here is deleted there; other files in the
+    folder stay. Variables, if any, are read from its input.
     """
     steps = ["IFS= read -r variables", "exec </dev/null"] if job.variables else []
     steps += [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
@@ -202,7 +240,7 @@ def set_up(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
         if job.variables:
             given = _remote(["with", ".", "--secrets", "--", "bash", "-c", job.preparation])
             prepare = f'printf "%s\\n" "$variables" | {given}'
-        steps += [f'export PATH="{_venv()}/bin:$PATH"', prepare]
+        steps += [f'export PATH="{_VENV}/bin:$PATH"', prepare]
     return _on(cloud, worker, " && ".join(steps))
 
 
@@ -217,45 +255,44 @@ def start(cloud: Gcloud, worker: HostWorker, job: Job, *, resume: str | None, ur
         worker: the host.
         job: what to run.
         resume: ``--resume``, ``--auto-resume`` or None.
-        urls: of the rollout servers, if there are any; then the command reads the secret from its input, as it does
-            with variables.
+        urls: addresses of the rollout servers, if any; with them or variables, the command reads secrets from its
+            input.
     """
-    keeping = ["start", _folder(job), f"--host={worker.name}", *(["--secrets"] if urls or job.variables else [])]
+    supervisor = ["start", _folder(job), f"--host={worker.name}", *(["--secrets"] if urls or job.variables else [])]
     if job.kept:
-        keeping.append(f"--bucket={job.kept}")
+        supervisor.append(f"--bucket={job.kept}")
         if worker.number == 0 and not worker.serves:
-            keeping += [f"--run-folder={job.run_folder}", *(["--restore"] if resume else [])]
+            supervisor += [f"--run-folder={job.run_folder}", *(["--restore"] if resume else [])]
     config = CONFIG if job.config else QUICKSTART
     if worker.serves:
-        program = serving(config, job)
+        program = server_arguments(config, job)
     else:
-        program = ["train", config, *job.overrides, *_own_settings(worker, job, urls), *([resume] if resume else [])]
-    python = f'"{_venv()}/bin/python"'
-    # A host whose chips cannot be opened says so instead of training on its processor.
+        own = [f"run_dir={job.run_folder}", *(client_settings(job, urls) if urls else [])]
+        own += [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.kept else []
+        own += [] if worker.alone else ["learner.multihost.coordinator=auto"]
+        program = ["train", config, *job.overrides, *own, *([resume] if resume else [])]
+    # A host whose chips cannot be opened fails instead of training on its processor.
     environment = 'export PYTHONUNBUFFERED=1 JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"'
-    return _on(
-        cloud,
-        worker,
-        f"cd {CODE} && {environment} && {_remote(keeping)} -- {python} -m jax_agent_rl.cli {shlex.join(program)}",
-    )
+    run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
+    return _on(cloud, worker, f"cd {CODE} && {environment} && {_remote(supervisor)} -- {run}")
 
 
-def serving(config: str, job: Job) -> list[str]:
+def server_arguments(config: str, job: Job) -> list[str]:
     """Return the arguments of a rollout server."""
     listening = ["--host=0.0.0.0", f"--port={job.port}"]
     own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_dir={job.kept}/weights"] if job.kept else [])]
     return ["rollout-server", "--config", config, *listening, *job.overrides, *own]
 
 
-def asking(job: Job, urls: Sequence[str]) -> list[str]:
-    """Return settings of the learners for rollout servers at ``urls``."""
+def client_settings(job: Job, urls: Sequence[str]) -> list[str]:
+    """Return the learner's settings for rollout servers at ``urls``."""
     own = ["rollout.backend=remote", f"rollout.urls=[{','.join(urls)}]", f"rollout.token_env={TOKEN}"]
     if job.kept:
         own += ["rollout.weight_transport=tensorstore", f"rollout.weight_dir={job.kept}/weights"]
     return own
 
 
-def urls_of(workers: Sequence[HostWorker], job: Job) -> list[str]:
+def server_urls(workers: Sequence[HostWorker], job: Job) -> list[str]:
     """Return the URLs of the rollout servers among these."""
     return [f"http://{worker.address}:{job.port}" for worker in workers if worker.serves]
 
@@ -265,22 +302,15 @@ def until_listening(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
     return _on(cloud, worker, f"cd {CODE} && {_remote(['listening', _folder(job), f'--port={job.port}'])}")
 
 
-def _own_settings(worker: HostWorker, job: Job, urls: Sequence[str]) -> list[str]:
-    own = [f"run_dir={job.run_folder}", *(asking(job, urls) if urls else [])]
-    if job.kept:
-        own.append(f"trainer.checkpoint_dir={job.kept}/checkpoints")
-    return own if worker.alone else [*own, "learner.multihost.coordinator=auto"]
-
-
 def follow(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
     """Return the command that prints the run's output on a host; the last line is its exit status."""
     return _on(cloud, worker, f"cd {CODE} && {_remote(['follow', _folder(job)])}")
 
 
-def running(worker: HostWorker, job: Job) -> tuple[str, ...]:
+def running(worker: HostWorker, job: Job) -> Call:
     """Return the call that prints ``yes`` if a run is under way on a host, else ``no``."""
-    asked = f"cd {CODE} && {_remote(['running', _folder(job)])}"
-    return gcloud.ssh(worker.node, worker.index, f"if {asked}; then echo yes; else echo no; fi")
+    query = f"cd {CODE} && {_remote(['running', _folder(job)])}"
+    return gcloud.ssh(worker.node, worker.index, f"if {query}; then echo yes; else echo no; fi")
 
 
 def send(cloud: Gcloud, worker: HostWorker, job: Job, name: str) -> Command:
@@ -293,12 +323,7 @@ def _folder(job: Job) -> str:
 
 
 def _remote(arguments: Sequence[str]) -> str:
-    return f'"{_venv()}/bin/python" -m jax_agent_rl.deploy.launch.tpu.remote {shlex.join(arguments)}'
-
-
-def _venv() -> str:
-    """Return the environment's folder, as the host's shell sees it."""
-    return f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"
+    return f'"{_VENV}/bin/python" -m jax_agent_rl.deploy.launch.tpu.remote {shlex.join(arguments)}'
 
 
 def _on(cloud: Gcloud, worker: HostWorker, command: str) -> Command:

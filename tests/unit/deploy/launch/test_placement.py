@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.deploy.launch.hosts import Host
-from jax_agent_rl.deploy.launch.placement import ServerPlacement, place, place_on_cpus
+from jax_agent_rl.deploy.launch.plan import ServerPlacement, place, place_on_cpus
 from jax_agent_rl.deploy.launch.settings import Settings
 from jax_agent_rl.errors import LaunchError
 

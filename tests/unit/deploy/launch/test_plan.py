@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.deploy.launch.hosts import Host
-from jax_agent_rl.deploy.launch.placement import place, place_on_cpus
-from jax_agent_rl.deploy.launch.plan import LaunchPlan, Options, lines_of_plan, lines_of_preparation, make_plan, prepare
+from jax_agent_rl.deploy.launch.plan import (
+    LaunchPlan,
+    Options,
+    format_dry_run,
+    make_plan,
+    place,
+    place_on_cpus,
+    prepare,
+)
 from jax_agent_rl.deploy.launch.settings import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +44,7 @@ def plan_of(hosts: list[Host], gpus: int, wanted: Options) -> LaunchPlan:
     ],
 )
 def test_a_dry_run_prints_these_commands(name: str, hosts: list[Host], gpus: int, wanted: Options):
-    lines = lines_of_preparation(prepare(hosts, wanted), wanted) + lines_of_plan(plan_of(hosts, gpus, wanted), wanted)
+    lines = format_dry_run(prepare(hosts, wanted), plan_of(hosts, gpus, wanted), ROOT)
     assert "\n".join(lines) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 
 

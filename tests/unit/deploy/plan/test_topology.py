@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, SHAPES, parse
+from jax_agent_rl.deploy.launch.tpu.gcloud import GENERATIONS, SHAPES, parse_topology
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice
 from jax_agent_rl.errors import ConfigError
 
@@ -37,7 +37,7 @@ def test_slices_are_those_that_the_launcher_makes():
     assert CHIPS.keys() == SHAPES.keys() == GENERATIONS.keys()
     for generation, kind in GENERATIONS.items():
         for shape in kind.shapes:
-            assert Slice.parse(f"{generation}:{shape}").chips == parse(f"{generation}:{shape}").chips
+            assert Slice.parse(f"{generation}:{shape}").chips == parse_topology(f"{generation}:{shape}").chips
 
 
 def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu import archive
+from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.errors import LaunchError
 
 
@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def packed(root: Path, target: Path, **extra: bytes) -> dict[str, bytes]:
-    archive.pack(root, target, extra=extra)
+    job.pack(root, target, extra=extra)
     with tarfile.open(target) as opened:
         return {entry.name: opened.extractfile(entry).read() for entry in opened}  # type: ignore[union-attr]
 
@@ -38,12 +38,12 @@ def test_the_working_tree_goes_as_it_stands_but_for_what_git_ignores(checkout: P
 
 
 def test_a_file_that_is_hardly_code_is_named(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(archive, "LARGE", 6)
+    monkeypatch.setattr(job, "_MAX_CODE_BYTES", 6)
     (checkout / "weights.bin").write_text("1234567")
-    assert archive.pack(checkout, tmp_path / "x.tar.gz", extra={}) == ["weights.bin"]
+    assert job.pack(checkout, tmp_path / "x.tar.gz", extra={}) == ["weights.bin"]
 
 
 def test_outside_a_checkout_nothing_tells_what_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(LaunchError, match="is no git checkout"):
-        archive.pack(tmp_path, tmp_path / "x.tar.gz", extra={})
+        job.pack(tmp_path, tmp_path / "x.tar.gz", extra={})

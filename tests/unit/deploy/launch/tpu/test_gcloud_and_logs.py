@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.deploy.launch.tpu import job
-from jax_agent_rl.deploy.launch.tpu.gcloud import fix_of
-from jax_agent_rl.deploy.launch.tpu.logs import Logs
+from jax_agent_rl.deploy.launch.tpu.gcloud import advise
+from jax_agent_rl.deploy.launch.tpu.remote import Logs
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of, request_of
 
@@ -28,7 +28,7 @@ from tests.cloud import job_of, request_of
     ],
 )
 def test_an_error_of_gclouds_has_its_fix(message: str, fix: str):
-    assert fix in fix_of(message) and bool(fix_of(message)) == bool(fix)
+    assert fix in advise(message) and bool(advise(message)) == bool(fix)
 
 
 @settings(max_examples=25)
@@ -57,11 +57,11 @@ def test_the_lines_of_a_run_that_is_found_again_are_in_its_file_once(tmp_path: P
 
     assert shown(launcher(), "a") == "a\n"
     another = launcher()
-    another.found_run()
+    another.expect_run(found=True)
     another.reader("host-0")  # a connection that breaks at once takes nothing away
     assert (tmp_path / "host-0.log").read_text() == "a\n"
     assert shown(another, "a", "b") == shown(another, "a", "b") == "a\nb\n"
-    another.new_run()
+    another.expect_run(found=False)
     assert shown(another, "c") == "a\nb\nc\n"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, parse
+from jax_agent_rl.deploy.launch.tpu.gcloud import GENERATIONS, parse_topology
 from jax_agent_rl.errors import LaunchError
 
 
@@ -19,13 +19,13 @@ from jax_agent_rl.errors import LaunchError
     ],
 )
 def test_a_name_gives_gclouds_type_and_the_hosts(name: str, accelerator_type: str, hosts: int, chips_per_host: int):
-    found = parse(name)
+    found = parse_topology(name)
     assert (found.accelerator_type, found.hosts, found.chips_per_host) == (accelerator_type, hosts, chips_per_host)
 
 
 def test_no_accelerator_type_stands_for_two_shapes():
     for generation, kind in GENERATIONS.items():
-        types = [parse(f"{generation}:{shape}").accelerator_type for shape in kind.shapes]
+        types = [parse_topology(f"{generation}:{shape}").accelerator_type for shape in kind.shapes]
         assert len(set(types)) == len(types)
 
 
@@ -42,4 +42,4 @@ def test_no_accelerator_type_stands_for_two_shapes():
 )
 def test_what_is_no_slice_is_refused_with_what_there_is(name: str, message: str):
     with pytest.raises(LaunchError, match=message):
-        parse(name)
+        parse_topology(name)

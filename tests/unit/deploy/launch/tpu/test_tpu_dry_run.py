@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jax_agent_rl.deploy.launch.tpu import dry_run, topology
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest
-from jax_agent_rl.deploy.launch.tpu.job import Job, servers_of
-from jax_agent_rl.deploy.launch.tpu.render import render
+from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest, parse_topology
+from jax_agent_rl.deploy.launch.tpu.job import Job, make_server_requests
+from jax_agent_rl.deploy.launch.tpu.render import format_dry_run, render
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of, request_of
 from tests.ports import free_port
@@ -34,7 +33,7 @@ DRY_RUNS = {
     "two_rollout_hosts.txt": (
         request_of("v5p:2x2x1"),
         job_of(),
-        {"servers": servers_of(request_of("v5p:2x2x1"), 2, topology.parse("v5e:2x4"))},
+        {"servers": make_server_requests(request_of("v5p:2x2x1"), 2, parse_topology("v5e:2x4"))},
     ),
 }
 
@@ -43,7 +42,7 @@ DRY_RUNS = {
 def test_a_dry_run_prints_every_command(name: str):
     request, job, how = DRY_RUNS[name]
     cloud = Gcloud(project="my-project", zone="us-west4-a")
-    lines = dry_run.lines(request, job, cloud, **{"resume": False, "keep": False} | how)
+    lines = format_dry_run(request, job, cloud, **{"resume": False, "keep": False} | how)
     golden(name, "\n".join(lines) + "\n")
 
 
@@ -61,7 +60,7 @@ def rendered(
     image: str | None = "europe-docker.pkg.dev/p/r/jax_agent_rl:1",
     rollout_hosts: int = 0,
 ) -> str:
-    servers = servers_of(request, rollout_hosts, topology.parse("v5e:2x4"))
+    servers = make_server_requests(request, rollout_hosts, parse_topology("v5e:2x4"))
     return render(kind, request, job, servers=servers, image=image, restarts=20, root=ROOT)
 
 

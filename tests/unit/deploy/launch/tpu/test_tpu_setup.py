@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu import archive, job
+from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from tests.cloud import request_of
@@ -23,7 +23,7 @@ def checkout(tmp_path: Path) -> Path:
 def set_up(checkout: Path, home: Path, *, prepare: str) -> set[str]:
     """Copies and sets up; the files in the project's folder then."""
     home.mkdir(exist_ok=True)
-    archive.pack(checkout, home / job.ARCHIVE, extra={job.CONFIG: b"seed: 1"})
+    job.pack(checkout, home / job.ARCHIVE, extra={job.CONFIG: b"seed: 1"})
     (worker,) = job.workers(request_of("v5e:2x2"), (("",),))
     config = Path("my.yaml")
     task = Job(name="my-run", config=config, overrides=(), bucket=None, prepare=prepare, install=False)
