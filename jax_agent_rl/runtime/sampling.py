@@ -121,12 +121,17 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
         load_environments(config.environments.path)
         rows = [read_rows(config, tools, source) for source in sources]
         for (file, _), part in zip(sources, rows, strict=True):
-            if idle := report_idle_tools(config, part):
-                logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
+            warn_of_idle_tools(config, file, part)
         services = needed_services(config, [row for part in rows for row in part])
         codec = open_codec(config)
         check_engine(config)
         yield Prepared(tools=tools, rows=rows, services=services, codec=codec)
+
+
+def warn_of_idle_tools(config: Config, file: Path | str, rows: Sequence[Row]) -> None:
+    """Log a warning if these rows of ``file`` use none of the configured tools."""
+    if idle := report_idle_tools(config, rows):
+        logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
 
 
 def open_codec(config: Config) -> ChatCodec:

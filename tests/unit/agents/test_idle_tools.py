@@ -95,7 +95,8 @@ def test_a_tool_server_that_is_switched_off_is_meant_to_be():
 def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "x"}], "data_source": "d"}) + "\n")
-    sampling._load(build(MINIMAL, ["tools.function_tool_path=tools.py"]), ToolRegistry(), (str(rows), None))
+    config = build(MINIMAL, ["tools.function_tool_path=tools.py"])
+    sampling.warn_of_idle_tools(config, rows, sampling.read_rows(config, ToolRegistry(), (str(rows), None)))
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: 1 of 1 rows") and "What to do: set " in said
 
