@@ -128,7 +128,7 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
         yield Prepared(tools=tools, rows=rows, services=services, codec=codec)
 
 
-def warn_of_idle_tools(config: Config, file: Path | str, rows: Sequence[Row]) -> None:
+def warn_of_idle_tools(config: Config, file: str, rows: Sequence[Row]) -> None:
     """Log a warning if these rows of ``file`` use none of the configured tools."""
     if idle := report_idle_tools(config, rows):
         logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
