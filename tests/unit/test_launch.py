@@ -61,7 +61,9 @@ def test_local_brings_model_and_data_and_passes_overrides_on(tmp_path: Path):
 
 def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Path):
     commands = dry_run("test.sh", tmp_path, "-k", "config")
-    assert any("[dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb]" in command for command in commands)
+    assert any(
+        "[clients,dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb]" in command for command in commands
+    )
     assert any(command.startswith(f"{tmp_path}/venv/bin/pyright --pythonpath") for command in commands)
     last = [command.split("/")[-1] for command in commands[-2:]]
     assert last == ["lint-imports", "python -m pytest -m not vllm --durations=10 -k config"]

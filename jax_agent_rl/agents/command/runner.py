@@ -101,4 +101,5 @@ def main():
     print(json.dumps({**result, "workspace": pack(job["workdir"]), "read_back": read_back or None}))
 
 
-main()
+if __name__ == "__main__":
+    main()

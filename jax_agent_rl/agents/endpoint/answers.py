@@ -14,7 +14,7 @@ from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
 from jax_agent_rl.chat.codec import ChatCodec
 
 
-class Answer(Protocol):
+class ApiAnswer(Protocol):
     """One request of an API and its answer.
 
     Attributes:

@@ -29,7 +29,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from jax_agent_rl.agents.conversation import plain_messages
-from jax_agent_rl.agents.endpoint.answers import Answer, ChatAnswer, CompletionAnswer
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from jax_agent_rl.agents.endpoint.failures import ApiError, code_of, from_failure, from_validation
 from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
@@ -138,7 +138,7 @@ class Endpoint:
         models = [{"id": self._model, **same}, *({"id": a, "parent": self._model, **same} for a in self._adapters)]
         return web.json_response({"object": "list", "data": models})
 
-    def _generates(self, kind: Callable[[Any, Kept | None], Answer]) -> Handler:
+    def _generates(self, kind: Callable[[Any, Kept | None], ApiAnswer]) -> Handler:
         """Return the handler of an API's generations."""
 
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -207,7 +207,9 @@ class Endpoint:
             raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
 
-    async def _read(self, request: web.Request, kind: Callable[[Any, Kept | None], Answer]) -> tuple[Session, Answer]:
+    async def _read(
+        self, request: web.Request, kind: Callable[[Any, Kept | None], ApiAnswer]
+    ) -> tuple[Session, ApiAnswer]:
         """Return the request's session and what it asks for; open a session only for a valid request.
 
         Raises:
@@ -269,7 +271,7 @@ class Endpoint:
             session.requests -= 1
             self._store.used(session)
 
-    async def _whole(self, session: Session, answer: Answer) -> list[Piece]:
+    async def _whole(self, session: Session, answer: ApiAnswer) -> list[Piece]:
         """Return all choices; end after ``request_timeout``, or when the client disconnects."""
         with self._slot(session):
             try:
@@ -278,8 +280,8 @@ class Endpoint:
             except TimeoutError:
                 raise self._too_slow() from None
 
-    async def _stream(self, request: web.Request, session: Session, answer: Answer) -> web.StreamResponse:
-        """Answer with server-sent events. A failure before the first one is an answer with its own status."""
+    async def _stream(self, request: web.Request, session: Session, answer: ApiAnswer) -> web.StreamResponse:
+        """ApiAnswer with server-sent events. A failure before the first one is an answer with its own status."""
         async with aclosing(self._events(session, answer)) as events:
             first = await anext(events)
             response = web.StreamResponse(
@@ -292,7 +294,7 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    async def _events(self, session: Session, answer: Answer) -> AsyncGenerator[str, None]:
+    async def _events(self, session: Session, answer: ApiAnswer) -> AsyncGenerator[str, None]:
         asked, codec = answer.asked, session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         choices: list[Piece] = []
