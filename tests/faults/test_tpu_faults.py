@@ -127,7 +127,7 @@ def test_ctrl_c_without_a_network_reaches_the_run_once_there_is_one(cloud: Cloud
     read_until(process, "[host-0] training")
     cloud.order("offline")
     process.send_signal(signal.SIGINT)
-    read_until(process, "the run could not be told to end")
+    read_until(process, "the run could not be interrupted")
     cloud.recall("offline")
     rest = said_by(process)
     assert process.returncode == 130 and "[host-0] saved a checkpoint" in rest and cloud.node() is None, rest
