@@ -58,7 +58,7 @@ class LiveRequest:
         ids = list(completion.token_ids)
         log_probs = _log_probs(run.request.request_id, ids, completion.logprobs)
         start = len(run.token_ids)
-        versions = versions_of(spans, start, len(ids))
+        versions = expand_versions(spans, start, len(ids))
         taken = 0
         for token, log_prob, version in zip(ids, log_probs, versions, strict=True):
             taken += run.accept(np.array([token]), np.array([log_prob]), version)
@@ -98,7 +98,7 @@ def _log_probs(request_id: str, ids: Sequence[int], reported: Sequence[Any] | No
     return [float(position[token].logprob) for token, position in zip(ids, reported, strict=True)]
 
 
-def versions_of(spans: Sequence[Span], start: int, count: int) -> list[int]:
+def expand_versions(spans: Sequence[Span], start: int, count: int) -> list[int]:
     """Return the versions of output tokens ``start .. start + count``.
 
     Args:
@@ -106,7 +106,7 @@ def versions_of(spans: Sequence[Span], start: int, count: int) -> list[int]:
         start: index of the first token.
         count: number of tokens.
 
-    >>> versions_of([(1, 0), (2, 5)], start=3, count=4)
+    >>> expand_versions([(1, 0), (2, 5)], start=3, count=4)
     [1, 1, 2, 2]
 
     Raises:

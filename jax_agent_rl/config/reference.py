@@ -192,7 +192,7 @@ def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Ite
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         path = f"{prefix}{name}"
-        inner, optional = _section_of(field, definitions)
+        inner, optional = _section(field, definitions)
         if inner is None:
             default = None if name in required else json.dumps(field.get("default", {}))  # only mappings have a factory
             yield KeyInfo(
@@ -214,7 +214,7 @@ def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Ite
         yield from _walk(inner, definitions, path + ".")
 
 
-def _section_of(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
+def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
     """Return the section a field holds, if any, and whether it may be null."""
     options = field.get("anyOf", [field])
     named = [option["$ref"] for option in options if "$ref" in option]

@@ -142,7 +142,7 @@ class WeightLoader:
         if old is not None and isinstance(old.embed, np.ndarray):
             old = None  # asleep, on the host
         params = jax.tree.map(self._on_devices, params, learner_shardings(self._model, self._mesh))
-        source = _devices_of(params["embed"])
+        source = _devices(params["embed"])
         layouts = tuple((x.dtype.name, x.sharding) for x in jax.tree.leaves(params))
         shapes = jax.eval_shape(self._arrange, params)
         shardings = engine_shardings(shapes, self._mesh)
@@ -165,7 +165,7 @@ class WeightLoader:
         """Put host arrays on devices, and give all arrays of a lone device the same sharding, without a copy."""
         if isinstance(x, np.ndarray):
             return jax.device_put(x, sharding)
-        at_home = len(self._devices) == 1 and self._devices == _devices_of(x)
+        at_home = len(self._devices) == 1 and self._devices == _devices(x)
         if isinstance(x, jax.ShapeDtypeStruct):
             return place(x, sharding) if at_home else x
         return jax.device_put(x, sharding) if at_home else x
@@ -203,7 +203,7 @@ def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def _devices_of(x: jax.Array) -> Devices:
+def _devices(x: jax.Array) -> Devices:
     """Return the devices in the order programs use them."""
     return tuple(x.sharding.devices_indices_map(x.shape))
 

@@ -101,7 +101,9 @@ def comparable(trajectory: Trajectory, since: int) -> np.ndarray:
         trajectory: of S tokens with loss.
         since: the first policy version of the parameters compared with.
     """
-    return np.array([mine for s in trajectory.sequences for turn in s.turns for mine in _of_turn(turn, since)], bool)
+    return np.array(
+        [mine for s in trajectory.sequences for turn in s.turns for mine in _turn_selection(turn, since)], bool
+    )
 
 
 def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: Iterable[np.ndarray]) -> Comparison:
@@ -110,7 +112,7 @@ def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: It
     return Comparison.of(np.concatenate(gaps) if gaps else np.zeros(0))
 
 
-def _of_turn(turn: Turn, since: int) -> list[bool]:
+def _turn_selection(turn: Turn, since: int) -> list[bool]:
     versions = turn.output.policy_versions
     first = versions[0] if versions else -1
     same = np.cumprod([version == first >= since for version in versions]).astype(bool).tolist()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.http_server import HttpServer
-from jax_agent_rl.utils.prometheus import CONTENT_TYPE, gauges, text_of
+from jax_agent_rl.utils.prometheus import CONTENT_TYPE, exposition_text, gauges
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -75,7 +75,7 @@ def trainer_server(metrics: TrainerMetrics, port: int) -> HttpServer:
     from aiohttp import web
 
     async def newest(request: web.Request) -> web.Response:
-        return web.Response(body=text_of(metrics.collect()), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=exposition_text(metrics.collect()), headers={"Content-Type": CONTENT_TYPE})
 
     return HttpServer(
         [web.get("/metrics", newest)],

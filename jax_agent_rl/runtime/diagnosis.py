@@ -68,7 +68,7 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
         if version not in steps:
             raise CheckpointError(f"{run} has no checkpoint of version {version}, which the breach is about")
     else:
-        kept = _contexts_of_folder(run)
+        kept = _folder_contexts(run)
         known = [step for step in steps if kept.get(step)]
         if version is None and known:
             version = known[-1]
@@ -121,18 +121,18 @@ def _precision(config: Config) -> str:
     return eight_bits[0] if eight_bits else engine.dtype
 
 
-def _contexts_of_folder(run: Path) -> dict[int, list[Context]]:
+def _folder_contexts(run: Path) -> dict[int, list[Context]]:
     """Return the contexts without media in ``trajectories.jsonl``, by version; log-probs have six digits there."""
     found: dict[int, list[Context]] = {}
     for record in read_trajectories(run / "trajectories.jsonl"):
         if record["split"] == "train" and record["history_window"] is None:
             for part in (record, *record["segments"]):
-                for version, context in _of_record(part):
+                for version, context in _record_contexts(part):
                     found.setdefault(version, []).append(context)
     return found
 
 
-def _of_record(record: Record) -> Iterator[tuple[int, Context]]:
+def _record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
     media = sum(record["prompt_media"].values()) + sum(
         count for turn in record["turns"] for call in turn["tool_calls"] for count in call.get("media", {}).values()
     )

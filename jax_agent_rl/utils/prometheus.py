@@ -63,7 +63,7 @@ def gauges(values: Mapping[str, float]) -> Iterator[Metric]:
         yield GaugeMetricFamily(PREFIX + name, name.replace("_", " ").capitalize() + ".", value=value)
 
 
-def text_of(families: Iterable[Metric]) -> bytes:
+def exposition_text(families: Iterable[Metric]) -> bytes:
     """Return the body of ``GET /metrics``; families of one name (of several engines) are merged."""
     from prometheus_client import generate_latest
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jax_agent_rl.agents.command.task import CommandTask, expand, read_files, task_of_row
+from jax_agent_rl.agents.command.task import CommandTask, expand, read_files, read_task
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, with_output
@@ -78,7 +78,7 @@ class CommandAgent(OpenAIAgentLoop):
         """
         from jax_agent_rl.agents.endpoint.sessions import Session
 
-        task = task_of_row(row)
+        task = read_task(row)
         sandbox = await self._open_sandbox()
         _, store = self._serve()
         socket = await self._open_relay()

@@ -51,7 +51,7 @@ class CommandTask:
     verifier_seconds: float | None = None
 
 
-def task_of_row(row: Mapping[str, Any]) -> CommandTask:
+def read_task(row: Mapping[str, Any]) -> CommandTask:
     """Return a row's task.
 
     Raises:

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from jax_agent_rl.agents.endpoint.failures import ApiError, code_of, from_failure, from_validation
+from jax_agent_rl.agents.endpoint.failures import ApiError, error_code, from_failure, from_validation
 from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.endpoint.sessions import Kept, Piece, Session, SessionStore, pieces, turns
@@ -40,7 +40,7 @@ from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import JaxAgentRLError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json
-from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, gauges, text_of
+from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text, gauges
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -129,7 +129,7 @@ class Endpoint:
     async def _metrics(self, request: web.Request) -> web.Response:
         engines = await self._engines() if self._engines else []
         standing = gauges({"server_sessions": len(self._store), "server_generations_running": self._running})
-        text = text_of([*engines, *self._requests.families(), *standing])
+        text = exposition_text([*engines, *self._requests.families(), *standing])
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -163,7 +163,7 @@ class Endpoint:
     async def _list(self, request: web.Request) -> web.Response:
         listed = [
             {"session_id": session.session_id, "turns": len(session.recorder.turns), "running": session.requests}
-            for session in self._store.visible_to(_key_of(request))
+            for session in self._store.visible_to(_api_key(request))
         ]
         return web.json_response({"sessions": listed})
 
@@ -193,8 +193,8 @@ class Endpoint:
         """Return the session a request names, after checking its key; None if it names none or one it may open."""
         session_id = _session_id(request)
         if session_id is not None:
-            return self._store.known(session_id, _key_of(request))
-        if (handed_out := self._store.with_key(_key_of(request))) is not None:
+            return self._store.known(session_id, _api_key(request))
+        if (handed_out := self._store.with_key(_api_key(request))) is not None:
             return handed_out
         if self._stateless is None:
             raise ApiError(404, "requests need a session: use the base_url that was handed out", code="no_session")
@@ -237,7 +237,7 @@ class Endpoint:
     def _open(self, request: web.Request) -> Session:
         session_id = _session_id(request)
         if session_id is not None:
-            return self._store.open(session_id, _key_of(request))
+            return self._store.open(session_id, _api_key(request))
         assert self._stateless is not None  # by _known
         return self._stateless()
 
@@ -247,7 +247,7 @@ class Endpoint:
             limit = self._limits.max_choices
             raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n")
         served = (self._model, *self._adapters)
-        recorded = _session_id(request) is not None or self._store.with_key(_key_of(request)) is not None
+        recorded = _session_id(request) is not None or self._store.with_key(_api_key(request)) is not None
         if not recorded and asked.model not in served:
             message = f"the model {asked.model!r} does not exist; this server has {', '.join(map(repr, served))}"
             raise ApiError(404, message, code="model_not_found", param="model")
@@ -345,7 +345,7 @@ def _error_response(request: web.Request, problem: ApiError) -> web.Response:
 
 def _refuse(request: web.Request, status: int, message: str) -> web.Response:
     """Return a refusal of the server itself."""
-    return _error_response(request, ApiError(status, message, code=code_of(status)))
+    return _error_response(request, ApiError(status, message, code=error_code(status)))
 
 
 def _session_id(request: web.Request) -> str | None:
@@ -369,7 +369,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 
-def _key_of(request: web.Request) -> str:
+def _api_key(request: web.Request) -> str:
     """Return the API key: OpenAI's clients send it as a bearer token, Anthropic's in a header of its own."""
     headers = request.headers
     return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()

@@ -44,7 +44,7 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": error}
 
 
-def code_of(status: int) -> str | None:
+def error_code(status: int) -> str | None:
     """Return the error code of a refusal by the server itself."""
     return {401: "invalid_api_key", 404: "unknown_url"}.get(status)
 

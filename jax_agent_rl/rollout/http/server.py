@@ -32,7 +32,7 @@ from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
-from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, text_of
+from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
 
 logger = logging.getLogger(__name__)
 Body = dict[str, Any]
@@ -185,7 +185,7 @@ class RolloutServer:
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         backend = self._backend
         engine = engine_families(await backend.metrics(), await self._health(), backend.capabilities, engine="0")
-        body = text_of([*engine, *self._requests.families()])
+        body = exposition_text([*engine, *self._requests.families()])
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self) -> Health:

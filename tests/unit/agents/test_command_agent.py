@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("openai")
 
 from jax_agent_rl.agents.command.agent import CommandAgent  # noqa: E402
-from jax_agent_rl.agents.command.task import read_harbor_task, task_of_row  # noqa: E402
+from jax_agent_rl.agents.command.task import read_harbor_task, read_task  # noqa: E402
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError  # noqa: E402
 from jax_agent_rl.rewards import rules  # noqa: E402
 from jax_agent_rl.types import SamplingParams  # noqa: E402
@@ -128,7 +128,7 @@ def harbor(folder: Path, dockerfile: str | None = "FROM ubuntu:24.04\nWORKDIR /w
 
 
 def test_a_task_folder_is_read_unchanged(tmp_path: Path):
-    task = task_of_row(row(task=str(harbor(tmp_path))))
+    task = read_task(row(task=str(harbor(tmp_path))))
     assert task.instruction == "Write the number twice." and task.workdir == "/work"
     assert task.files == {"data/number.txt": b"7"} and sorted(task.tests) == ["check.py", "test.sh"]
     assert (task.agent_seconds, task.verifier_seconds) == (20.0, 15.0)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_backend.live import LiveRequest, versions_of
+from gpu_backend.live import LiveRequest, expand_versions
 from gpu_backend.requests import RequestAdmission, vllm_sampling
 from gpu_backend.settings import VllmSettings
 from jax_agent_rl.errors import BackendError, PromptTooLongError
@@ -138,9 +138,9 @@ def test_one_output_may_span_an_update():
 
 def test_versions_follow_their_spans():
     spans = [(1, 0), (2, 5), (7, 6)]
-    assert versions_of(spans, 4, 4) == [1, 2, 7, 7]
-    assert versions_of(spans, 9, 0) == [] == versions_of([], 0, 0)
+    assert expand_versions(spans, 4, 4) == [1, 2, 7, 7]
+    assert expand_versions(spans, 9, 0) == [] == expand_versions([], 0, 0)
     with pytest.raises(ValueError, match="before the first"):
-        versions_of([(1, 3)], 2, 1)
+        expand_versions([(1, 3)], 2, 1)
     with pytest.raises(ValueError, match="before the first"):
-        versions_of([], 0, 1)
+        expand_versions([], 0, 1)

@@ -11,7 +11,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.prometheus import serve_trainer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health
 from jax_agent_rl.rollout.server import COUNTED, engine_families
-from jax_agent_rl.utils.prometheus import RequestCounts, text_of
+from jax_agent_rl.utils.prometheus import RequestCounts, exposition_text
 
 CAPABILITIES = Capabilities(max_model_len=64, max_concurrent=4)
 
@@ -28,7 +28,7 @@ def test_everything_an_engine_counts_has_a_name_and_says_what_it_is():
 
 def test_engines_differ_by_label_under_one_heading():
     health = Health(ok=True, policy_version=7, running=2, waiting=1, kv_used_share=0.25)
-    text = text_of(
+    text = exposition_text(
         [
             *engine_families(BackendMetrics(generated_tokens=10), health, CAPABILITIES, engine="a"),
             *engine_families(BackendMetrics(generated_tokens=20), Health(ok=False), CAPABILITIES, engine="b"),
@@ -46,11 +46,11 @@ def test_engines_differ_by_label_under_one_heading():
 def test_requests_are_counted_by_path_and_status_also_those_whose_client_went_away():
     counts = RequestCounts()
     with counts.request("/a") as status:
-        assert read(text_of(counts.families()))["jax_agent_rl_server_requests_running",] == 1
+        assert read(exposition_text(counts.families()))["jax_agent_rl_server_requests_running",] == 1
         status.append(200)
     with pytest.raises(KeyError), counts.request("/a"):
         raise KeyError
-    found = read(text_of(counts.families()))
+    found = read(exposition_text(counts.families()))
     assert found["jax_agent_rl_server_requests_total", "/a", "200"] == 1
     assert found["jax_agent_rl_server_requests_total", "/a", "499"] == 1
     assert found["jax_agent_rl_server_requests_running",] == 0
