@@ -77,7 +77,7 @@ async def _train(
     path, resume = choose_run(config, resume)
     folder = RunDir(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
-    console.print(f"run folder: {path}", highlight=False, markup=False)
+    print_line(console, f"run folder: {path}")
     with Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
         async with build(config, print_line=progress.phase, channel=channel) as runtime:
@@ -230,7 +230,7 @@ def _conclude(
     trained = [r for r in read_trajectories(folder.trajectories) if r["split"] == "train"]
     for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
         print_line(console, outline(extreme, title=name))
-    console.print(_headline(summary), highlight=False)
+    print_line(console, _headline(summary))
     if warnings := format_warnings(observed["warnings"]):
         print_line(console, warnings)
     print_line(
