@@ -11,8 +11,10 @@ device:
 - ``between``: the rest of the step: norms, rotation, activations, residuals, embedding, the loop.
 - ``rows``: pages gathered before a dispatch's steps and written back after them, for each step.
 
-``floor`` reads all weights and the cache once and computes two operations a weight and id, whichever takes longer, as
-in ``decode.py``. The last line is one JSON object. Figures depend on the CPU's vectors, so it is part of it.
+All but ``step`` and ``between`` are parts of XLA's path; an engine with ``jetstream.cpu_kernels`` runs none of them but
+``sampling``, so ``between`` is what the kernels take or, below zero, save. ``floor`` reads all weights and the cache
+once and computes two operations a weight and id, whichever takes longer, as in ``decode.py``. The last line is one JSON
+object. Figures depend on the CPU's vectors, so it is part of it.
 """
 
 from __future__ import annotations
@@ -76,11 +78,9 @@ def attention(
 
 
 def draw(step: jax.Array, logits: jax.Array, slots: DecodeBatch) -> jax.Array:
-    ids, log_probs = sample(
+    ids, log_probs, _ = sample(
         logits,
         temperature=slots.temperature,
-        top_p=slots.top_p,
-        top_k=slots.top_k,
         seed=slots.seed,
         position=slots.positions + step,
     )
@@ -93,8 +93,8 @@ def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> f
 
     def dispatch() -> None:
         nonlocal cache
-        cache, ids, _ = engine.decode(params, cache, slots, STEPS, len(slots.tokens))
-        assert (ids >= 0).all() and len(ids) == STEPS
+        cache, sampled = engine.decode(params, cache, slots, STEPS, len(slots.tokens))
+        assert (sampled.ids >= 0).all() and len(sampled.ids) == STEPS
 
     return best_seconds(dispatch, REPEATS) / STEPS
 

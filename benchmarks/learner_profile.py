@@ -90,7 +90,7 @@ def attention_seconds(timed: Callable[..., float], model: Any) -> dict[str, floa
 
 
 def logprob_seconds(timed: Callable[..., float], head: jax.Array) -> dict[str, float]:
-    chunk = TARGETS_PER_CHUNK * ROWS // MICRO_BATCHES
+    chunk = TARGETS_PER_CHUNK["cpu"] * ROWS // MICRO_BATCHES
     hidden = normal(TOKENS // chunk, chunk, head.shape[1])
     ids = jnp.zeros(hidden.shape[:2], jnp.int32)
     kept = min(len(ids), KEPT_LOGITS // (4 * chunk * len(head)))

@@ -1,9 +1,10 @@
 """Time of a weight update from the learner's memory to an engine's, by each route.
 
-    python benchmarks/weight_publication.py [--rounds 3]
+    python benchmarks/weight_publication.py [--rounds 3] [--dtype bfloat16]
 
-SmolLM2-135M in float32. The routes take turns, round by round, in one process; the shortest time counts, from the
-learner's arrays to arrays in the engine's layout. On CPUs six devices are simulated:
+SmolLM2-135M in float32; with ``--dtype bfloat16`` engines take it in bfloat16, in which files and folders then are.
+The routes take turns, round by round, in one process; the shortest time counts, from the learner's arrays to arrays in
+the engine's layout. On CPUs six devices are simulated:
 
     arrays            learner and engine on one device, one program
     arrays_resharded  learner fsdp 3 on devices 0-2 ─► engine tensor 3 on devices 3-5, shard by shard
@@ -11,8 +12,8 @@ learner's arrays to arrays in the engine's layout. On CPUs six devices are simul
     upload            the same files over HTTP on loopback
     tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
 
-The yardstick is numpy copying as many bytes. The last line is one JSON object: per route ``seconds_per_billion``
-parameters, ``gb_per_s`` and ``share_of_memcpy``.
+The yardstick is numpy copying the float32 weights. The last line is one JSON object: per route ``seconds_per_billion``
+parameters, ``bytes_per_parameter`` that cross, ``gb_per_s`` of the learner's weights, and ``share_of_memcpy``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=6 {os.environ
 os.environ.setdefault("NPROC", "16")  # simulated devices wait for each other in XLA's threads
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import argument_parser, load_quickstart
 
@@ -43,6 +45,7 @@ from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
+from jax_agent_rl.utils.weight_checks import rounded
 
 SHAPES = EngineShapes(
     max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(32,)
@@ -55,9 +58,16 @@ class WeightReceiver:
 
     capabilities = Capabilities(max_model_len=64, max_concurrent=2, weight_payloads=FILES)
 
-    def __init__(self, model: DecoderConfig, params: Params, mesh: EngineMeshConfig, device_offset: int = 0) -> None:
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params: Params,
+        mesh: EngineMeshConfig,
+        device_offset: int = 0,
+        dtype: str = "float32",
+    ) -> None:
         devices = make_engine_mesh(mesh, device_offset=device_offset)
-        self._engine = JaxEngine(model, SHAPES, mesh=devices)
+        self._engine = JaxEngine(model, SHAPES, mesh=devices, dtype=jnp.dtype(dtype))
         self._weights = ServedWeights(model, params, devices)
         self._served = self._engine.load_params(params)
         self.policy_version = 0
@@ -76,29 +86,30 @@ class WeightReceiver:
         return BackendMetrics()
 
 
-async def measure(rounds: int) -> dict[str, dict[str, float]]:
+async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     model, whole = load_quickstart()
     split = jax.tree.map(place, whole, parameter_shardings(make_mesh(MeshConfig(fsdp=3)), model.parameter_shapes()))
     count = sum(x.size for x in jax.tree.leaves(whole))
     files = WeightFiles(model, probe_ids=[list(range(3, 35))])
     root = tempfile.mkdtemp(prefix="jax_agent_rl-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     one, spread = EngineMeshConfig(), EngineMeshConfig(tensor=3)
-    receivers = {name: WeightReceiver(model, whole, one) for name in ("arrays", "files", "upload")}
-    receivers |= {
-        name: WeightReceiver(model, split, spread, device_offset=3) for name in ("arrays_resharded", "tensorstore")
-    }
+    receivers = {"arrays": WeightReceiver(model, whole, one, dtype=dtype)}
+    receivers["arrays_resharded"] = WeightReceiver(model, split, spread, device_offset=3, dtype=dtype)
+    rounded_whole, rounded_split = (jax.tree.map(lambda x: rounded(x, dtype), params) for params in (whole, split))
+    receivers |= {name: WeightReceiver(model, rounded_whole, one, dtype=dtype) for name in ("files", "upload")}
+    receivers["tensorstore"] = WeightReceiver(model, rounded_split, spread, device_offset=3, dtype=dtype)
     server = RolloutServer(receivers["upload"])  # type: ignore[arg-type]
     await server.start()
     remote = RemoteBackend(server.url, shares_disk=False)
     await remote.start()
 
     def write_files(version: int) -> WeightUpdate:
-        paths = files.write(whole, version)
+        paths = files.write(whole, version, dtype=dtype)
         return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
 
     def write_shards(version: int) -> WeightUpdate:
         folder = stored.version_folder(root, version)
-        stored.write_part(folder, split, part=0)
+        stored.write_part(folder, split, part=0, dtype=dtype)
         digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
         stored.remove(stored.version_folder(root, version - 1))
         return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests)
@@ -131,6 +142,7 @@ async def measure(rounds: int) -> dict[str, dict[str, float]]:
     return {
         name: {
             "seconds_per_billion": time / count * 1e9,
+            "bytes_per_parameter": 4 if name in ("memcpy", "arrays", "arrays_resharded") else jnp.dtype(dtype).itemsize,
             "gb_per_s": 4 * count / time / 1e9,
             "share_of_memcpy": best["memcpy"] / time,
         }
@@ -141,7 +153,9 @@ async def measure(rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    result = asyncio.run(measure(parser.parse_args().rounds))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.rounds, options.dtype))
     for name, numbers in result.items():
         print(f"{name:17} " + "  ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
     print(json.dumps({name: {k: round(v, 4) for k, v in numbers.items()} for name, numbers in result.items()}))

@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine
+from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine, weight_dtype
 from gpu_backend.live import LiveRequest, Span, Usage
 from gpu_backend.requests import RequestAdmission, vllm_sampling
 from gpu_backend.settings import VllmSettings, check_installation
@@ -90,6 +90,7 @@ class VllmBackend:
             max_concurrent=self._settings.max_num_seqs,
             seeds=not tpu,
             stop_strings=self._decode_text is not None,
+            grammars=not tpu and self._settings.has_tokenizer,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
             prefix_reuse=True,
@@ -97,8 +98,10 @@ class VllmBackend:
             priorities=True,
             multi_modal=frozenset(self._settings.multi_modal),
             lora=bool(self._settings.adapters),
+            routed_experts=bool(self._settings.engine_args.get("enable_return_routed_experts")),
             sleep=self._settings.sleep and cuda,
             precision=served_precision(self._settings, self._started),
+            weight_dtype=weight_dtype(self._settings, self._started),
             weight_payloads=self._updater.kinds if self._started else frozenset({FILES}),
         )
 
@@ -137,6 +140,7 @@ class VllmBackend:
             eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
             decode_text=self._decode_text,
             placeholders=checkpoint.placeholders,
+            grammars=not started.tpu and self._settings.has_tokenizer,
         )
         await self._engine.update_weight_version(str(self._version))
         self._started = started
@@ -199,11 +203,13 @@ class VllmBackend:
 
     async def _submit(self, live: LiveRequest) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         request = live.run.request
         assert self._started is not None
         sampling = vllm_sampling(live.run, tpu=self._started.tpu)
+        if (grammar := request.sampling.grammar) is not None:
+            sampling["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         try:
             live.collector = await self._engine.add_request(

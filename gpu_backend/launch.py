@@ -79,6 +79,7 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
 
 
 def _start(settings: VllmSettings, log: Log) -> StartedEngine:
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,8 +91,10 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
         # With it, the CPU build runs the model in a third process that polls shared memory on a core of its own.
         # The engine core stays in a child process either way: AsyncLLM always makes one.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    arguments = AsyncEngineArgs(**settings.engine_arguments(cpu=cpu, cuda=cuda))
-    engine = AsyncLLM.from_engine_args(arguments)
+    arguments = settings.engine_arguments(cpu=cpu, cuda=cuda)
+    if grammars := arguments.get("structured_outputs_config"):
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(**grammars)
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return StartedEngine(engine=engine, cpu=cpu, cuda=cuda, log=log, tpu=on_tpu)
 
 
@@ -150,3 +153,9 @@ def served_precision(settings: VllmSettings, started: StartedEngine | None) -> s
     """Return the dtype of weights and activations; that of ``dtype: auto`` is known once vLLM has started."""
     model = getattr(started.engine, "model_config", None) if started is not None else None
     return settings.dtype if model is None else str(model.dtype).removeprefix("torch.")
+
+
+def weight_dtype(settings: VllmSettings, started: StartedEngine | None) -> str:
+    """Return ``Capabilities.weight_dtype``: the model's dtype, unless a quantization rounds what it is given."""
+    model = getattr(started.engine, "model_config", None) if started is not None else None
+    return "float32" if model is None or model.quantization is not None else served_precision(settings, started)

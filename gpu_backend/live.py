@@ -13,7 +13,7 @@ import numpy as np
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import BackendMetrics, TokenChunk
-from jax_agent_rl.types import StopReason
+from jax_agent_rl.types import RoutedExperts, StopReason
 
 Span = tuple[int, int]
 """(version, index of the first output token it sampled), in rising order."""
@@ -46,6 +46,9 @@ class LiveRequest:
     def take(self, output: Any, spans: Sequence[Span]) -> TokenChunk | None:
         """Return the chunk that a vLLM ``RequestOutput`` adds; None if there is none.
 
+        vLLM does not say what a grammar excluded, so all ids under one count as constrained; nor can it continue an
+        output within one. So its ids come in one chunk at the end, and none if it was aborted: it begins anew.
+
         Args:
             output: with new tokens only.
             spans: versions by index of output token, at least up to the end of this output.
@@ -66,6 +69,11 @@ class LiveRequest:
             run.stop_reason = self._reason(completion.finish_reason)
         if run.stop_reason is not None:
             self._describe(output)
+        if completion.routed_experts is not None:  # of all positions fed, with the last output alone
+            routed = RoutedExperts.of(run.request.routed_experts_prompt_start, completion.routed_experts)
+            run.routed = routed.until(len(run.request.prompt_ids) + len(run.token_ids) - 1)
+        if run.request.sampling.grammar is not None:
+            return self._constrained_whole() if self.finished else None
         if not taken and run.stop_reason is None:
             return None
         return TokenChunk(
@@ -73,6 +81,20 @@ class LiveRequest:
             log_probs=tuple(log_probs[:taken]),
             policy_versions=tuple(versions[:taken]),
             final=run.output([*self.prompt_ids, *run.token_ids]) if run.stop_reason is not None else None,
+        )
+
+    def _constrained_whole(self) -> TokenChunk:
+        run = self.run
+        if run.stop_reason is StopReason.ABORTED:
+            run.token_ids, run.log_probs, run.versions, run.routed = [], [], [], None
+        run.constrained = [True] * len(run.token_ids)
+        final = run.output([*self.prompt_ids, *run.token_ids])
+        return TokenChunk(
+            token_ids=final.token_ids,
+            log_probs=final.log_probs,
+            policy_versions=final.policy_versions,
+            constrained=final.constrained,
+            final=final,
         )
 
     def _reason(self, finish_reason: str | None) -> StopReason:

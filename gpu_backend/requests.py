@@ -28,6 +28,7 @@ class RequestAdmission:
         eos_ids: ids that end a generation.
         decode_text: ids to text; without it requests with stop strings are refused.
         placeholders: id of one position of an image or a video, by kind.
+        grammars: whether vLLM was started with what it needs to follow grammars.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class RequestAdmission:
         eos_ids: frozenset[int],
         decode_text: Callable[[Sequence[int]], str] | None,
         placeholders: Mapping[str, int] | None = None,
+        grammars: bool = False,
     ) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._decode_text = decode_text
         self._placeholders = placeholders or {}
+        self._grammars = grammars
 
     def admit(self, request: GenerateRequest, running: Container[str]) -> RunningRequest:
         """Check a request, and return its initial state.
@@ -68,6 +71,10 @@ class RequestAdmission:
             raise BackendError(f"{name}: prompt ids must be in [0, {self._vocabulary})")
         if request.sampling.stop and self._decode_text is None:
             raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+        if request.sampling.grammar is not None and not self._grammars:
+            raise BackendError(f"{name} has a grammar, which this engine cannot follow")
+        if request.sampling.grammar is not None and request.resumed:
+            raise BackendError(f"{name} resumes an output under a grammar, which vLLM begins anew only")
         for kind, items in request.multi_modal.items():
             if len(items) > (allowed := self._settings.multi_modal.get(kind, 0)):
                 raise BackendError(
@@ -130,11 +137,13 @@ def vllm_sampling(run: RunningRequest, *, tpu: bool = False) -> dict[str, Any]:
         # A greedy request that shares a batch with random ones would get log-probs of its truncated distribution.
         "top_p": 1.0 if greedy else sampling.top_p,
         "top_k": 0 if greedy else sampling.top_k,
+        "min_p": 0.0 if greedy else sampling.min_p,
         "seed": None if tpu else sampling.seed,
         "stop_token_ids": run.stop_ids,
         "ignore_eos": True,
         "logprobs": 1 if tpu else 0,
         "detokenize": False,
+        "routed_experts_prompt_start": run.request.routed_experts_prompt_start,
     }
 
 

@@ -72,6 +72,11 @@ class VllmSettings:
     log_file: str | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder has a tokenizer, without which vLLM follows no grammar."""
+        return (model_folder(self.model, weights=True) / "tokenizer.json").is_file()
+
     def resolved_dtype(self, *, cpu: bool) -> str:
         return "float32" if self.dtype == "auto" and cpu else self.dtype
 
@@ -79,6 +84,7 @@ class VllmSettings:
         """Return keyword arguments of ``AsyncEngineArgs`` for this kind of device."""
         kv_cache_gib = self.kv_cache_gib if self.kv_cache_gib is not None or not cpu else 1.0
         block_size = self.block_size or (32 if cpu else None)
+        grammars = (cpu or cuda) and self.has_tokenizer
         arguments: dict[str, Any] = {
             "model": str(model_folder(self.model, weights=True)),
             "max_model_len": self.max_model_len,
@@ -94,13 +100,15 @@ class VllmSettings:
             "logprobs_mode": "processed_logprobs",
             # A model's own sampling defaults must not override what a request says.
             "generation_config": "vllm",
-            # Ids in, ids out: only multi-modal processors need the tokenizer.
-            "skip_tokenizer_init": not self.multi_modal,
+            # Ids in, ids out: only multi-modal processors and grammars need the tokenizer.
+            "skip_tokenizer_init": not (self.multi_modal or grammars),
             "worker_extension_cls": "gpu_backend.worker.WeightExtension",
             "disable_log_stats": True,
             "enable_log_requests": False,
             "use_tqdm_on_load": False,
         }
+        if grammars:
+            arguments["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, as in the JAX engine
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         if block_size is not None:

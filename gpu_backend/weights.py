@@ -66,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": _LLAMA,
     "Qwen3MoeForCausalLM": Family(fused=_FUSED, experts="experts.routed_experts"),
     "Gemma3ForCausalLM": _LLAMA,
+    "Glm4ForCausalLM": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}),  # gate and up are one on both sides
     "GPT2LMHeadModel": _GPT2,
     "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
 }

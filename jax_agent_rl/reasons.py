@@ -71,6 +71,8 @@ class DropReason(StrEnum):
     """The engine reported a log-prob that is not a finite number <= 0."""
     REJECTED = "rejected"
     """Every token was rejected as too far from the learner's policy (``rollout_correction.rollout_rs``)."""
+    CONSTRAINED = "constrained"
+    """A grammar (``response_format``, ``tool_choice``) decided every token, so none carries loss."""
     VOID_TURN = "void_turn"
     VOID_TRAJECTORY = "void_trajectory"
     ALL_TOOL_CALLS_FAILED = "all_tool_calls_failed"

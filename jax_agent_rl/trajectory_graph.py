@@ -13,14 +13,18 @@ parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A work
 
 Credit is assigned along it (``learner/advantages/trees.py``), ``jax-agent-rl view --tree`` shows it, and the metrics of
 a step count it.
+
+A trajectory of several contexts is a graph, too: :func:`timeline` has its turns in the order in which they were
+sampled, :func:`session_graph` says which context left which, and where.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.types import Trajectory, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +51,8 @@ class TrajectoryGraph:
     Attributes:
         trajectories: what it was made of.
         nodes: in the order in which the trajectories, one after another, come to them.
-        paths: for each trajectory its nodes, through all its segments.
-        ends: for each trajectory where those nodes end in its response (that of all segments, one after another):
+        paths: for each trajectory its nodes, through all its segments, in the order in which they were sampled.
+        ends: for each trajectory where those nodes end in its response (that of all sequences, one after another):
             the position after the node's last id.
     """
 
@@ -86,6 +90,73 @@ class TrajectoryGraph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """One of the contexts that a session sampled in: a segment of its trajectory, or the last, the trajectory itself.
+
+    Attributes:
+        sequence: its ids.
+        parent: place of the earlier context that begins with most of its ids; None if none begins with any.
+        shared: how many ids they have in common.
+        turns: how many of the parent's turns end within those.
+    """
+
+    sequence: Trajectory
+    parent: int | None
+    shared: int
+    turns: int
+
+
+def session_graph(trajectory: Trajectory) -> tuple[Segment, ...]:
+    """Return the contexts of a trajectory in the order of their first turns, and where each left an earlier one."""
+    found: list[Segment] = []
+    for sequence in sorted((*trajectory.segments, trajectory), key=lambda s: _when(s.turns[0])):
+        ids = sequence.prompt_ids + sequence.response_ids
+        common = [_common(ids, c.sequence.prompt_ids + c.sequence.response_ids) for c in found]
+        shared = max(common, default=0)
+        parent = common.index(shared) if shared else None
+        within = 0 if parent is None else sum(end <= shared for end in _turn_ends(found[parent].sequence))
+        found.append(Segment(sequence=sequence, parent=parent, shared=shared, turns=within))
+    return tuple(found)
+
+
+def timeline(trajectory: Trajectory) -> list[tuple[int, Turn]]:
+    """Return all turns in the order in which they were sampled.
+
+    Each comes with the place where it begins in the response of all :attr:`~Trajectory.sequences`, one after another.
+    """
+    placed, at = [], 0
+    for sequence in trajectory.sequences:
+        for turn in sequence.turns:
+            placed.append((at, turn))
+            at += len(turn.output.token_ids) + len(turn.appended_ids)
+    return sorted(placed, key=lambda place: _when(place[1]))
+
+
+def inherited(contexts: Sequence[Trajectory]) -> list[int]:
+    """Return for each context of a session how much of its prompt ends with a turn of another: ids, 0 for none."""
+    ends = {whole[:end] for c in contexts for whole in (c.prompt_ids + c.response_ids,) for end in _turn_ends(c)}
+    lengths = sorted(set(map(len, ends)), reverse=True)
+    return [next((n for n in lengths if n < len(c.prompt_ids) and c.prompt_ids[:n] in ends), 0) for c in contexts]
+
+
+def _when(turn: Turn) -> int:
+    """Return the key of a stable sort by time; turns without a number stand in order already."""
+    return -1 if turn.number is None else turn.number
+
+
+def _turn_ends(sequence: Trajectory) -> Iterator[int]:
+    """Yield how many ids the sequence has up to the end of each turn."""
+    at = len(sequence.prompt_ids)
+    for turn in sequence.turns:
+        yield at + len(turn.output.token_ids)
+        at += len(turn.output.token_ids) + len(turn.appended_ids)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
     """Sampled ids between two cuts: ``context`` is all up to their end, ``before`` up to the end of the node before."""
 
@@ -94,6 +165,7 @@ class _Piece:
     turn: int
     ids: tuple[int, ...]
     end: int
+    when: int
 
 
 def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
@@ -107,19 +179,29 @@ def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
     return ids + trajectory.turns[fork.turns].output.token_ids[: fork.tokens]
 
 
-def _pieces(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> Iterator[_Piece]:
+def _pieces(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> list[_Piece]:
+    return sorted(_laid_out(trajectory, cuts), key=lambda piece: piece.when)
+
+
+def _laid_out(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> Iterator[_Piece]:
     lengths = sorted({len(cut) for cut in cuts})
-    offset = 0
-    for sequence in trajectory.sequences:
+    sequences, offset = trajectory.sequences, 0
+    known = inherited(sequences) if trajectory.segments else [0] * len(sequences)
+    for sequence, begun in zip(sequences, known, strict=True):
         whole = sequence.prompt_ids + sequence.response_ids
-        prompt, at, before = len(sequence.prompt_ids), len(sequence.prompt_ids), ()
+        prompt, at, before = len(sequence.prompt_ids), len(sequence.prompt_ids), sequence.prompt_ids[:begun]
         for number, turn in enumerate(sequence.turns):
             end = at + len(turn.output.token_ids)
             inner = [length for length in lengths if at < length < end and whole[:length] in cuts]
             for stop in (*inner, end):
                 context = whole[:stop]
                 yield _Piece(
-                    before=before, context=context, turn=number, ids=whole[at:stop], end=offset + stop - prompt
+                    before=before,
+                    context=context,
+                    turn=number,
+                    ids=whole[at:stop],
+                    end=offset + stop - prompt,
+                    when=_when(turn),
                 )
                 before, at = context, stop
             at = end + len(turn.appended_ids)

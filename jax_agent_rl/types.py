@@ -17,9 +17,7 @@ A worked example, two turns (ids invented, one id per word)::
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,16 +25,16 @@ from jax_agent_rl.reasons import DropReason as DropReason
 from jax_agent_rl.reasons import FinishReason as FinishReason
 from jax_agent_rl.reasons import PauseMode as PauseMode
 from jax_agent_rl.reasons import StopReason as StopReason
+from jax_agent_rl.routed_experts import RoutedExperts as RoutedExperts
+from jax_agent_rl.routed_experts import join_routed as join_routed
 from jax_agent_rl.sampling_params import SamplingParams as SamplingParams
+from jax_agent_rl.trajectory_parts import Fork as Fork
+from jax_agent_rl.trajectory_parts import ToolCallRecord as ToolCallRecord
+from jax_agent_rl.trajectory_parts import join_media as join_media
+from jax_agent_rl.validation import digest_ids as digest_ids
 
-
-def digest_ids(ids: Sequence[int]) -> str:
-    """Return a short digest of a list of token ids (BLAKE2b, 64 bits).
-
-    The engine digests the context it conditioned on, the agent loop the ids it will pass to the learner: equality
-    proves, per generation, that no token drifted.
-    """
-    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
+Support = str
+"""The ids that one restricted draw was made from, encoded by :mod:`jax_agent_rl.utils.sampling_support`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +50,11 @@ class TokenOutput:
         context_digest: :func:`digest_ids` of the prompt plus ``token_ids`` as the engine saw them.
         cached_tokens: prompt ids whose KV was reused instead of computed.
         num_preempted: times the request lost its slot and was recomputed.
+        constrained: for each id whether a grammar kept it from being sampled freely, so that it carries no loss; empty
+            if none was, or if the supports say what it was sampled from.
+        routed_experts: of the context's positions that were asked for and fed, see ``Capabilities.routed_experts``.
+        supports: for each id the support of its draw, over which its log-prob is normalized; None: all ids. Empty if
+            none was restricted, see ``Capabilities.sampling_replay``.
     """
 
     token_ids: tuple[int, ...]
@@ -62,13 +65,26 @@ class TokenOutput:
     context_digest: str
     cached_tokens: int = 0
     num_preempted: int = 0
+    constrained: tuple[bool, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    supports: tuple[Support | None, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        if len(self.log_probs) != n or len(self.policy_versions) != n:
-            raise ValueError(
-                f"TokenOutput has {n} ids, {len(self.log_probs)} log-probs, {len(self.policy_versions)} versions"
-            )
+        values = (
+            self.log_probs,
+            self.policy_versions,
+            self.constrained or self.token_ids,
+            self.supports or self.token_ids,
+        )
+        if any(len(of_ids) != n for of_ids in values):
+            counts = "{} log-probs, {} versions, {} grammar marks, {} supports".format(*map(len, values))
+            raise ValueError(f"TokenOutput has {n} ids, {counts}")
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each id that carries loss: those sampled freely."""
+        return tuple(int(not mark) for mark in self.constrained) or (1,) * len(self.token_ids)
 
     def then(self, rest: TokenOutput) -> TokenOutput:
         """Return this (aborted) output joined with its resumption, per-token versions kept.
@@ -80,6 +96,9 @@ class TokenOutput:
         >>> a.then(b).policy_versions
         (1, 2)
         """
+        parts = (self, rest)
+        marks = [part.constrained or (False,) * len(part.token_ids) for part in parts]
+        supports = [part.supports or (None,) * len(part.token_ids) for part in parts]
         return replace(
             rest,
             token_ids=self.token_ids + rest.token_ids,
@@ -87,65 +106,24 @@ class TokenOutput:
             policy_versions=self.policy_versions + rest.policy_versions,
             cached_tokens=self.cached_tokens,
             num_preempted=self.num_preempted + rest.num_preempted,
+            constrained=sum(marks, ()) if self.constrained or rest.constrained else (),
+            routed_experts=join_routed(self.routed_experts, rest.routed_experts),
+            supports=sum(supports, ()) if self.supports or rest.supports else (),
         )
 
     def first(self, count: int, **changes: Any) -> TokenOutput:
-        """Return the first ``count`` ids with their values.
-
-        Args:
-            count: how many ids are kept.
-            changes: other fields that change with that; the digest, unless given, is void.
-        """
+        """Return the first ``count`` ids with their values, and ``changes`` of other fields; the digest is void."""
+        routed = self.routed_experts
         return replace(
             self,
             token_ids=self.token_ids[:count],
             log_probs=self.log_probs[:count],
             policy_versions=self.policy_versions[:count],
+            constrained=self.constrained[:count],
+            routed_experts=routed and routed.until(routed.end - max(0, len(self.token_ids) - count)),
+            supports=self.supports[:count],
             **{"context_digest": "", **changes},
         )
-
-    def without_last(self) -> TokenOutput:
-        """Return this output without its last id, a stop token that is replaced by what follows."""
-        return self.first(len(self.token_ids) - 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCallRecord:
-    """One tool call of a turn, for rewards, metrics and display.
-
-    Attributes:
-        name: tool name the model wrote ("" when the call could not be decoded).
-        arguments: decoded arguments, or None when they could not be decoded.
-        observation: text the model read back (after truncation).
-        error: None, or the kind: ``malformed``, ``unknown_tool``, ``bad_arguments``, ``timeout``,
-            ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took it).
-        reward: reward the tool itself gave.
-        seconds: wall time of the call.
-        call_id: the id the model gave the call, in formats that have one.
-        media: images and videos it returned, by kind: ``{"image": (…,)}``.
-    """
-
-    name: str
-    arguments: Mapping[str, Any] | None
-    observation: str
-    error: str | None = None
-    reward: float = 0.0
-    seconds: float = 0.0
-    call_id: str | None = None
-    media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-
-def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
-    """Join images and videos from several mappings into one by kind, in order.
-
-    >>> join_media([{"image": ("a",)}, {}, {"image": ("b",), "video": ("c",)}])
-    {'image': ('a', 'b'), 'video': ('c',)}
-    """
-    joined: dict[str, tuple[Any, ...]] = {}
-    for part in parts:
-        for kind, items in part.items():
-            joined[kind] = joined.get(kind, ()) + tuple(items)
-    return joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +137,8 @@ class Turn:
         tool_calls: the calls made in this turn, in order.
         score: what a simulated user or an environment gave this turn, or None.
         learn_appended: ``appended_ids`` carry loss, too (``agent.mask_observations=false``).
+        number: which call of its session sampled it, in order of completion; None outside of recorded sessions.
+        note: where its call left the recorded conversations, as text; empty if it continued one.
     """
 
     output: TokenOutput
@@ -167,34 +147,8 @@ class Turn:
     tool_calls: tuple[ToolCallRecord, ...] = ()
     score: float | None = None
     learn_appended: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fork:
-    """Where a trajectory branched off another one of its tree.
-
-    The inherited ids are equal one by one and never sampled again::
-
-        parent  = [20 21 2] [30 31 32] [40 41 2]
-        fork    = turns 1, tokens 1
-        branch  = [20 21 2] [30 31 32] [40] + [50 2]        newly sampled: 50 2
-
-    Attributes:
-        tree_id: the first trajectory of the tree.
-        parent_id: the trajectory it branched off.
-        turns: number of whole inherited turns, with what was appended to them.
-        tokens: number of inherited ids of the turn after those.
-    """
-
-    tree_id: str
-    parent_id: str
-    turns: int
-    tokens: int = 0
-
-    @property
-    def at_prompt(self) -> bool:
-        """Whether it inherits the prompt alone: a new chain that counts as part of the tree."""
-        return self.turns == self.tokens == 0
+    number: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,6 +177,8 @@ class Trajectory:
         history_window: None, or how many earlier turns each turn was sampled after, besides the prompt. The response
             arrays are still those of all turns in order; :attr:`sequences` are the contexts that were really there.
         prompt_media: images and videos ``prompt_ids`` show; a sequence of a history window has its earlier turns'.
+        role: the role it played in its episode, None if there is but one. Baselines are those of its group and role.
+        adapter: the adapter in training that sampled it, see ``agent.role_adapters``; None: the policy itself.
     """
 
     trajectory_id: str
@@ -246,6 +202,8 @@ class Trajectory:
     fork: Fork | None = None
     history_window: int | None = None
     prompt_media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    role: str | None = None
+    adapter: str | None = None
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:
@@ -308,6 +266,11 @@ class Trajectory:
             )
 
     @property
+    def episode_id(self) -> str:
+        """Id that the trajectories of all roles of one run of the agent share."""
+        return self.trajectory_id.partition("/")[0]
+
+    @property
     def num_turns(self) -> int:
         """Number of assistant turns."""
         return len(self.turns)
@@ -331,14 +294,29 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 for each response id in the loss: sampled ids, and appended ids with ``learn_appended``.
+        """1 for each response id in the loss: freely sampled ids, and appended ids with ``learn_appended``.
 
-        An appended id has no rollout log-prob, since it was not sampled.
+        An appended id has no rollout log-prob, since it was not sampled; of a constrained one (see
+        :class:`TokenOutput`) it is not that of the policy.
         """
         mask: list[int] = []
         for turn in self.turns:
-            mask += [1] * len(turn.output.token_ids) + [int(turn.learn_appended)] * len(turn.appended_ids)
+            mask += [*turn.output.loss_mask, *([int(turn.learn_appended)] * len(turn.appended_ids))]
         return tuple(mask)
+
+    @property
+    def supports(self) -> tuple[Support | None, ...]:
+        """The support of each response id's draw; None for one from all ids, and for appended ids."""
+        found: list[Support | None] = []
+        for turn in self.turns:
+            found += turn.output.supports or [None] * len(turn.output.token_ids)
+            found += [None] * len(turn.appended_ids)
+        return tuple(found)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether any of its draws has a support."""
+        return any(turn.output.supports for turn in self.turns)
 
     @property
     def turn_scores(self) -> tuple[float, ...]:
@@ -347,8 +325,8 @@ class Trajectory:
 
     @property
     def tool_calls(self) -> tuple[ToolCallRecord, ...]:
-        """All tool calls, in order."""
-        return tuple(call for turn in self.turns for call in turn.tool_calls)
+        """All tool calls, segment by segment."""
+        return tuple(call for part in (*self.segments, self) for turn in part.turns for call in turn.tool_calls)
 
     @property
     def multi_modal(self) -> dict[str, tuple[Any, ...]]:
@@ -361,7 +339,8 @@ class Group:
     """The surviving trajectories of one prompt, with the reward statistics advantages need.
 
     ``dropped`` counts its lost members by reason. ``greedy_reward`` is that of the prompt's greedy rollout, if any
-    (ReMax). ``metrics`` describe how the group was collected, e.g. ``branches``.
+    (ReMax). ``metrics`` describe how the group was collected, e.g. ``branches``. ``frozen`` are trajectories of roles
+    that are not trained: on record, but no samples. ``baselines`` are the rewards to expect, by role (RAE).
     """
 
     group_id: str
@@ -369,6 +348,8 @@ class Group:
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
     greedy_reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    frozen: tuple[Trajectory, ...] = ()
+    baselines: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         strangers = [t.trajectory_id for t in self.trajectories if t.group_id != self.group_id]

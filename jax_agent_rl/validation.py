@@ -1,12 +1,14 @@
-"""Checks of values from outside (JSON, user code) that no type checker has seen.
+"""Checks of values from outside (JSON, user code) that no type checker has seen, and the digest of ids.
 
-Each raises a ``ValueError`` that names the field, its value and the expected kind. Numbers may be numpy's.
+Each check raises a ``ValueError`` that names the field, its value and the expected kind. Numbers may be numpy's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -56,3 +58,12 @@ def check_ids(name: str, ids: tuple[Any, ...]) -> None:
         if not issubclass(kind, Integral):
             wrong = next(i for i in ids if type(i) is kind)
             raise ValueError(f"{name} holds {wrong!r}: ids must be whole numbers")
+
+
+def digest_ids(ids: Sequence[int]) -> str:
+    """Return a short digest of a list of token ids (BLAKE2b, 64 bits).
+
+    The engine digests the context it conditioned on, the agent loop the ids it will pass to the learner: equality
+    proves, per generation, that no token drifted.
+    """
+    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()

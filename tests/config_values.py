@@ -33,7 +33,9 @@ def all_conditions(model: type[Section], path: str) -> tuple[Condition, ...]:
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, if it holds one."""
+    """The section that a field holds, if it holds one; a list of sections is a value."""
+    if get_origin(info.annotation) is tuple:
+        return None
     options = (info.annotation, *get_args(info.annotation))
     return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
 
@@ -106,6 +108,9 @@ def _values(annotation: Any, limits: list[Any]) -> Iterator[Any]:
     elif origin is dict:
         key, value = get_args(annotation)
         yield {next(_values(key, [])): next(_values(value, []))}
+    elif isinstance(annotation, type) and issubclass(annotation, Section):
+        required = {key: info for key, info in annotation.model_fields.items() if info.is_required()}
+        yield annotation(**{key: other_value(info) for key, info in required.items()})
     elif annotation is bool:
         yield from (True, False)
     elif annotation in (str, Any):

@@ -25,21 +25,25 @@ CALL = '<call>add {"a": 1, "b": 2}</call>'
 
 
 class Stage:
-    """An endpoint over a scripted engine, and clients of it."""
+    """An endpoint over a scripted engine, or that of a given context, and clients of it."""
 
-    def __init__(self, script, *, api_key=None, clock=None, limits=None, adapters=(), **agent):
-        self.codec = FakeCodec()
-        self.backend = ScriptedBackend(self.codec, script)
-        self.backend.capabilities = replace(self.backend.capabilities, lora=bool(adapters))
-        self.context = AgentContext(
-            client=LLMServerClient([AsyncServer(self.backend)]),
-            codec=self.codec,
-            limits=AgentConfig(**agent),
-            max_model_len=1000,
-        )
+    def __init__(
+        self, script=(), *, context=None, api_key=None, clock=None, limits=None, adapters=(), codec=None, **agent
+    ):
+        limits = EndpointConfig(**(limits or {}))
+        if context is None:
+            self.codec = codec or FakeCodec()
+            self.backend = ScriptedBackend(self.codec, script)
+            self.backend.capabilities = replace(self.backend.capabilities, lora=bool(adapters))
+            context = AgentContext(
+                client=LLMServerClient([AsyncServer(self.backend)]),
+                codec=self.codec,
+                limits=AgentConfig(endpoint=limits, **agent),
+                max_model_len=1000,
+            )
+        self.context = context
         self.sampling = SamplingParams(max_tokens=1000)
         self.api_key = api_key
-        limits = EndpointConfig(**(limits or {}))
         extra = {"clock": clock} if clock else {}
         self.store = SessionStore(
             max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=self.session, **extra

@@ -119,7 +119,10 @@ class FakeCodec:
         ids: list[int] = []
         for message in messages:
             media = "".join(f" <{kind}>" for kind in message.get("media", ()))
-            ids += [*self.encode_text(f"{message['role']}:{media} {message['content']}"), EOS]
+            content = message["content"]
+            if isinstance(content, list):
+                content = " ".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+            ids += [*self.encode_text(f"{message['role']}:{media} {content}"), EOS]
         return ids + self.encode_text("assistant:")
 
 

@@ -86,8 +86,8 @@ class LaterApiEngine:
         batch.remaining[:] = 1
         batch.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]
         batch.seed[:] = np.random.default_rng(np.asarray(rng)).integers(2**32, size=slots)
-        cache, ids, log_probs = self.inner.decode(params, state.cache, batch, 1, slots + 1)
-        ids = jnp.asarray(ids[0])
+        cache, sampled = self.inner.decode(params, state.cache, batch, 1, slots + 1)
+        ids = jnp.asarray(sampled.ids[0])
         limit = self.inner.shapes.cache_length - self.inner.shapes.decode_steps
         new = DecodeState(
             cache=cache,
@@ -96,7 +96,7 @@ class LaterApiEngine:
             generated=state.generated + 1,
         )
         data = jnp.stack([ids, jnp.ones_like(ids), new.generated], axis=1)
-        log_prob = jnp.asarray(log_probs[0])[:, None]
+        log_prob = jnp.asarray(sampled.log_probs[0])[:, None]
         return new, LaterResultTokens(data, log_prob if self._return_log_prob else jnp.zeros_like(log_prob))
 
 

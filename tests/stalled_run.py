@@ -7,7 +7,6 @@ thread, or a coroutine.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import sys
 import threading
@@ -65,8 +64,9 @@ def waiting(label: str) -> None:
 match phase:
     case "compile the engine":
         # As on an accelerator: before the first request.
-        backend.JetStreamBackend.__init__ = functools.partialmethod(
-            backend.JetStreamBackend.__init__, compile_ahead=True
+        begin = backend.JetStreamBackend.__init__
+        backend.JetStreamBackend.__init__ = lambda self, *args, **kwargs: begin(
+            self, *args, **{**kwargs, "compile_ahead": True}
         )
         engine.JaxEngine._prefill_chunks = blocking(engine.JaxEngine._prefill_chunks)
     case "compile the learner":

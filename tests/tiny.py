@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.peft import ADAPTABLE, PeftAdapter
 
@@ -24,6 +25,11 @@ TINY = DecoderConfig(
     tie_word_embeddings=True,
     eos_token_ids=(2,),
 )
+
+EXPERTS = replace(
+    TINY, num_layers=2, qk_norm=True, experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True)
+)
+"""A mixture of experts."""
 
 
 def tiny_params(seed: int = 0, config: DecoderConfig = TINY) -> Params:

@@ -29,7 +29,8 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry
-from jax_agent_rl.types import TokenOutput, Trajectory
+from jax_agent_rl.types import Support, TokenOutput, Trajectory
+from jax_agent_rl.utils.sampling_support import decode_supports
 from tests.tiny import TINY, tiny_params
 
 LONGEST = 512
@@ -89,26 +90,29 @@ def params() -> Params:
 
 
 @contextlib.asynccontextmanager
-async def tiny_context(*, tools=(), codec: ChatCodec | None = None, **limits) -> AsyncIterator[AgentContext]:
+async def tiny_context(
+    *, tools=(), codec: ChatCodec | None = None, longest: int = LONGEST, **limits
+) -> AsyncIterator[AgentContext]:
     """What agent loops are given, over a started JAX engine. ``context.client.servers[0].backend`` is watched."""
     codec = codec or TinyCodec()
     shapes = EngineShapes(
-        max_model_len=LONGEST,
+        max_model_len=longest,
         max_concurrent_decodes=4,
-        kv_cache_tokens=8 * LONGEST,
+        kv_cache_tokens=8 * longest,
         decode_steps=4,
         prefill_buckets=(32, 128),
     )
     decode = functools.partial(codec.decode, skip_special_tokens=False)
-    backend = Watched(CONFIG, params(), shapes, seed=3, decode_text=decode)
+    grammars = codec.grammar_compiler(eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size)
+    backend = Watched(CONFIG, params(), shapes, seed=3, decode_text=decode, grammars=grammars)
     await backend.start()
     try:
         yield AgentContext(
             client=LLMServerClient([AsyncServer(backend)], decode_text=decode),
             codec=codec,
             tools=ToolRegistry(tools),
-            limits=AgentConfig(**{"max_prompt_length": 256, "max_response_length": 256, **limits}),
-            max_model_len=LONGEST,
+            limits=AgentConfig(**{"max_prompt_length": longest // 2, "max_response_length": longest // 2, **limits}),
+            max_model_len=longest,
         )
     finally:
         await backend.close()
@@ -120,11 +124,18 @@ def _padded_logits(params: Params, ids: jax.Array) -> jax.Array:
     return model.logits(model(ids[None])[0])[0]
 
 
-def reference_logprobs(ids: Sequence[int]) -> np.ndarray:
-    """Log-prob of every id but the first, by one full pass: no cache, no turns; float64 [T - 1]."""
-    padded = np.zeros(LONGEST, np.int32)
+def reference_logprobs(ids: Sequence[int], supports: Sequence[Support | None] = ()) -> np.ndarray:
+    """Log-prob of every id but the first, by one full pass: no cache, no turns; float64 [T - 1].
+
+    The last ids were drawn from ``supports``, those before them from the whole vocabulary.
+    """
+    padded = np.zeros(LONGEST << ((len(ids) - 1) // LONGEST).bit_length(), np.int32)  # few shapes to compile for
     padded[: len(ids)] = ids
     scores = np.asarray(_padded_logits(params(), padded))[: len(ids) - 1].astype(np.float64)
+    if supports:
+        masks = decode_supports(supports, CONFIG.vocab_size).view(np.uint8)
+        kept = np.unpackbits(masks, axis=1, bitorder="little")[:, : CONFIG.vocab_size].astype(bool)
+        scores[-len(supports) :][~kept] = -np.inf
     normalized = scores - np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True))
     normalized -= scores.max(-1, keepdims=True)
     return normalized[np.arange(len(ids) - 1), list(ids)[1:]]
@@ -141,7 +152,7 @@ def assert_exact(trajectory: Trajectory, backend: Watched) -> None:
             answers[context].remove(turn.output.token_ids)  # raises unless sampled there; removed: trained on once
             context += turn.output.token_ids + turn.appended_ids
         assert context == sequence.prompt_ids + sequence.response_ids
-        expected = reference_logprobs(context)[len(sequence.prompt_ids) - 1 :]
-        mask = np.asarray(sequence.response_mask, bool)
-        np.testing.assert_allclose(np.asarray(sequence.rollout_logprobs)[mask], expected[mask], atol=2e-4)
+        expected = reference_logprobs(context, sequence.supports)[len(sequence.prompt_ids) - 1 :]
+        mask, free = np.asarray(sequence.response_mask, bool), np.asarray(sequence.loss_mask, bool)
+        np.testing.assert_allclose(np.asarray(sequence.rollout_logprobs)[free], expected[free], atol=2e-4)
         assert not np.asarray(sequence.rollout_logprobs)[~mask].any()

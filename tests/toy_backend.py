@@ -31,8 +31,10 @@ from jax_agent_rl.testing.conformance.backends import (
 from jax_agent_rl.testing.conformance.reference import log_softmax, truncate
 from jax_agent_rl.testing.fake_engine import BatchingEngine, Run
 from jax_agent_rl.types import PauseMode
+from jax_agent_rl.utils.sampling_support import encode_supports
 
 EOS, VOCAB, IMAGE = 2, 61, 60
+LAYERS, EXPERTS, PER_TOKEN = 3, 6, 2
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -43,11 +45,17 @@ class ToyModel:
         rng = np.random.default_rng([1, len(which)])
         self.last = rng.standard_normal((VOCAB, VOCAB)) * 2
         self.before = rng.standard_normal((VOCAB, VOCAB))
+        self.routers = rng.standard_normal((VOCAB, VOCAB, LAYERS, EXPERTS))
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return logits, float64 [T, V]."""
         now = np.asarray(ids)
         return self.last[now] + self.before[np.concatenate([[0], now[:-1]])]
+
+    def router_scores(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the scores of experts, float64 [T, L, E]."""
+        now = np.asarray(ids)
+        return self.routers[now, np.concatenate([[0], now[:-1]])]
 
 
 def mixture(base: ToyModel) -> ToyModel:
@@ -64,6 +72,9 @@ MODELS[MIXED] = mixture(MODELS[BASE])
 class ToyReference:
     def logits(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
         return MODELS[weights].logits(ids)
+
+    def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
+        return MODELS[weights].router_scores(ids)
 
 
 def to_text(ids: Sequence[int]) -> str:
@@ -113,6 +124,7 @@ class ToyBackend(BatchingEngine):
         declared = Capabilities(
             max_model_len=200,
             max_concurrent=max_concurrent,
+            sampling_replay=True,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
             prefix_reuse=True,
@@ -144,6 +156,8 @@ class ToyBackend(BatchingEngine):
         super().admit(run)
 
     def step(self, run: Run) -> None:
+        if run.request.sampling.restricted and self.capabilities.sampling_replay:
+            run.supports += encode_supports(self.kept(run))
         super().step(run)
         self.cache.add(self.key(run, len(run.context)))
 
@@ -167,8 +181,14 @@ class ToyBackend(BatchingEngine):
         for place, image in enumerate(self.images(run)):
             logits = logits + np.random.default_rng([place, *image[:8]]).standard_normal(VOCAB)
         if sampling.temperature:
-            logits = truncate(logits / sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+            cut = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+            logits = truncate(logits / sampling.temperature, **cut)
         return log_softmax(logits)[0]
+
+    def kept(self, run: Run) -> np.ndarray:
+        """Return the ids from which the next one is drawn, as bits uint32 [1, n]."""
+        kept = np.isfinite(self.distribution(run))
+        return np.packbits(np.pad(kept, (0, -VOCAB % 32)), bitorder="little").view(np.uint32)[None]
 
     def sample(self, run: Run) -> tuple[int, float]:
         log_probs = self.distribution(run)

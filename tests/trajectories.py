@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jax_agent_rl.tracing import Span, Trace
-from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import (
+    FinishReason,
+    Group,
+    RoutedExperts,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+)
+from jax_agent_rl.utils.sampling_support import encode_supports
 
 
 def trajectory(
@@ -57,6 +68,21 @@ def trajectory(
     )
 
 
+def numbered(made: Trajectory, *numbers: int, note: str = "") -> Trajectory:
+    """The same, its turns sampled by those calls of a session; ``note`` is the first one's."""
+    turns = [replace(turn, number=n) for turn, n in zip(made.turns, numbers, strict=True)]
+    return replace(made, turns=(replace(turns[0], note=note), *turns[1:]))
+
+
+def session(*, reward: float = 1.0, group: str = "g", index: int = 0) -> Trajectory:
+    """A session of three segments and five calls: call 2 goes on after call 1, as 5 does; 3 and 4 are a sub-agent's."""
+    note = "message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'"
+    again = numbered(trajectory([1, 3, 4, 2, 6], [8, 2], group=group, index=index), 1)
+    sub_agent = numbered(trajectory([1, 9], [20, 7, 21], mask=[1, 0, 1], group=group, index=index), 2, 3, note=note)
+    main = numbered(trajectory([1, 3], [4, 2, 7, 5], mask=[1, 1, 0, 1], group=group, index=index, reward=reward), 0, 4)
+    return replace(main, segments=(again, sub_agent))
+
+
 def call(*, error: str | None = None, reward: float = 0.0) -> ToolCallRecord:
     """A tool call."""
     return ToolCallRecord(name="tool", arguments={}, observation="", error=error, reward=reward)
@@ -87,6 +113,46 @@ def random_groups(seed: int, *, groups: int = 3, members: int = 4, vocabulary: i
             )
         result.append(Group(group_id=f"g{g}", trajectories=tuple(ts)))
     return result
+
+
+def with_routed_experts(groups: Iterable[Group], *, layers: int, experts: int, per_token: int) -> list[Group]:
+    """The groups with random experts for all positions that every second trajectory fed; the others know none."""
+    rng = np.random.default_rng(5)
+
+    def routed(made: Trajectory) -> Trajectory:
+        at, turns = len(made.prompt_ids), []
+        for turn in made.turns:
+            start, at = at - 1 if turns else 0, at + len(turn.output.token_ids)
+            chosen = rng.random((at - 1 - start, layers, experts)).argsort(axis=-1)[..., :per_token]
+            output = replace(turn.output, routed_experts=RoutedExperts.of(start, chosen.astype(np.uint8)))
+            turns.append(replace(turn, output=output))
+            at += len(turn.appended_ids)
+        return replace(made, turns=tuple(turns))
+
+    return [
+        replace(group, trajectories=tuple(t if i % 2 else routed(t) for i, t in enumerate(group.trajectories)))
+        for group in groups
+    ]
+
+
+def with_supports(groups: Iterable[Group], *, vocabulary: int = 97, share: float = 0.2) -> list[Group]:
+    """The groups with random supports, which hold the sampled ids; every third trajectory was sampled freely."""
+    rng = np.random.default_rng(6)
+
+    def drawn(output: TokenOutput) -> TokenOutput:
+        kept = rng.random((len(output.token_ids), vocabulary + -vocabulary % 32)) < share
+        kept[:, vocabulary:] = False
+        kept[np.arange(len(kept)), list(output.token_ids)] = True
+        masks = np.packbits(kept, axis=1, bitorder="little").view(np.uint32)
+        return replace(output, supports=tuple(encode_supports(masks)))
+
+    def restricted(made: Trajectory) -> Trajectory:
+        return replace(made, turns=tuple(replace(turn, output=drawn(turn.output)) for turn in made.turns))
+
+    return [
+        replace(group, trajectories=tuple(restricted(t) if i % 3 else t for i, t in enumerate(group.trajectories)))
+        for group in groups
+    ]
 
 
 SECOND = 1_000_000_000

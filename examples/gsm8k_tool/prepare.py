@@ -1,19 +1,27 @@
-"""Writes GSM8K as training rows: ``python examples/gsm8k_tool/prepare.py --source train.parquet --out data/gsm8k``.
+"""Writes GSM8K as training rows: ``python examples/gsm8k_tool/prepare.py --out data/gsm8k``.
 
-The source is GSM8K as it is published, Parquet or JSON Lines with ``question`` and ``answer`` (ending in ``#### 72``);
-without one, the 24 hand-made problems of ``sample.jsonl``. The rows are verl's schema, so files made for verl can be
-named in ``data.train`` as they are.
+GSM8K is downloaded from the Hugging Face Hub (``openai/gsm8k``, kept in its cache): its training split becomes
+``train.jsonl``, the first problems of its test split ``heldout.jsonl``. If the Hub cannot be reached, the 24 hand-made
+problems of ``sample.jsonl`` take its place, and a line says so.
+
+``--source FILE`` takes another file of that schema, Parquet or JSON Lines with ``question`` and ``answer`` (ending in
+``#### 72``), and holds out its last problems. The rows are verl's schema, so files made for verl can be named in
+``data.train`` as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.errors import DataError
 from jax_agent_rl.rewards.rules import marked_number
+from jax_agent_rl.utils.hub import dataset_files
 
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 SYSTEM = (
@@ -25,19 +33,41 @@ SYSTEM = (
 def main() -> None:
     """Writes ``train.jsonl`` and ``heldout.jsonl`` and prints their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, default=SAMPLE, help="GSM8K's Parquet or JSON Lines")
+    parser.add_argument("--source", type=Path, help="GSM8K's Parquet or JSON Lines; default: download it")
     parser.add_argument("--out", type=Path, default=Path("data/gsm8k"))
-    parser.add_argument("--heldout", type=int, default=8, help="problems kept for evaluation, the last ones")
+    parser.add_argument("--heldout", type=int, help="problems kept for evaluation; default: 200 of GSM8K, 8 of a file")
     arguments = parser.parse_args()
-    rows = [row_of(problem, index) for index, problem in enumerate(problems_of(arguments.source))]
-    if not 0 < arguments.heldout < len(rows):
-        parser.error(f"--heldout {arguments.heldout}: {arguments.source} has {len(rows)} problems")
+    parts = None if arguments.source else downloaded(arguments.heldout or 200)
+    if parts is None:
+        source, heldout = arguments.source or SAMPLE, 8 if arguments.heldout is None else arguments.heldout
+        rows = rows_of(problems_of(source))
+        if not 0 < heldout < len(rows):
+            parser.error(f"--heldout {heldout}: {source} has {len(rows)} problems")
+        parts = {"train": rows[:-heldout], "heldout": rows[-heldout:]}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    parts = {"train": rows[: -arguments.heldout], "heldout": rows[-arguments.heldout :]}
     for name, part in parts.items():
         file = arguments.out / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in part))
         print(f"{file}: {len(part)} rows")
+
+
+def downloaded(heldout: int) -> dict[str, list[dict[str, Any]]] | None:
+    """GSM8K's rows; None if the Hub cannot be reached."""
+    try:
+        files = {
+            split: dataset_files("openai/gsm8k", None, name="main", split=split, suffixes=(".parquet",))
+            for split in ("train", "test")
+        }
+    except DataError as error:
+        print(f"{error}\nGSM8K is not here: writing the problems of {SAMPLE.name} INSTEAD", file=sys.stderr)
+        return None
+    train, test = ((problem for file in files[split] for problem in problems_of(file)) for split in files)
+    return {"train": rows_of(train), "heldout": rows_of(islice(test, heldout))}
+
+
+def rows_of(problems: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Problems as rows."""
+    return [row_of(problem, index) for index, problem in enumerate(problems)]
 
 
 def problems_of(source: Path) -> Iterator[Mapping[str, Any]]:

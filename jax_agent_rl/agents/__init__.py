@@ -11,7 +11,7 @@ read · ``session_tree`` a session as a trajectory · ``openai_loop`` any OpenAI
 """
 
 from jax_agent_rl.agents.command.agent import CommandAgent
-from jax_agent_rl.agents.context import AgentContext, AgentEvent, TokenClient, derive_seed
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, FrozenModel, TokenClient, derive_seed
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import (
@@ -22,6 +22,7 @@ from jax_agent_rl.agents.loop import (
     get_agent,
     load_agents,
     register_agent,
+    role_id,
     select_agents,
 )
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
@@ -39,6 +40,7 @@ __all__ = [
     "CommandAgent",
     "EnvironmentAgent",
     "Episode",
+    "FrozenModel",
     "InteractionAgent",
     "OpenAIAgentLoop",
     "ReactAgentLoop",
@@ -55,5 +57,6 @@ __all__ = [
     "load_agents",
     "openai_agent",
     "register_agent",
+    "role_id",
     "select_agents",
 ]

@@ -25,6 +25,7 @@ class Prefix:
     Attributes:
         fork: where it ends.
         prompt_ids: the prompt.
+        prompt_media: images and videos it shows, by kind.
         turns: whole turns, with what was appended to them.
         begun: the inherited ids of the next turn, as if it had been interrupted there; None if there are none.
         messages: the conversation as text, up to ``turns``.
@@ -32,6 +33,7 @@ class Prefix:
 
     fork: Fork
     prompt_ids: tuple[int, ...]
+    prompt_media: Mapping[str, tuple[Any, ...]]
     turns: tuple[Turn, ...]
     begun: TokenOutput | None
     messages: Messages
@@ -54,6 +56,7 @@ class Prefix:
         return cls(
             fork=fork,
             prompt_ids=parent.prompt_ids,
+            prompt_media=parent.prompt_media,
             turns=parent.turns[: fork.turns],
             begun=cut.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None) if fork.tokens else None,
             messages=parent.messages[: _turn_positions(parent.messages, parent.num_turns)[fork.turns]],

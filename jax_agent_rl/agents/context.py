@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
@@ -38,6 +38,8 @@ class TokenClient(Protocol):
         video_data: Sequence[Any] | None = None,
         on_ids: Callable[[Sequence[int]], None] | None = None,
         lora: str | None = None,
+        routed_experts_prompt_start: int = 0,
+        resumed: int = 0,
     ) -> TokenOutput: ...
 
     @property
@@ -109,6 +111,14 @@ def _ignore(event: AgentEvent) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenModel:
+    """A model that plays a role and is not trained: its engine, and the codec of its own tokenizer and template."""
+
+    client: TokenClient
+    codec: ChatCodec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AgentContext:
     """The objects that all loops of a run share.
 
@@ -125,6 +135,8 @@ class AgentContext:
         keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off them.
         malformed: reports tool calls that could not be decoded.
         on_event: called after every generation and tool call; must be quick and must not raise.
+        frozen: the models that play a role and are not trained, by role (``agent.role_models``).
+        role: the role that an episode plays with this context, see :meth:`as_role`.
     """
 
     client: TokenClient
@@ -139,6 +151,31 @@ class AgentContext:
     keep_sessions: bool = False
     malformed: MalformedCalls = field(default_factory=MalformedCalls)
     on_event: Callable[[AgentEvent], None] = _ignore
+    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    role: str | None = None
+
+    def as_role(self, role: str) -> AgentContext:
+        """Return the context of a role: with the engine and codec of the model that plays it."""
+        model = self.frozen.get(role)
+        return replace(self, role=role, **({"client": model.client, "codec": model.codec} if model else {}))
+
+    @property
+    def trained_adapter(self) -> str | None:
+        """The adapter in training that plays :attr:`role`."""
+        return self.limits.role_adapters.get(self.role) if self.role else None
+
+    def lora(self, row: Mapping[str, Any]) -> str | None:
+        """Return the LoRA adapter to sample with for a row; None: the plain model."""
+        if self.role in self.frozen:
+            return None
+        return self.trained_adapter or row.get("adapter") or self.limits.adapter
+
+    def is_trained(self, role: str | None) -> bool:
+        """Return whether a role is trained: it is not if a model of its own plays it.
+
+        Where adapters are trained, the model below them is not, nor the roles that have no adapter.
+        """
+        return role not in self.frozen and (not self.limits.role_adapters or role in self.limits.role_adapters)
 
     @property
     def longest(self) -> int:

@@ -2,7 +2,7 @@
 
 A framework sends the whole conversation with every request, and no two write it alike: ``content`` is None, a string
 or a list of parts, arguments are JSON with other spaces, fields come and go. Two messages are the *same* when role,
-text and tool calls (name and decoded arguments) are.
+text, images and tool calls (name and decoded arguments) are.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.agents.images import EncodedImage
 from jax_agent_rl.chat.codec import CALL_ID_LENGTH
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
+from jax_agent_rl.utils.media import text_content
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
@@ -28,6 +32,7 @@ REASONING = ("reasoning", "thinking")
 """Parts that frameworks send back and no model reads: reasoning is not part of a reply."""
 
 _REASONING_FIELDS = ("reasoning_content", *REASONING)
+_BEFORE, _EXCERPT = 20, 60  # characters of an excerpt: before a difference, in all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,17 +71,26 @@ class Traces:
         return cls(reasoning=reasoning, call_ids=tuple(str(call.get("id")) for call in message.get("tool_calls") or ()))
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return OpenAI-style messages as a chat template takes them: text content, arguments as objects, named results.
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], modalities: frozenset[str] = frozenset()
+) -> list[dict[str, Any]]:
+    """Return OpenAI-style messages in one form: arguments as objects, named results, and text as content.
+
+    Where there are images, content is a list of parts, see :mod:`jax_agent_rl.agents.images`.
+
+    Args:
+        messages: a conversation.
+        modalities: what the model reads besides text.
 
     Raises:
-        TemplateError: an unknown role, content that is not text, or a tool call that is no call; says which message.
+        TemplateError: an unknown role, content that the model does not read, or a tool call that is no call; says which
+            message.
     """
     names: dict[str, str] = {}
     plain = []
     for index, message in enumerate(messages):
         try:
-            one = _plain(message)
+            one = _plain(message, modalities)
         except (TypeError, KeyError, ValueError) as error:
             raise TemplateError(f"messages[{index}]: {error}") from None
         names |= {call["id"]: call["function"]["name"] for call in one.get("tool_calls", ())}
@@ -106,16 +120,52 @@ def fingerprint(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
 def _content_key(message: Mapping[str, Any]) -> list[Any]:
     """Return what a model reads of a message; without call ids, which frameworks rename."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    return [message["role"], message["content"].strip(), calls]
+    content = message["content"]
+    if not isinstance(content, str):
+        content = [part["text"].strip() if part["type"] == "text" else [part["image"].digest] for part in content]
+    return [message["role"], content.strip() if isinstance(content, str) else content, calls]
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def first_difference(messages: Sequence[Mapping[str, Any]], recorded: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+    """Say where a conversation of text leaves the recorded one that it follows longest.
+
+    >>> said = [{"role": "user", "content": "look it up"}, {"role": "assistant", "content": "I will"}]
+    >>> first_difference([said[0], {"role": "assistant", "content": "I did"}], [said])
+    "message 2 of 2 (assistant) has 'I did' where the recorded one (assistant) has 'I will'"
+    """
+    keys = [_content_key(message) for message in messages]
+    known = [(_common(keys, map(_content_key, conversation)), conversation) for conversation in recorded]
+    common, conversation = max(known, key=lambda pair: pair[0])
+    if common == len(messages):
+        images = " or shows other images" if any(message.get("media") for message in messages) else ""
+        return f"asks again for what is on record{images}"
+    if common == len(conversation):
+        return f"goes on after message {common}, where the recorded one ends, but with other tools"
+    here, there = messages[common], conversation[common]
+    texts = [_shown(here), _shown(there)]
+    start = max(0, len(commonprefix(texts)) - _BEFORE)  # excerpts begin shortly before the first difference
+    new, old = ("…" * (start > 0) + t[start : start + _EXCERPT] + "…" * (len(t) > start + _EXCERPT) for t in texts)
+    where = f"message {common + 1} of {len(messages)} ({here['role']})"
+    return f"{where} has {new!r} where the recorded one ({there['role']}) has {old!r}"
+
+
+def _common(one: Iterable[Any], other: Iterable[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    written = (f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls)
+    return " ".join([text_content(message).strip(), *written]).strip()
+
+
+def _plain(message: Mapping[str, Any], modalities: frozenset[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise TypeError(f"must be an object, got {type(message).__name__}")
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"role {role!r} is not one of {sorted(ROLES)}")
-    plain: dict[str, Any] = {"role": ROLES[role], "content": _text(message.get("content"))}
+    plain: dict[str, Any] = {"role": ROLES[role], "content": _content(message.get("content"), role, modalities)}
     for key in ("name", "tool_call_id"):
         if isinstance(message.get(key), str):
             plain[key] = message[key]
@@ -124,17 +174,35 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _text(content: Any) -> str:
+def _content(content: Any, role: str, modalities: frozenset[str]) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise TypeError(f"content must be text or a list of parts, got {type(content).__name__}")
-    parts = [part for part in content if not (isinstance(part, Mapping) and part.get("type") in REASONING)]
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"content part of type {kind!r} is not supported; this model reads text only")
-    return "".join(part["text"] for part in parts)
+    plain: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in REASONING:
+            continue
+        one = _part(part, role, modalities)
+        if plain and one["type"] == plain[-1]["type"] == "text":
+            plain[-1] = {"type": "text", "text": plain[-1]["text"] + one["text"]}
+        elif one.get("text") != "":
+            plain.append(one)
+    if all(part["type"] == "text" for part in plain):
+        return "".join(part["text"] for part in plain)
+    return plain
+
+
+def _part(part: Any, role: str, modalities: frozenset[str]) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind != "image_url" or "image" not in modalities:
+        reads = "text and images" if "image" in modalities else "text only"
+        raise ValueError(f"content part of type {kind!r} is not supported; this model reads {reads}")
+    if role not in ("user", "tool"):
+        raise ValueError(f"images belong in messages of role user or tool, not {role!r}")
+    return {"type": "image", "image": EncodedImage.from_part(part)}
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
-from jax_agent_rl.agents.episode import Episode, row_prompt
+from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
+from jax_agent_rl.agents.prompt import row_prompt
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.environments import LeasedEnvironment, Observation, get_environment, row_environment
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory
+from jax_agent_rl.utils.media import text_message
 
 _REMEDY = "seed it from its environment_kwargs, or set its `replayable` to False"
 
@@ -101,7 +103,8 @@ class EnvironmentAgent(TurnLoopAgent):
             if episode.prefix is None:
                 episode.add_metrics(opening.metrics)
             else:
-                responder.check(0, list(episode.prefix.messages_before(0)), row_prompt(row, opening.messages))
+                shown = [text_message(message) for message in row_prompt(row, opening.messages)]
+                responder.check(0, list(episode.prefix.messages_before(0)), shown)
             reason = await run_turns(episode, responder)
             outcome = await environment.conclude(tuple(episode.messages), reason)
         episode.add_score(outcome.get("score", 0.0))

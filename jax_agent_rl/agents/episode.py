@@ -19,8 +19,9 @@ from typing import Any
 
 from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
+from jax_agent_rl.agents.prompt import encode_prompt, row_prompt
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, outside_thinking
-from jax_agent_rl.errors import AbortedError, BackendError, DataError, PromptTooLongError, TokenDriftError
+from jax_agent_rl.errors import AbortedError, BackendError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.rollout.merge_outputs import merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.tools.base import BaseTool
@@ -37,10 +38,10 @@ from jax_agent_rl.types import (
     digest_ids,
     join_media,
 )
+from jax_agent_rl.utils.media import text_message
 
 _THINK_OPENINGS = tuple(opening for opening, _ in ALL_THINK_TAGS)
-_THINK_TAIL = 16
-"""Last ids of a context among which its opening of a think block is looked for, as in some generation prompts."""
+_THINK_TAIL = 16  # last ids of a context that may open a think block, as some generation prompts do
 _METRICS = ("generate_seconds", "tool_seconds", "prompt_tokens", "cached_tokens")
 
 
@@ -85,7 +86,8 @@ class Episode:
         prefix: Prefix | None = None,
     ):
         self.turns: list[Turn] = []
-        self.messages: list[Mapping[str, Any]] = row_prompt(row, opening)
+        self._prompt = row_prompt(row, opening)
+        self.messages: list[Mapping[str, Any]] = [text_message(message) for message in self._prompt]
         self._context = context
         self._row = row
         self._agent_name = agent_name
@@ -98,25 +100,25 @@ class Episode:
         self._begun: TokenOutput | None = None  # the inherited part of the next turn
         self._begins_thinking = False  # the last turn was sampled after the opening of a think block
         if prefix is None:
-            self._prompt_ids = tuple(context.codec.encode_prompt(self.messages, tools=self._schemas))
+            self._prompt_ids, self._prompt_media = encode_prompt(context.codec, self._prompt, self._schemas)
             self._ids = list(self._prompt_ids)
             self._check_prompt_length()
         else:
             self.turns, self.messages = list(prefix.turns), list(prefix.messages)
-            self._prompt_ids, self._begun = prefix.prompt_ids, prefix.begun
+            self._prompt_ids, self._prompt_media = prefix.prompt_ids, prefix.prompt_media
+            self._begun = prefix.begun
             self._ids = prefix.context_ids
 
     @property
     def tokens_left(self) -> int:
         """Ids that may still be added, sampled or inserted."""
-        limits = self._context.limits
         response = len(self._ids) - len(self._prompt_ids)
-        return min(limits.max_response_length - response, self._context.longest - len(self._context_ids()))
+        budget = self._context.limits.max_response_length - response
+        return min(budget, self._context.longest - len(self._context_ids()))
 
     def _turns_in_context(self) -> list[Turn]:
         """Return the turns in the next turn's context: all, or those within ``agent.history_window``."""
-        window = self._context.limits.history_window
-        return self.turns if window is None else self.turns[-window:]
+        return self.turns[-(self._context.limits.history_window or len(self.turns)) :]
 
     def _context_ids(self) -> list[int]:
         """Return the ids of the next turn's context."""
@@ -133,6 +135,7 @@ class Episode:
         stop_token_ids: Sequence[int] = (),
         action_stops: Sequence[str] = (),
         max_tokens: int | None = None,
+        grammar: str | None = None,
     ) -> TokenOutput:
         """Sample the next assistant turn from the context so far.
 
@@ -142,6 +145,7 @@ class Episode:
             stop_token_ids: ids that end the turn, likewise.
             action_stops: strings that end the turn unless they are inside a think block.
             max_tokens: maximum ids of this turn, besides the budgets.
+            grammar: what the turn must be, instead of the sampling parameters' own.
 
         Raises:
             TokenDriftError: the engine conditioned on other ids than ours.
@@ -160,6 +164,7 @@ class Episode:
             stop=(*self._sampling.stop, *stop, *action_stops),
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids),
             seed=None if seed is None else derive_seed(seed, len(self.turns)),
+            grammar=grammar or self._sampling.grammar,
         )
         began = time.perf_counter()
         output = await self._sample(context, begun, sampling, session_ends)
@@ -181,21 +186,24 @@ class Episode:
     ) -> TokenOutput:
         """Return the turn after ``context``, or with the rest of one that has ``begun``, from one request."""
         turn, done = len(self.turns), begun.token_ids if begun else ()
-        whole = GenerateRequest(
-            request_id=f"{self._trajectory_id}/{turn}", prompt_ids=tuple(context), sampling=sampling
-        )
+        name = f"{self._trajectory_id}/{turn}"
+        whole = GenerateRequest(request_id=name, prompt_ids=tuple(context), sampling=sampling)
         context = (*context, *done)
         sampling = replace(sampling, max_tokens=sampling.max_tokens - len(done))
-        shown = join_media(turn.appended_media for turn in self._turns_in_context())
-        media: dict[str, Any] = {f"{kind}_data": items for kind, items in shown.items()}
+        shown = join_media([self._prompt_media, *(turn.appended_media for turn in self._turns_in_context())])
+        options: dict[str, Any] = {f"{kind}_data": items for kind, items in shown.items()}
+        before = begun or (self.turns[-1].output if self._turns_in_context() == self.turns != [] else None)
+        if before and before.routed_experts:
+            options["routed_experts_prompt_start"] = before.routed_experts.end
         output = await self._context.client.generate(
-            whole.request_id,
+            name,
             prompt_ids=context,
             sampling_params=sampling,
             session_id=self._trajectory_id,
             session_ends=session_ends and not self._context.keep_sessions,
-            lora=self._row.get("adapter") or self._context.limits.adapter,
-            **media,
+            lora=self._context.lora(self._row),
+            resumed=len(done),
+            **options,
         )
         check_output(output, context, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
         self._metrics["prompt_tokens"] += len(context)
@@ -274,7 +282,7 @@ class Episode:
         if len(ids) - replaced >= self.tokens_left:
             return False
         if replaced:
-            last = last.without_last()
+            last = last.first(len(last.token_ids) - 1)
             self._ids.pop()
         self.turns[-1] = replace(
             self.turns[-1], output=last, appended_ids=tuple(ids), appended_media=media or {}, learn_appended=learn
@@ -294,9 +302,10 @@ class Episode:
             PromptTooLongError: the prompt is now longer than ``agent.max_prompt_length``.
             TemplateError: the chat template cannot render it.
         """
-        self.messages += messages
+        self._prompt += messages
+        self.messages += [text_message(message) for message in messages]
         if ids is None:
-            self._prompt_ids = tuple(self._context.codec.encode_prompt(self.messages, tools=self._schemas))
+            self._prompt_ids, self._prompt_media = encode_prompt(self._context.codec, self._prompt, self._schemas)
         else:
             self._prompt_ids += tuple(ids)
         self._ids = list(self._prompt_ids)
@@ -329,6 +338,7 @@ class Episode:
         self.add_metrics({"tool_calls": len(calls), "tool_errors": sum(call.error is not None for call in calls)})
         return Trajectory.from_turns(
             prompt_ids=self._prompt_ids,
+            prompt_media=self._prompt_media,
             turns=self.turns,
             trajectory_id=self._trajectory_id,
             group_id=self._group_id,
@@ -341,6 +351,8 @@ class Episode:
             tool_scores=tool_scores or {},
             fork=self.prefix.fork if self.prefix else None,
             history_window=self._context.limits.history_window,
+            role=self._context.role,
+            adapter=self._context.trained_adapter,
         )
 
     def _check_prompt_length(self) -> None:
@@ -386,14 +398,3 @@ def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: in
             f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's "
             f"{len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
         )
-
-
-def row_prompt(row: Mapping[str, Any], opening: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
-    """Return the row's conversation and ``opening``; raise DataError if the prompt is not a list of messages."""
-    prompt = row.get("prompt")
-    messages = [] if prompt is None or isinstance(prompt, str | Mapping) else [*prompt, *opening]
-    if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-        raise DataError(
-            f"a row's prompt must be a list of messages like [{{'role': 'user', 'content': …}}], got {prompt!r:.200}"
-        )
-    return messages

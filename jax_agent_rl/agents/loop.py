@@ -18,10 +18,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from jax_agent_rl.agents.branching import Prefix
-from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.context import AgentContext, derive_seed
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.default_agent import default_agent
@@ -37,6 +38,8 @@ class AgentLoop(ABC):
 
     name: ClassVar[str]
     """The name it is registered under."""
+    roles: ClassVar[tuple[str, ...]] = ()
+    """The roles it plays, if there are several: each has a conversation, a reward and a baseline of its own."""
 
     def __init__(self, context: AgentContext):
         self.context = context
@@ -44,8 +47,8 @@ class AgentLoop(ABC):
     @abstractmethod
     async def run(
         self, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        """Run one trajectory to its end.
+    ) -> Trajectory | Sequence[Trajectory]:
+        """Run one trajectory to its end; an agent of several roles, one of each role that took a turn.
 
         Args:
             row: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``,
@@ -113,14 +116,26 @@ class AgentLoop(ABC):
         opening: Sequence[Mapping[str, Any]] = (),
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         prefix: Prefix | None = None,
+        role: str | None = None,
     ) -> Episode:
-        """Start a trajectory of this loop; for the arguments see :class:`~jax_agent_rl.agents.episode.Episode`.
+        """Start a trajectory of this loop; for the other arguments see :class:`~jax_agent_rl.agents.episode.Episode`.
+
+        With ``role``, one of :attr:`roles`, the model or adapter that plays it samples the turns. Give the ids and the
+        sampling that :meth:`run` was called with; the row may differ, in its prompt for one.
 
         Raises:
             DataError, PromptTooLongError, TemplateError: see :class:`~jax_agent_rl.agents.episode.Episode`.
+            ValueError: the loop has no such role.
         """
+        context = self.context
+        if role is not None:
+            if role not in self.roles:
+                raise ValueError(f"agent {self.name!r} starts role {role!r}, its roles are {self.roles}; add it there")
+            context, trajectory_id = context.as_role(role), role_id(trajectory_id, role)
+            if sampling.seed is not None:
+                sampling = replace(sampling, seed=derive_seed(sampling.seed, role))
         return Episode(
-            self.context,
+            context,
             row,
             agent_name=self.name,
             trajectory_id=trajectory_id,
@@ -131,6 +146,11 @@ class AgentLoop(ABC):
             tool_schemas=tool_schemas,
             prefix=prefix,
         )
+
+
+def role_id(trajectory_id: str, role: str) -> str:
+    """Return the id of a role's trajectory, from that of the episode."""
+    return f"{trajectory_id}/{role}"
 
 
 _AGENTS: dict[str, type[AgentLoop]] = {}
@@ -245,8 +265,18 @@ class AgentSelector:
         Raises:
             ConfigError: a loop cannot run; says what to change.
         """
-        for loop in dict.fromkeys(map(self.for_row, rows)):
+        loops = list(dict.fromkeys(map(self.for_row, rows)))
+        self._check_roles({role for loop in loops for role in loop.roles})
+        for loop in loops:
             await loop.preflight()
+
+    def _check_roles(self, known: set[str]) -> None:
+        for key in ("role_models", "role_adapters"):
+            for role in getattr(self._context.limits, key).keys() - known:
+                raise ConfigError(
+                    f"agent.{key}: no agent of these rows has a role {role!r}; {did_you_mean(role, known)}"
+                    f"there are {sorted(known)}"
+                )
 
     def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check that trajectories of all these rows can branch.

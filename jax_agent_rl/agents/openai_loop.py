@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
+from jax_agent_rl.agents.prompt import openai_prompt
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import AgentTimeoutError, TrajectoryError
@@ -31,7 +32,7 @@ from jax_agent_rl.types import SamplingParams, Trajectory
 from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from jax_agent_rl.agents.endpoint.sessions import SessionStore
+    from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
     from jax_agent_rl.utils.http_server import HttpServer
 
 RunAgent = Callable[[str, str, Mapping[str, Any]], Any | Awaitable[Any]]
@@ -74,28 +75,12 @@ class OpenAIAgentLoop(AgentLoop):
             AgentTimeoutError: the function ran past ``agent.run_timeout``.
             TrajectoryError: it raised; for the reason of its last request, if that failed.
         """
-        server, store = self._serve()
-        from jax_agent_rl.agents.endpoint.sessions import Session
-
-        recorder = ChatRecorder(self.context, session_id=trajectory_id, adapter=row.get("adapter"))
-        session_id, api_key = secrets.token_urlsafe(16), secrets.token_urlsafe(24)
-        store.add(Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=api_key))
-        try:
-            output = await run_user_agent(
-                self._call(f"{server.url}/sessions/{session_id}/v1", api_key, row),
-                recorder,
-                timeout=self.context.limits.run_timeout,
-            )
-        finally:
-            store.end(session_id)
-        return to_trajectory(
-            recorder,
-            row=with_output(row, output),
-            group_id=group_id,
-            agent_name=self.name,
-            metrics={},
-            tool_scores={},
-        )
+        server, _ = self._serve()
+        with self._session(row, trajectory_id, sampling) as session:
+            base_url = f"{server.url}/sessions/{session.session_id}/v1"
+            work = self._call(base_url, session.api_key or "", {**row, "prompt": openai_prompt(row)})
+            output = await run_user_agent(work, session.recorder, timeout=self.context.limits.run_timeout)
+        return to_trajectory(session.recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
 
     async def close(self) -> None:
         """Close the endpoint and all its sessions."""
@@ -112,6 +97,24 @@ class OpenAIAgentLoop(AgentLoop):
             return await function(base_url, api_key, row)
         result = await self._threads.run(lambda: function(base_url, api_key, row), name=f"agent {self.name!r}")
         return await result if inspect.isawaitable(result) else result
+
+    @contextmanager
+    def _session(self, row: Mapping[str, Any], trajectory_id: str, sampling: SamplingParams) -> Iterator[Session]:
+        """Hand out a session, with a key of its own, that ends with the block."""
+        from jax_agent_rl.agents.endpoint.sessions import Session
+
+        _, store = self._serve()
+        session = Session(
+            session_id=secrets.token_urlsafe(16),
+            recorder=ChatRecorder(self.context, session_id=trajectory_id, adapter=row.get("adapter")),
+            sampling=sampling,
+            api_key=secrets.token_urlsafe(24),
+        )
+        store.add(session)
+        try:
+            yield session
+        finally:
+            store.end(session.session_id)
 
     def _serve(self) -> tuple[HttpServer, SessionStore]:
         """Return the endpoint, started on first use."""
@@ -163,18 +166,3 @@ def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
     text = f"{recorder.session_id}: the agent raised {type(error).__name__}: {error}"
     reason = type(recorder.failure) if recorder.failure is not None else TrajectoryError
     raise reason(text) from error
-
-
-def with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
-    """Return the row with the agent's result under ``extra_info.agent_output``, for the reward function.
-
-    Raises:
-        TrajectoryError: the result is not JSON, so it cannot be saved with the trajectory.
-    """
-    if output is None:
-        return row
-    try:
-        json.dumps(output)
-    except (TypeError, ValueError) as error:
-        raise TrajectoryError(f"the agent returned {type(output).__name__}, which is not JSON: {error}") from None
-    return {**row, "extra_info": {**(row.get("extra_info") or {}), "agent_output": output}}

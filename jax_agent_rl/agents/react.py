@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.episode import row_prompt
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
-from jax_agent_rl.agents.openai_loop import run_user_agent, with_output
+from jax_agent_rl.agents.openai_loop import run_user_agent
+from jax_agent_rl.agents.prompt import openai_prompt
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.agents.tool_agent import tool_session
@@ -43,7 +43,7 @@ def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """
     return [
         {"tool_call_id": f"prompt_{index}", **message} if message["role"] == "tool" else message
-        for index, message in enumerate(row_prompt(row))
+        for index, message in enumerate(openai_prompt(row))
     ]
 
 
@@ -110,7 +110,8 @@ class ReactAgentLoop(AgentLoop):
             scores = await session.calc_rewards()
         return to_trajectory(
             recorder,
-            row=with_output(row, output),
+            row=row,
+            output=output,
             group_id=group_id,
             agent_name=self.name,
             metrics=session.metrics,

@@ -16,7 +16,8 @@ reasoning and call ids come back, else the last one::
                 D                              [D]      mask 1 on D
 
 So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the calls whose
-later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``).
+later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``); their
+``RecordedTurn.note`` says at which message, as does that of every other call that begins a context.
 
 The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
 behind for its sibling is not trained on, as nothing came of it.
@@ -28,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
@@ -38,73 +39,18 @@ from jax_agent_rl.agents.conversation import (
     assistant_message,
     cut_at_stop,
     fingerprint,
+    first_difference,
     plain_messages,
     read_reply,
 )
 from jax_agent_rl.agents.episode import check_output
+from jax_agent_rl.agents.images import SessionImages, for_template, without_data
+from jax_agent_rl.agents.recorded_turn import RecordedTurn, TurnRequest
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
-from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, ToolCallRecord, digest_ids
+from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, digest_ids
 
 OnIds = Callable[[Sequence[int]], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecordedTurn:
-    """One sampled turn: a node of the session's tree.
-
-    Attributes:
-        number: order of completion in the session.
-        parent: the turn it continues, or None for a rendered prompt.
-        inserted_ids: ids between the parent's and its own: the whole prompt of a root.
-        replaces_end: ``inserted_ids`` take the place of the parent's stop token, see ``ChatCodec.replaces_end``.
-        output: the generation.
-        prompt_length: ids of its root's prompt.
-        context_ids: everything up to and including its own ids.
-        inserted: messages added since the parent, as text.
-        reply: what the framework was given.
-        text: its ids as text.
-        tool_calls: results of its calls, where the agent loop itself ran them.
-    """
-
-    number: int
-    parent: RecordedTurn | None
-    inserted_ids: tuple[int, ...]
-    replaces_end: bool
-    output: TokenOutput
-    prompt_length: int
-    context_ids: tuple[int, ...]
-    inserted: tuple[Mapping[str, Any], ...]
-    reply: ChatReply
-    text: str
-    tool_calls: list[ToolCallRecord] = field(default_factory=list)
-
-    def path(self) -> list[RecordedTurn]:
-        """Return the turns from its root to itself."""
-        path, turn = [], self
-        while turn is not None:
-            path.append(turn)
-            turn = turn.parent
-        return path[::-1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """A request resolved to ids."""
-
-    parent: RecordedTurn | None
-    ids: tuple[int, ...]
-    inserted: tuple[Mapping[str, Any], ...]
-    replaces_end: bool = False
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        before = self.parent.context_ids if self.parent else ()
-        return (before[:-1] if self.replaces_end else before) + self.ids
-
-    @property
-    def prompt_length(self) -> int:
-        return self.parent.prompt_length if self.parent else len(self.ids)
 
 
 class ChatRecorder:
@@ -133,6 +79,7 @@ class ChatRecorder:
         self._adapter = adapter or context.limits.adapter
         self._span = current()  # requests come in tasks of the HTTP server
         self._by_conversation: dict[str, list[RecordedTurn]] = {}
+        self._images = SessionImages(max_pixels=context.limits.endpoint.max_session_pixels)
         self._asked: Counter[str] = Counter()
         self._open = 0  # requests that are being sampled
 
@@ -166,8 +113,8 @@ class ChatRecorder:
             TrajectoryError: this request failed; ``failure`` keeps it.
         """
         with self._remember_failure():
-            plain = plain_messages(messages)
-            schemas = tuple(tools) if self._context.limits.tool_prompt == "template" else ()
+            plain = plain_messages(messages, self._context.modalities)
+            schemas = self._shown(tools)
             request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self._context.codec, output, tools=tools, stop=sampling.stop))
@@ -175,6 +122,10 @@ class ChatRecorder:
             said = [*plain, assistant_message(reply.content, reply.tool_calls)]
             self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
             return turn
+
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Return how many ids a conversation is; raise TemplateError if the model cannot read it."""
+        return len(self._render(plain_messages(messages, self._context.modalities), self._shown(tools)).ids)
 
     async def complete(
         self,
@@ -210,7 +161,7 @@ class ChatRecorder:
 
     def _resolve_chat(
         self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
-    ) -> _Request:
+    ) -> TurnRequest:
         """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
         codec = self._context.codec
         ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
@@ -225,20 +176,45 @@ class ChatRecorder:
             if parent is None:
                 continue
             sampled = parent.output.token_ids
+            media = self._images.read(new)
             try:
-                ids = codec.encode_append(sampled, new, tools=schemas)
+                ids = codec.expand_media(codec.encode_append(sampled, for_template(new), tools=schemas), media)
             except TemplateError:
                 if count == len(ends):
                     raise
                 break  # this template shows such messages in whole conversations only
             self.metrics["spliced_calls"] += count < len(ends)
-            return _Request(
-                parent=parent, ids=tuple(ids), inserted=tuple(new), replaces_end=codec.replaces_end(sampled, ids)
+            return TurnRequest(
+                parent=parent,
+                ids=tuple(ids),
+                inserted=tuple(map(without_data, new)),
+                inserted_media=media,
+                replaces_end=codec.replaces_end(sampled, ids),
+                note=self._difference(plain) if count < len(ends) else "",
             )
         self.metrics["unmatched_calls"] += bool(ends and self.turns)
-        return _Request(parent=None, ids=tuple(codec.encode_prompt(plain, tools=schemas)), inserted=tuple(plain))
+        return replace(self._render(plain, schemas), note=self._difference(plain))
 
-    def _resolve_text(self, prompt: str) -> _Request:
+    def _render(self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> TurnRequest:
+        codec, media = self._context.codec, self._images.read(plain)
+        ids = codec.expand_media(codec.encode_prompt(for_template(plain), tools=schemas), media)
+        return TurnRequest(parent=None, ids=tuple(ids), inserted=tuple(map(without_data, plain)), inserted_media=media)
+
+    def _difference(self, plain: Sequence[Mapping[str, Any]]) -> str:
+        """Say where a conversation leaves those on record; nothing if it is the first."""
+        parents = {turn.parent for turn in self.turns}
+        recorded = [
+            [m for t in turn.path() for m in (*t.inserted, assistant_message(t.reply.content, t.reply.tool_calls))]
+            for turn in self.turns
+            if turn not in parents
+        ]
+        return first_difference(plain, recorded) if recorded else ""
+
+    def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that the prompt shows."""
+        return tuple(tools) if self._context.limits.tool_prompt == "template" else ()
+
+    def _resolve_text(self, prompt: str) -> TurnRequest:
         codec = self._context.codec
         best, begun = None, ""
         for turn in self.turns:
@@ -246,23 +222,26 @@ class ChatRecorder:
             if len(begun) < len(text) < len(prompt) and prompt.startswith(text):
                 best, begun = turn, text
         rest = prompt[len(begun) :]
-        return _Request(
-            parent=best, ids=tuple(codec.encode_markup(rest)), inserted=({"role": "user", "content": rest},)
-        )
+        inserted = ({"role": "user", "content": rest},)
+        note = "" if best else self._difference(inserted)
+        return TurnRequest(parent=best, ids=tuple(codec.encode_markup(rest)), inserted=inserted, note=note)
 
-    def _resolve_ids(self, ids: tuple[int, ...]) -> _Request:
+    def _resolve_ids(self, ids: tuple[int, ...]) -> TurnRequest:
         parents = [
             t for t in self.turns if len(t.context_ids) < len(ids) and ids[: len(t.context_ids)] == t.context_ids
         ]
         parent = max(parents, key=lambda turn: len(turn.context_ids), default=None)
         rest = ids[len(parent.context_ids) :] if parent else ids
         text = self._context.codec.decode(rest, skip_special_tokens=False)
-        return _Request(parent=parent, ids=rest, inserted=({"role": "user", "content": text},))
+        inserted = ({"role": "user", "content": text},)
+        return TurnRequest(
+            parent=parent, ids=rest, inserted=inserted, note="" if parent else self._difference(inserted)
+        )
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
     async def _sample(
-        self, request: _Request, sampling: SamplingParams, on_ids: OnIds | None, adapter: str | None
+        self, request: TurnRequest, sampling: SamplingParams, on_ids: OnIds | None, adapter: str | None
     ) -> TokenOutput:
         context = request.context_ids
         room = self._room(request)
@@ -272,6 +251,8 @@ class ChatRecorder:
         seed = None if sampling.seed is None else derive_seed(sampling.seed, key, asked)
         sampling = replace(sampling, max_tokens=min(room, sampling.max_tokens), seed=seed)
         number = self._asked.total()
+        known = request.parent.output.routed_experts if request.parent else None
+        options: dict[str, Any] = {"routed_experts_prompt_start": known.end} if known else {}
         self._open += 1
         began = time.perf_counter()
         try:
@@ -283,23 +264,22 @@ class ChatRecorder:
                     session_id=self.session_id,
                     on_ids=on_ids,
                     lora=adapter or self._adapter,
+                    image_data=request.media.get("image"),
+                    **options,
                 )
         finally:
             self._open -= 1
         seconds = time.perf_counter() - began
         check_output(output, context, sampling.max_tokens, what=f"{self.session_id}: request {number}")
-        for name, value in (
-            ("generate_seconds", seconds),
-            ("prompt_tokens", len(context)),
-            ("cached_tokens", output.cached_tokens),
-        ):
+        used = {"generate_seconds": seconds, "prompt_tokens": len(context), "cached_tokens": output.cached_tokens}
+        for name, value in used.items():
             self.metrics[name] += value
         self._context.on_event(
             AgentEvent(trajectory_id=self.session_id, turn=len(self.turns), seconds=seconds, output=output)
         )
         return output
 
-    def _record(self, request: _Request, output: TokenOutput, reply: ChatReply) -> RecordedTurn:
+    def _record(self, request: TurnRequest, output: TokenOutput, reply: ChatReply) -> RecordedTurn:
         turn = RecordedTurn(
             number=len(self.turns),
             parent=request.parent,
@@ -309,14 +289,16 @@ class ChatRecorder:
             prompt_length=request.prompt_length,
             context_ids=request.context_ids + output.token_ids,
             inserted=request.inserted,
+            inserted_media=request.inserted_media,
             reply=reply,
             text=self._context.codec.decode(output.token_ids),
+            note=request.note,
         )
         self.turns.append(turn)
         self.refused = self.failure = None
         return turn
 
-    def _room(self, request: _Request) -> int:
+    def _room(self, request: TurnRequest) -> int:
         """Return how many ids may be sampled.
 
         Raises:
@@ -349,12 +331,13 @@ class ChatRecorder:
         self.refused = reason
         return TurnRefusedError(f"{self.session_id}: {message}", reason)
 
-    def _check_edit(self, request: _Request) -> None:
+    def _check_edit(self, request: TurnRequest) -> None:
         if self._context.limits.edited_history == "segment" or not self.turns or request.parent is self.turns[-1]:
             return
         raise HistoryEditedError(
-            f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one; set "
-            "agent.edited_history=segment to train on both contexts"
+            f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one"
+            + (f": {request.note}" if request.note else "")
+            + "; set agent.edited_history=segment to train on both contexts"
         )
 
 

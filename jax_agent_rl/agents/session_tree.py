@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.recorder import ChatRecorder, RecordedTurn
+from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.errors import TrajectoryError
-from jax_agent_rl.types import FinishReason, StopReason, Trajectory, Turn
+from jax_agent_rl.types import FinishReason, StopReason, Trajectory, Turn, join_media, join_routed
+from jax_agent_rl.utils.media import text_message
+
+if TYPE_CHECKING:
+    from jax_agent_rl.agents.recorder import ChatRecorder
 
 
 def to_trajectory(
     recorder: ChatRecorder,
     *,
     row: Mapping[str, Any],
+    output: Any = None,
     group_id: str,
     agent_name: str,
-    metrics: Mapping[str, float],
-    tool_scores: Mapping[str, float],
+    metrics: Mapping[str, float] | None = None,
+    tool_scores: Mapping[str, float] | None = None,
 ) -> Trajectory:
     """Return what a session recorded as a trajectory without scores.
 
     Args:
         recorder: the session's recorder.
         row: the dataset row.
+        output: the agent's result, for the reward function: ``extra_info.agent_output`` unless it is None.
         group_id: shared by the trajectories of one prompt.
         agent_name: name of the loop.
         metrics: numbers to add to the recorder's.
         tool_scores: the result of :meth:`ToolSession.calc_rewards`.
 
     Raises:
-        TrajectoryError: nothing was sampled.
+        TrajectoryError: nothing was sampled, or ``output`` is not JSON, so it cannot be saved with the trajectory.
     """
     if not recorder.turns:
         raise TrajectoryError(f"{recorder.session_id}: the agent ended without asking the model anything")
@@ -54,10 +62,10 @@ def to_trajectory(
     return replace(
         _sequence(main, 0, trajectory_id=recorder.session_id, **common),
         finish_reason=_reason(main[-1], recorder.refused),
-        row=row,
-        metrics={**recorder.metrics, **counts, **metrics},
+        row=row if output is None else _with_output(row, output),
+        metrics={**recorder.metrics, **counts, **(metrics or {})},
         segments=tuple(segments),
-        tool_scores=tool_scores,
+        tool_scores=tool_scores or {},
     )
 
 
@@ -77,6 +85,14 @@ def path_arrays(turn: RecordedTurn) -> dict[str, list[Any]]:
     return {name: list(getattr(sequence, name)) for name in names}
 
 
+def _with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
+    try:
+        json.dumps(output)
+    except (TypeError, ValueError) as error:
+        raise TrajectoryError(f"the agent returned {type(output).__name__}, which is not JSON: {error}") from None
+    return {**row, "extra_info": {**(row.get("extra_info") or {}), "agent_output": output}}
+
+
 def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajectory:
     """Return a path from its turn ``fresh`` on; earlier turns are prompt, as another sequence trains on them."""
     first = path[fresh]
@@ -84,15 +100,29 @@ def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajec
     following = [*path[fresh + 1 :], None]
     turns = [
         Turn(
-            output=turn.output.without_last() if after and after.replaces_end else turn.output,
+            output=turn.output.first(len(turn.output.token_ids) - 1) if after and after.replaces_end else turn.output,
             appended_ids=after.inserted_ids if after else (),
+            appended_media=after.inserted_media if after else {},
             tool_calls=tuple(turn.tool_calls),
+            number=turn.number,
+            note=turn.note,
         )
         for turn, after in zip(path[fresh:], following, strict=True)
     ]
-    messages = [m for turn in path for m in (*turn.inserted, {"role": "assistant", "content": turn.text})]
+    # Earlier outputs hold the experts of the prompt's positions.
+    routed = functools.reduce(join_routed, (turn.output.routed_experts for turn in path[:fresh]), None)
+    output = replace(turns[0].output, routed_experts=join_routed(routed, turns[0].output.routed_experts))
+    turns[0] = replace(turns[0], output=output)
+    messages = [
+        m for turn in path for m in (*map(text_message, turn.inserted), {"role": "assistant", "content": turn.text})
+    ]
     return Trajectory.from_turns(
-        prompt_ids=prompt, turns=turns, messages=tuple(messages), finish_reason=FinishReason.ANSWER, **fields
+        prompt_ids=prompt,
+        prompt_media=join_media(turn.inserted_media for turn in path[: fresh + 1]),
+        turns=turns,
+        messages=tuple(messages),
+        finish_reason=FinishReason.ANSWER,
+        **fields,
     )
 
 

@@ -25,8 +25,9 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
+from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.environments.users import InteractionSession
-from jax_agent_rl.errors import InteractionError
+from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.tools.base import BaseTool, is_number
 from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.tools.session import ToolSession
@@ -47,6 +48,10 @@ class ToolResponder(Responder):
     session: ToolSession
     schemas: Sequence[Mapping[str, Any]]
     user: InteractionSession | None
+    grammar: str | None = None  # of every turn
+
+    def generate_options(self, *, last: bool) -> dict[str, Any]:
+        return {**super().generate_options(last=last), "grammar": self.grammar}
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         """Repeat the calls to stateful tools, or the question to a stateful user.
@@ -142,10 +147,29 @@ class ToolAgent(TurnLoopAgent):
             self._user(row, trajectory_id) as user,
             tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
         ):
-            reason = await run_turns(episode, ToolResponder(context, session, list_schemas(tools), user))
+            schemas = list_schemas(tools)
+            responder = ToolResponder(context, session, schemas, user, self._turn_grammar(schemas))
+            reason = await run_turns(episode, responder)
             scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
         return episode.finish(reason, tool_scores=scores)
+
+    async def preflight(self) -> None:
+        """Check that calls can be constrained, if they are to be."""
+        try:
+            self._turn_grammar(list_schemas(self.context.tools.select(None)))
+        except GrammarError as error:
+            raise ConfigError(
+                f"agent.constrain_tool_calls=true with agent.tool_format={self.context.codec.tool_format}: {error}; "
+                "set it to false, or use a model or agent.tool_format whose calls have an opening tag, such as hermes"
+            ) from None
+
+    def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the grammar of a turn with these tools; None without ``agent.constrain_tool_calls``."""
+        limits = self.context.limits
+        if not (limits.constrain_tool_calls and schemas):
+            return None
+        return self.context.codec.free_turn_grammar(tools=schemas, several=limits.max_parallel_calls > 1)
 
     def _user(
         self, row: Mapping[str, Any], trajectory_id: str

@@ -9,6 +9,7 @@ Shapes: B contexts, T ids, D hidden, K key/value heads, h head size, L layers, S
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_agent_rl.learner.linear_logprobs import NEGATIVE
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.layers import embed, rms_norm, rope_tables
 from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.types import Support
+from jax_agent_rl.utils.sampling_support import decode_supports
 
 TOKENS_PER_CHUNK = 32  # whose logits are in memory together
 
@@ -72,7 +76,11 @@ def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activa
 
 
 def logprobs(
-    params: Params, hidden: jax.Array, ids: np.ndarray, temperatures: tuple[float, ...] | np.ndarray
+    params: Params,
+    hidden: jax.Array,
+    ids: np.ndarray,
+    temperatures: tuple[float, ...] | np.ndarray,
+    supports: Sequence[Support | None] = (),
 ) -> np.ndarray:
     """Compute log-probs at several temperatures.
 
@@ -81,12 +89,14 @@ def logprobs(
         hidden: [S, D].
         ids: int [S].
         temperatures: C numbers that divide the logits.
+        supports: of the draws, S of them; empty if none was restricted.
 
     Returns:
         float64 [C, S].
     """
     head = params.get("lm_head", params["embed"])
-    parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)))
+    masks = _chunks(jnp.asarray(decode_supports(supports, len(head)))) if supports else None
+    parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)), masks)
     return np.asarray(_chosen_logprobs(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, : len(ids)]
 
 
@@ -120,7 +130,8 @@ def _run(
     everything = 2 * length + int(inputs.positions.max(initial=0))
     windows = [config.sliding_window if w and config.sliding_window else everything for w in windowed]
     # Arguments are no part of the program: other settings run the same one.
-    fixed = replace(config, rope=Rope(), local_rope=None, sliding_window=None, windowed_layers=(), vision=None)
+    rope = Rope(interleaved=config.rope.interleaved)
+    fixed = replace(config, rope=rope, local_rope=None, sliding_window=None, windowed_layers=(), vision=None)
     params = {name: x for name, x in params.items() if name != "vision"}
     tables = tuple(jnp.stack(pair) for pair in zip(full, local, strict=True))
     layers = (jnp.asarray(windowed, jnp.int32), jnp.asarray(windows, jnp.int32))
@@ -150,11 +161,12 @@ def _layers(
         layer, (local, window), seen = scanned
         own: list[jax.Array] = []
 
-        def attend(q: jax.Array, *kv: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+            kv = (k, v)
             own.extend(kv)
             if seen is not None:
                 kv = tuple(jnp.where(fresh[:, None, :, None], x, old) for x, old in zip(kv, seen, strict=True))
-            return tree_attention(q, *kv, TreeMask(ends, positions, window))
+            return tree_attention(q, *kv, TreeMask(ends, positions, window), sinks)
 
         x, _ = nnx.merge(graphdef, layer)(x, tables[0][local], tables[1][local], attend)
         return x, (x, *own) if keep else None
@@ -174,17 +186,23 @@ def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _chosen_logprobs(hidden: jax.Array, head: jax.Array, ids: jax.Array, temperatures: jax.Array) -> jax.Array:
-    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        scores = _logits(part[0], head)
+def _chosen_logprobs(
+    hidden: jax.Array, head: jax.Array, ids: jax.Array, masks: jax.Array | None, temperatures: jax.Array
+) -> jax.Array:
+    def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        hidden, ids, mask = part
+        scores = _logits(hidden, head)
+        chosen = jnp.take_along_axis(scores, ids[:, None], axis=1)[:, 0]
+        if mask is not None:
+            bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+            scores = jnp.where(bits.reshape(len(mask), -1)[:, : len(head)] == 1, scores, NEGATIVE)
 
         def at(temperature: jax.Array) -> jax.Array:
-            chosen = jnp.take_along_axis(scores, part[1][:, None], axis=1)[:, 0]
             return chosen / temperature - jax.nn.logsumexp(scores / temperature, axis=-1)
 
         return jax.lax.map(at, temperatures)
 
-    return jnp.moveaxis(jax.lax.map(chunk, (hidden, ids)), 0, 1).reshape(len(temperatures), -1)
+    return jnp.moveaxis(jax.lax.map(chunk, (hidden, ids, masks)), 0, 1).reshape(len(temperatures), -1)
 
 
 @jax.jit

@@ -18,7 +18,15 @@ import numpy as np
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.agreement.subject import MAX_INSERTED, Context, DiagnosisSubject, Scores
-from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope
+from jax_agent_rl.models.config import (
+    DecoderConfig,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Params,
+    Rope,
+    YarnScaling,
+)
 from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.quantized import DTYPES, Quantized, quantized
 
@@ -124,7 +132,7 @@ def temperature(subject: DiagnosisSubject) -> Attempts:
     rollout = np.concatenate([c.rollout for c in subject.contexts])
     tried = np.geomspace(0.1, 10, 41) * subject.temperature
     for _ in range(4):
-        scores = forward.logprobs(subject.params, hidden, ids, tried)
+        scores = forward.logprobs(subject.params, hidden, ids, tried, subject.supports)
         best = int(np.argmin(np.abs(rollout - scores).mean(axis=1)))
         found, found_scores = float(tried[best]), scores[best]
         tried = np.geomspace(tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)], 41)
@@ -247,6 +255,10 @@ def _describe_rope(rope: Rope) -> str:
             scaling = f"linear scaling by {factor:g}"
         case Llama3Scaling(factor=factor):
             scaling = f"Llama 3's scaling by {factor:g}"
+        case YarnScaling(factor=factor):
+            scaling = f"YaRN by {factor:g}"
+        case DynamicScaling(factor=factor):
+            scaling = f"dynamic NTK by {factor:g}"
     return f"theta={rope.theta:.4g} and {scaling}"
 
 
@@ -344,7 +356,7 @@ def _changes(subject: DiagnosisSubject) -> Iterator[tuple[Cause, str, Params]]:
 
     def name(key: str, i: int) -> str:
         found = names["layers"][key][i]
-        return found if isinstance(found, str) else f"{found[0]} and the other experts'"
+        return f"{found[0]} and the other experts'" if isinstance(found, list) else str(found)
 
     for key, i in itertools.product(layers, range(count)):
         own = layers[key][i]

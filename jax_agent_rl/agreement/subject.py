@@ -17,7 +17,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_hf
-from jax_agent_rl.types import Group, Trajectory, digest_ids
+from jax_agent_rl.types import Group, Support, Trajectory, digest_ids
 
 MAX_CONTEXT_LEN = 1024
 """Ids that are examined of a context; what comes later is left out."""
@@ -44,6 +44,7 @@ class Context:
         rollout: float64 [S], the engine's log-probs of them.
         learner: float64 [S], the learner's own, where it scored them.
         drifted: turns of which the engine reported another context than is trained on.
+        supports: of the compared tokens' draws, S of them; empty if none was restricted.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Context:
     rollout: np.ndarray
     learner: np.ndarray | None = None
     drifted: int = 0
+    supports: tuple[Support | None, ...] = ()
 
     def cut(self, length: int) -> Context:
         """Return the first ``length`` ids; later ones have no effect on them."""
@@ -63,6 +65,7 @@ class Context:
             at=self.at[kept],
             rollout=self.rollout[kept],
             learner=None if self.learner is None else self.learner[kept],
+            supports=self.supports[: kept.sum()],  # tokens are in order
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +76,8 @@ class Context:
         """Invert :meth:`to_json`."""
         learner = None if saved["learner"] is None else np.asarray(saved["learner"], np.float64)
         arrays = {"at": np.asarray(saved["at"], np.int64), "rollout": np.asarray(saved["rollout"], np.float64)}
-        return cls(**{**saved, **arrays, "token_ids": tuple(saved["token_ids"]), "learner": learner})
+        tuples = {"token_ids": tuple(saved["token_ids"]), "supports": tuple(saved.get("supports", ()))}
+        return cls(**{**saved, **arrays, **tuples, "learner": learner})
 
 
 def collect_contexts(groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None) -> list[Context]:
@@ -99,7 +103,7 @@ def _trajectory_contexts(trajectory: Trajectory, since: int, learner: np.ndarray
         begin += len(with_loss)
         if sequence.multi_modal:
             continue
-        at = with_loss[mine]
+        at, drawn_from = with_loss[mine], sequence.supports
         yield Context(
             name=sequence.trajectory_id,
             token_ids=(*sequence.prompt_ids, *sequence.response_ids),
@@ -108,6 +112,7 @@ def _trajectory_contexts(trajectory: Trajectory, since: int, learner: np.ndarray
             rollout=np.asarray(sequence.rollout_logprobs, np.float64)[at],
             learner=own,
             drifted=_count_drifted(sequence),
+            supports=tuple(drawn_from[i] for i in at) if sequence.restricted else (),
         )
 
 
@@ -191,6 +196,12 @@ class DiagnosisSubject:
         """The compared tokens' ids, int [S] per context."""
         return [np.asarray(c.token_ids)[c.at] for c in self.contexts]
 
+    @property
+    def supports(self) -> list[Support | None]:
+        """The supports of all compared tokens' draws; empty if none was restricted."""
+        supports = [support for c in self.contexts for support in c.supports or (None,) * len(c.at)]
+        return supports if any(supports) else []
+
     def score(
         self,
         rows: Sequence[Row] | None = None,
@@ -211,7 +222,7 @@ class DiagnosisSubject:
         """
         weights = compute_params(self.params if params is None else params, dtype or self.dtype)
         hidden = self.hidden(rows, model=model, params=weights, prefix=prefix)
-        read = forward.logprobs(weights, hidden, np.concatenate(self.ids), (self.temperature,))[0]
+        read = forward.logprobs(weights, hidden, np.concatenate(self.ids), (self.temperature,), self.supports)[0]
         return self.split(read)
 
     def hidden(

@@ -19,6 +19,7 @@ from typing import Any
 
 from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, ends_thinking
+from jax_agent_rl.chat.formats.syntax import Thinking
 from jax_agent_rl.chat.template import ChatTemplate, Message
 from jax_agent_rl.errors import TemplateError
 
@@ -110,13 +111,26 @@ class TurnBoundary:
         return frozenset(ids - self.ends)
 
     @functools.cached_property
-    def think_tag(self) -> str:
-        """The tag of a think block that the generation prompt leaves open, in which every turn then begins; or ""."""
+    def generation_prompt(self) -> str:
+        """What the template writes between a question and the assistant's turn; "" if it refuses one."""
         try:
-            prompt = self.addition([_QUESTION], [_QUESTION]).rpartition(_QUESTION["content"])[2]
+            return self.addition([_QUESTION], [_QUESTION]).rpartition(_QUESTION["content"])[2]
         except TemplateError:
             return ""
+
+    @functools.cached_property
+    def think_tag(self) -> str:
+        """The tag of a think block that the generation prompt leaves open, in which every turn then begins; or ""."""
+        prompt = self.generation_prompt
         return max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind) if ends_thinking(prompt) else ""
+
+    def thinking(self, template: str) -> Thinking | None:
+        """Return the reasoning that a turn begins with, or may begin with; ``template`` is the template's source."""
+        if self.think_tag:
+            return Thinking(tags=next(tags for tags in ALL_THINK_TAGS if tags[0] == self.think_tag), opened=True)
+        shown = (tags for tags in ALL_THINK_TAGS if tags[0] in template and tags[1] not in self.generation_prompt)
+        tags = next(shown, None)
+        return Thinking(tags=tags) if tags else None
 
     def _common_end(
         self, last: Sequence[Message], followed: Sequence[Message], *, before_another: bool = False

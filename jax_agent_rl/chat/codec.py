@@ -22,6 +22,8 @@ from typing import Any
 from jax_agent_rl.chat.boundary import CALL_ID_LENGTH, TurnBoundary
 from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
+from jax_agent_rl.chat.formats.syntax import CallSyntax, TurnGrammar
+from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
 from jax_agent_rl.errors import ConfigError, ModelError
@@ -246,6 +248,68 @@ class ChatCodec:
             ids.pop()
         text = self.decode(ids, skip_special_tokens=False)
         return self._format.parse(self._boundary.think_tag + text, tools)
+
+    # --- grammars ---------------------------------------------------------------------------------------------
+
+    def turn_grammar(self, *, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, answer: Any = None) -> str:
+        """Return the checked grammar of a turn: calls of tools, or an answer in JSON, whichever are given.
+
+        Args:
+            tools: schemas of the tools that may be called.
+            several: whether there may be more than one call.
+            answer: JSON schema of an answer.
+
+        Raises:
+            GrammarError: there is none for the tool-call format, or a schema is wrong; says which part.
+        """
+        syntax = self._call_syntax
+        if tools and syntax is None:
+            raise GrammarError(
+                f"there is no grammar of calls in the format {self.tool_format!r}; leave it out, or let the server run "
+                "with agent.tool_format=hermes"
+            )
+        grammar = self._turns.turn(syntax=syntax, tools=tools, several=several, answer=answer)
+        self._grammars.check(grammar)
+        return grammar
+
+    def free_turn_grammar(self, *, tools: Sequence[Mapping[str, Any]], several: bool = True) -> str:
+        """Return the checked grammar of a turn of any text, whose calls are of these tools and fit their schemas.
+
+        Args:
+            tools: schemas of the tools that may be called.
+            several: whether there may be more than one call.
+
+        Raises:
+            GrammarError: there is none for the tool-call format, or a schema is wrong; says which part.
+        """
+        if self._call_syntax is None:
+            raise GrammarError(f"there is no grammar of calls in the format {self.tool_format!r}")
+        grammar = self._turns.free_turn(syntax=self._call_syntax, tools=tools, several=several)
+        self._grammars.check(grammar)
+        return grammar
+
+    @property
+    def _call_syntax(self) -> CallSyntax | None:
+        fits = (s for s in self._format.syntaxes if not s.needs or s.needs in self._control.ids)
+        return None if self._no_format else next(fits, None)
+
+    @functools.cached_property
+    def _turns(self) -> TurnGrammar:
+        thinking = self._boundary.thinking(str(self._tokenizer.chat_template))
+        return TurnGrammar(self._control.ids, is_special=self._grammars.is_special, thinking=thinking)
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._tokenizer, eos_ids=self.eos_token_ids)
+
+    def grammar_compiler(self, *, eos_ids: Sequence[int], vocab_size: int) -> GrammarCompiler:
+        """Return a compiler of grammars for a model with this tokenizer.
+
+        Args:
+            eos_ids: ids that end the model's outputs.
+            vocab_size: number of its ids.
+        """
+        return GrammarCompiler(self._tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
 
     @property
     def begins_thinking(self) -> bool:

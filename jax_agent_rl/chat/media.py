@@ -19,7 +19,11 @@ from typing import Any
 from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.models.vision.image_processor import ImageProcessor, Pixels
 
-_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")  # whose placeholders stand in one run per item
+_KINDS = {  # whose placeholders stand in one run per item
+    "qwen2_vl": ("image", "video"),
+    "qwen2_5_vl": ("image", "video"),
+    "qwen3_vl": ("image",),
+}
 
 
 class MediaTokens:
@@ -47,10 +51,11 @@ class MediaTokens:
         """
         file = folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if config.get("model_type") not in _MODEL_TYPES:
+        kinds = _KINDS.get(config.get("model_type", ""))
+        if kinds is None:
             return None
         try:
-            placeholders = {kind: config[f"{kind}_token_id"] for kind in ("image", "video")}
+            placeholders = {kind: config[f"{kind}_token_id"] for kind in kinds}
         except KeyError as error:
             raise ModelError(f"{file} does not say {error}; download the model again") from None
         return cls(placeholders, ImageProcessor.read(folder, pixels=pixels))
@@ -65,6 +70,10 @@ class MediaTokens:
         Raises:
             TemplateError: an item cannot be counted, or there are more or fewer placeholders than items.
         """
+        if unread := sorted(media.keys() - self.placeholders.keys()):
+            raise TemplateError(
+                f"items of kind {unread} cannot be shown to this model, only {sorted(self.placeholders)}"
+            )
         kinds = {placeholder: kind for kind, placeholder in self.placeholders.items()}
         counts = {kind: self._counts(kind, items) for kind, items in media.items()}
         expanded: list[int] = []

@@ -154,7 +154,10 @@ class ChatTemplate:
         if self._accepts(with_system):
             return with_system
         first = next(i for i, m in enumerate(messages) if m["role"] == "user")
-        messages[first] = {**messages[first], "content": f"{section}\n\n{messages[first]['content']}"}
+        asked = messages[first]["content"]
+        text = f"{section}\n\n"
+        shown = text + asked if isinstance(asked, str) else [{"type": "text", "text": text}, *asked]
+        messages[first] = {**messages[first], "content": shown}
         return messages
 
     def _accepts(self, messages: Sequence[Message]) -> bool:

@@ -201,6 +201,7 @@ def conformance(
         typer.Option(help="For jetstream: its rollout.jetstream.engine_factory."),
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Serve a LoRA adapter, too, and test it.")] = False,
+    data_parallel: Annotated[int, typer.Option(min=1, help="For jetstream: engines, each on a device of its own.")] = 1,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the server's token.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
     max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
@@ -221,6 +222,7 @@ def conformance(
         engine=engine,
         engine_factory=engine_factory,
         adapters=adapters,
+        data_parallel=data_parallel,
         tolerance=tolerance,
         max_model_len=max_model_len,
         only=only or (),
@@ -270,6 +272,7 @@ def simulate(
     "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
     "plan --config my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
     "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
+    "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1 --profile decode",
 )
 def plan(
     config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
@@ -280,8 +283,13 @@ def plan(
         typer.Option(help="Well-known model instead of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
     ] = None,
     utilization: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Assumed share of the chips' peak performance.")
+        float,
+        typer.Option(min=0.01, max=1, help="Assumed share of the ideal time, for programs that the compiler refuses."),
     ] = 0.4,
+    profile: Annotated[
+        Literal["decode", "prefill", "learner"] | None,
+        typer.Option(help="Compile these programs only; show what their predicted time is made of, by line of code."),
+    ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find meshes, micro-batches and decode slots that fit.")
     ] = False,
@@ -308,6 +316,7 @@ def plan(
             topology=topology,
             utilization=utilization,
             price=price_per_chip_hour,
+            profile=profile,
             width=console.width,
             colours=console.is_terminal and not console.no_color,
         )

@@ -52,7 +52,7 @@ def evaluate(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) instead of data.eval.")] = None,
+    data: Annotated[str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.eval.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
     k: Annotated[
@@ -65,6 +65,7 @@ def evaluate(
     ] = None,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Top-k sampling; 0: off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability relative to the likeliest id's; 0: off.")] = 0.0,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for samples and summary; default RUN_DIR-eval, with a number if it exists."),
@@ -97,6 +98,7 @@ def evaluate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         data=data,
         limit=limit,
     )
@@ -122,7 +124,7 @@ def rollout(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
-    data: Annotated[Path | None, typer.Option(help="Rows (.jsonl, .parquet) instead of data.train.")] = None,
+    data: Annotated[str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.train.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[
         int | None, typer.Option("-n", "--samples", min=1, help="Trajectories per row; default rollout.group_size.")
@@ -139,6 +141,7 @@ def rollout(
 
     from rich.console import Console
 
+    from jax_agent_rl.data.dataset import find_files
     from jax_agent_rl.evaluate.collection import CollectionRequest, collect
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
@@ -146,7 +149,8 @@ def rollout(
     file, keys = config_or_key(config, overrides)
     choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
-    request.file(choose(choice))  # fail before a checkpoint is written
+    for source in request.sources(choose(choice)):
+        find_files(source)  # fail before a checkpoint is written
     use_compilation_cache()
     console = Console()
     with open_policy(choice) as subject:

@@ -77,13 +77,22 @@ def serve(
     """Serve a model to OpenAI clients: chat and plain completions, tool calls, log-probs, streaming.
 
     The model is a configuration's, any Hugging Face folder of a known family (--model), or a run's checkpoint (--run).
-    The configuration's model, rollout and agent are used. With /sessions/ID/v1 as base_url, exact ids are recorded.
+    The configuration's model, rollout and agent are used, but for the lengths that training sets: contexts may be as
+    long as the model reads and the KV cache holds, unless rollout.max_model_len=N is given here. With /sessions/ID/v1
+    as base_url, exact ids are recorded.
     """
     from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_openai
 
-    serving = functools.partial(serve_openai, host=host, port=port, token_env=token_env, model_name=model_name)
     file, keys = config_or_key(config, overrides)
+    serving = functools.partial(
+        serve_openai,
+        host=host,
+        port=port,
+        token_env=token_env,
+        model_name=model_name,
+        fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in keys),
+    )
     _serve(PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step), serving)
 
 

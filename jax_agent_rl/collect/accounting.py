@@ -35,7 +35,7 @@ class Accounting:
         return frozenset(self._in_flight)
 
     def is_open(self, group_id: str) -> bool:
-        """Return whether a trajectory of this group (its id, a hyphen and a number) is in flight."""
+        """Return whether a trajectory of this group (its id, a hyphen, a number, perhaps a role) is in flight."""
         return group_id in self._open_by_group
 
     def start(self, trajectory_id: str) -> None:
@@ -49,6 +49,14 @@ class Accounting:
         self._in_flight.add(trajectory_id)
         self._open_by_group[_group(trajectory_id)] += 1
         self.started += 1
+
+    def split(self, episode_id: str, trajectory_ids: Sequence[str]) -> None:
+        """Record that an episode was run to its end: its roles' trajectories take its place."""
+        if list(trajectory_ids) == [episode_id]:
+            return
+        self.started -= self._resolve([episode_id])
+        for trajectory_id in trajectory_ids:
+            self.start(trajectory_id)
 
     def train(self, trajectory_ids: Iterable[str]) -> None:
         """Record that an optimizer step used these; raise ValueError if one is not in flight."""
@@ -102,7 +110,7 @@ class Accounting:
 
 
 def _group(trajectory_id: str) -> str:
-    return trajectory_id.rpartition("-")[0]
+    return trajectory_id.partition("/")[0].rpartition("-")[0]  # the name of a role follows the slash
 
 
 class LostBatchGuard:

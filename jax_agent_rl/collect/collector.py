@@ -18,22 +18,23 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
+import operator
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
-from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed
+from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed, role_id
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
+from jax_agent_rl.utils.priority_semaphore import PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class _OpenGroup:
     waves: list[list[Outcome]] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
     dropped: Counter[DropReason] = field(default_factory=Counter)
+    frozen: list[Trajectory] = field(default_factory=list)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -106,6 +108,7 @@ class RolloutCollector:
         self.accounting = accounting or Accounting()
         self.latest_losses: dict[DropReason, str] = {}
         self._client = context.client
+        self._context = context
         self._agents = AgentSelector(context)
         self._score = score
         self._slots = PrioritySemaphore(max_in_flight)
@@ -116,11 +119,11 @@ class RolloutCollector:
         """Close the agent loops; nothing may be running."""
         await self._agents.close()
 
-    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check what the loops of these rows depend on, once before a run; raise ConfigError."""
         await self._agents.preflight(rows)
 
-    def require_branching(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check that the strategy can branch what the loops of these rows make; raise ConfigError."""
         if self._strategy.branches:
             self._agents.require_branching(rows)
@@ -234,7 +237,7 @@ class RolloutCollector:
     def _close(self, group: _OpenGroup, kept: Sequence[Trajectory]) -> Group:
         """Return the complete group; count what the strategy did not keep."""
         kept_ids = {trajectory.trajectory_id for trajectory in kept}
-        surviving = [o.trajectory_id for o in group.outcomes if o.trajectory]
+        surviving = [t.trajectory_id for o in group.outcomes for t in o.trajectories]
         if surplus := [trajectory_id for trajectory_id in surviving if trajectory_id not in kept_ids]:
             self.accounting.drop(surplus, DropReason.NOT_SELECTED)
             group.dropped[DropReason.NOT_SELECTED] += len(surplus)
@@ -248,6 +251,7 @@ class RolloutCollector:
             trajectories=tuple(sorted(kept, key=_number)),
             dropped=dict(group.dropped),
             metrics=counts if self._strategy.branches else {},
+            frozen=tuple(sorted(group.frozen, key=_number)),
         )
 
     async def _run(self, group: _OpenGroup, number: int, start: Start) -> Outcome:
@@ -262,11 +266,16 @@ class RolloutCollector:
                 result = await self._run_or_reason(group, trajectory_id, number, start)
             if run:
                 run.set(**_trace_fields(result))
-        if isinstance(result, Trajectory):
-            return Outcome(trajectory_id=trajectory_id, start=start, trajectory=result)
-        self.accounting.drop([trajectory_id], result)
-        group.dropped[result] += 1
-        return Outcome(trajectory_id=trajectory_id, start=start, trajectory=None)
+        if isinstance(result, DropReason):
+            self.accounting.drop([trajectory_id], result)
+            group.dropped[result] += 1
+            return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
+        is_trained = [self._context.is_trained(t.role) for t in result]
+        trained = tuple(compress(result, is_trained))
+        self.accounting.split(trajectory_id, ids := [t.trajectory_id for t in trained])
+        group.started.update(ids)
+        group.frozen += compress(result, map(operator.not_, is_trained))
+        return Outcome(trajectory_id=trajectory_id, start=start, trajectories=trained)
 
     def _traced(self, plan: _Plan, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
         if self._tracer is None:
@@ -284,16 +293,14 @@ class RolloutCollector:
 
     async def _run_or_reason(
         self, group: _OpenGroup, trajectory_id: str, number: int, start: Start
-    ) -> Trajectory | DropReason:
-        """Return the scored trajectory, or why there is none. Only a cancellation of the task itself propagates."""
+    ) -> tuple[Trajectory, ...] | DropReason:
+        """Return the scored trajectories, or why there is none. Only a cancellation of the task itself propagates."""
         began = time.perf_counter()
         seed = derive_seed(*group.plan.seed_parts, number)
         try:
-            trajectory = await self._play(group, trajectory_id, start, replace(group.plan.sampling, seed=seed))
-            with span("reward", str(group.plan.row.get("data_source") or "")) as scoring:
-                trajectory = await self._score(trajectory)
-                if scoring:
-                    scoring.set(reward=trajectory.reward, reward_parts=trajectory.reward_parts)
+            played = await self._play(group, trajectory_id, start, replace(group.plan.sampling, seed=seed))
+            self._check_episode(trajectory_id, played)
+            scored = [await self._scored(trajectory) for trajectory in played]
         except TrajectoryError as error:
             logger.warning("%s dropped (%s): %s", trajectory_id, error.drop_reason, error)
             self.latest_losses[error.drop_reason] = str(error)
@@ -311,78 +318,61 @@ class RolloutCollector:
         finally:
             if not self._strategy.branches:
                 self._client.end_session(trajectory_id)
-        return replace(trajectory, metrics={**trajectory.metrics, "total_seconds": time.perf_counter() - began})
+        seconds = time.perf_counter() - began
+        return tuple(replace(t, metrics={**t.metrics, "total_seconds": seconds}) for t in scored)
 
-    async def _play(self, group: _OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams) -> Trajectory:
+    async def _scored(self, trajectory: Trajectory) -> Trajectory:
+        with span("reward", str(trajectory.row.get("data_source") or "")) as scoring:
+            trajectory = await self._score(trajectory)
+            if scoring:
+                scoring.set(reward=trajectory.reward, reward_parts=trajectory.reward_parts)
+        return trajectory
+
+    def _check_episode(self, episode_id: str, played: Sequence[Trajectory]) -> None:
+        """Refuse what an agent must not return: raises TrajectoryError."""
+        ids = [(t.trajectory_id, t.role and role_id(episode_id, t.role)) for t in played]
+        if len(set(ids)) != len(ids) or any(found != (expected or episode_id) for found, expected in ids):
+            raise TrajectoryError(f"{episode_id}: the agent returned {ids}; return what it started, each role once")
+        if not any(self._context.is_trained(t.role) for t in played):
+            raise TrajectoryError(
+                f"{episode_id}: no role that is trained took a turn; it took {[t.role for t in played]}"
+            )
+
+    async def _play(
+        self, group: _OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams
+    ) -> Sequence[Trajectory]:
         """Run it from the prompt, or from where it branches off its parent."""
         row, fork = group.plan.row, start.fork
         loop = self._agents.for_row(row)
         if fork is None or fork.at_prompt:
-            trajectory = await loop.run(
-                row, trajectory_id=trajectory_id, group_id=group.plan.group_id, sampling=sampling
-            )
-            return replace(trajectory, fork=fork)
+            try:
+                played = await loop.run(
+                    row, trajectory_id=trajectory_id, group_id=group.plan.group_id, sampling=sampling
+                )
+            finally:
+                for role in loop.roles:  # they do not branch: nothing will go on from here
+                    self._context.as_role(role).client.end_session(role_id(trajectory_id, role))
+            return [replace(played, fork=fork)] if isinstance(played, Trajectory) else played
         self._client.fork_session(fork.parent_id, trajectory_id)
-        return await loop.branch(group.survivor(fork.parent_id), fork, trajectory_id=trajectory_id, sampling=sampling)
+        parent = group.survivor(fork.parent_id)
+        return [await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)]
 
 
-def _trace_fields(result: Trajectory | DropReason) -> dict[str, Any]:
-    """Return what the trace of a trajectory shows of its end."""
-    if not isinstance(result, Trajectory):
+def _trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
+    """Return what the trace of a trajectory shows of its end; of several roles, the first and every reward."""
+    if isinstance(result, DropReason):
         return {"dropped": str(result)}
+    first = result[0]
     return {
-        "agent_name": result.agent_name,
-        "finish_reason": str(result.finish_reason),
-        "reward": result.reward,
-        "turns": result.num_turns,
-        "sampled_tokens": result.num_sampled,
-        "messages": [{"role": m["role"], "content": m.get("content")} for m in result.messages],
-    }
+        "agent_name": first.agent_name,
+        "finish_reason": str(first.finish_reason),
+        "reward": first.reward,
+        "turns": first.num_turns,
+        "sampled_tokens": sum(t.num_sampled for t in result),
+        "messages": [{"role": m["role"], "content": m.get("content")} for m in first.messages],
+    } | ({"rewards": {str(t.role): t.reward for t in result}} if first.role else {})
 
 
 def _number(trajectory: Trajectory) -> int:
     """Return its number in the group."""
-    return int(trajectory.trajectory_id.rpartition("-")[2])
-
-
-class PrioritySemaphore:
-    """A semaphore with priorities: continuing a started group goes before starting another.
-
-    A branch thus runs while the engine still holds the KV of its parent, and groups complete sooner.
-
-    Args:
-        count: maximum concurrent holders.
-    """
-
-    def __init__(self, count: int):
-        self._free = count
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._arrivals = itertools.count()
-
-    @asynccontextmanager
-    async def take(self, *, urgency: int) -> AsyncIterator[None]:
-        """Hold a slot; the most urgent waiter is next, among equals the first to come."""
-        if self._free:
-            self._free -= 1
-        else:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (-urgency, next(self._arrivals), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # the slot was passed on just before
-                    self._pass_on()
-                raise
-        try:
-            yield
-        finally:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Pass the slot to the next waiter, or free it."""
-        while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+    return int(trajectory.episode_id.rpartition("-")[2])

@@ -2,7 +2,8 @@
 
 ::
 
-    groups ─► log-probs not finite: drop ─► filters: mask | drop ─► group too small, no baseline, equal rewards: drop
+    groups ─► log-probs not finite: drop ─► filters: mask | drop
+           ─► each role of a group by itself: too small, no baseline, equal rewards: drop
            ─► Selection: groups to train on, masked members (in the baseline, without a gradient), dropped ones
 """
 
@@ -55,22 +56,35 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> Selection:
             members.append(trajectory)
             if action == "mask":
                 masked[trajectory.trajectory_id] = reason
-        group = replace(group, trajectories=tuple(members))
-        if members and (reason := _no_gradient(group, config, masked)):
-            dropped[reason] += [t.trajectory_id for t in members if t.trajectory_id not in masked]
-            for trajectory in members:
+        worth: list[Trajectory] = []
+        for part in by_role(replace(group, trajectories=tuple(members))):
+            if (reason := _no_gradient(part, config, masked)) is None:
+                worth += part.trajectories
+                continue
+            dropped[reason] += [t.trajectory_id for t in part.trajectories if t.trajectory_id not in masked]
+            for trajectory in part.trajectories:
                 if why := masked.pop(trajectory.trajectory_id, None):
                     dropped[why].append(trajectory.trajectory_id)
-        elif members:
-            kept.append(group)
+        if worth:
+            kept.append(replace(group, trajectories=tuple(worth)))
     return Selection(groups=tuple(kept), masked=masked, dropped={k: tuple(v) for k, v in dropped.items() if v})
+
+
+def by_role(group: Group) -> list[Group]:
+    """Return the group once per role, with that role's members: rewards compare among those."""
+    members: dict[str | None, list[Trajectory]] = {}
+    for trajectory in group.trajectories:
+        members.setdefault(trajectory.role, []).append(trajectory)
+    return [replace(group, trajectories=tuple(part)) for part in members.values()]
 
 
 def _judge(trajectory: Trajectory, config: AlgorithmConfig) -> tuple[str, DropReason]:
     """Return the strictest action of the filters that apply (``keep``, ``mask`` or ``drop``), and why."""
     if not all(map(_logprobs_are_valid, trajectory.sequences)):
         return "drop", DropReason.NAN_LOGPROBS
-    verdict = ("mask", trajectory.no_loss) if trajectory.no_loss else ("keep", DropReason.VOID_TURN)
+    free = any(any(sequence.loss_mask) for sequence in trajectory.sequences)
+    no_loss = trajectory.no_loss or (None if free else DropReason.CONSTRAINED)
+    verdict = ("mask", no_loss) if no_loss else ("keep", DropReason.VOID_TURN)
     for name in FILTER_NAMES:
         action = getattr(config.filters, name)
         if action != "off" and verdict[0] != "drop" and FILTERS[name](trajectory, config):
@@ -84,7 +98,7 @@ def _logprobs_are_valid(sequence: Trajectory) -> bool:
 
 
 def _no_gradient(group: Group, config: AlgorithmConfig, masked: Mapping[str, DropReason]) -> DropReason | None:
-    """Return why a whole group would have no gradient, if so."""
+    """Return why all members of a role, or of a group without roles, would have no gradient, if so."""
     trained = [t for t in group.trajectories if t.trajectory_id not in masked]
     if not trained:
         return masked[group.trajectories[0].trajectory_id]

@@ -42,11 +42,15 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Result of a start: a scored trajectory, or None if it was lost."""
+    """Result of a start: a scored trajectory, of several roles one each, or none if it was lost."""
 
     trajectory_id: str
     start: Start
-    trajectory: Trajectory | None
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        return next(iter(self.trajectories), None)
 
     @property
     def tree_id(self) -> str:
@@ -76,9 +80,7 @@ class Growth:
         """Surviving trajectories by tree, in order of their start; empty trees included."""
         trees: dict[str, list[Trajectory]] = {}
         for outcome in (outcome for wave in self.waves for outcome in wave):
-            members = trees.setdefault(outcome.tree_id, [])
-            if outcome.trajectory is not None:
-                members.append(outcome.trajectory)
+            trees.setdefault(outcome.tree_id, []).extend(outcome.trajectories)
         return trees
 
     def random(self, *what: int | str) -> random.Random:

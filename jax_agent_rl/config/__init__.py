@@ -16,7 +16,7 @@ from jax_agent_rl.config.learner import LearnerConfig, LoraConfig
 from jax_agent_rl.config.mesh import EngineMeshConfig, MeshConfig, MultihostConfig
 from jax_agent_rl.config.rollout import JetStreamConfig, RolloutConfig, VllmConfig
 from jax_agent_rl.config.run import Config, build, load
-from jax_agent_rl.config.task import DataConfig, JudgeConfig, ModelConfig, RewardConfig
+from jax_agent_rl.config.task import DataConfig, DataSource, JudgeConfig, ModelConfig, RewardConfig
 from jax_agent_rl.config.tools import (
     EnvironmentsConfig,
     InteractionsConfig,
@@ -32,6 +32,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DataSource",
     "EndpointConfig",
     "EngineMeshConfig",
     "EnvironmentsConfig",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import SwitchedOff, Unless, UsedByAgents, WhenCommand, WhenKey
+from jax_agent_rl.config.conditions import SwitchedOff, Unless, UsedByAgents, WhenCommand, WhenKey, WhenModelHasVision
 
 ToolFormatName = Literal[
     "auto",
@@ -197,13 +197,18 @@ class EndpointConfig(Section):
         description="Maximum number of ids that one session of `serve` records, every context counted in full; "
         "further requests are refused.",
     )
+    max_session_pixels: Annotated[Positive, WhenModelHasVision()] = Field(
+        default=64_000_000,
+        description="Maximum pixels of the images in one session, each image counted once; requests with more are "
+        "refused.",
+    )
     session_ttl: Annotated[float, WhenCommand("serve")] = Field(
         default=3600.0, gt=0, description="Seconds after which `serve` forgets an idle session."
     )
 
 
 class CommandConfig(Section):
-    """The agent `command`: a program that runs in the sandbox once per trajectory, with the endpoint as its model.
+    """The agent `command`: a program that runs once per trajectory, with the endpoint as its model.
 
     It finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the task in TASK_INSTRUCTION.
     """
@@ -213,7 +218,16 @@ class CommandConfig(Section):
         description="Program and arguments, run in the task's working folder; `{instruction}` is the task's text.",
     )
     program_dir: str | None = Field(
-        default=None, description="Folder with the program, copied into the sandbox as /tmp/agent."
+        default=None, description="Folder with the program, copied into the sandbox or container as /tmp/agent."
+    )
+    container: Literal["docker", "podman"] | None = Field(
+        default=None,
+        description="Command of a container runtime. Programs and tests run in containers without network, whose "
+        "images are built from the tasks' Dockerfiles and contain python3. The tests start on all that the program "
+        "left, as in Harbor. null: the sandbox.",
+    )
+    image: Annotated[str | None, WhenKey("agent.command.container")] = Field(
+        default=None, description="Image of tasks without a Dockerfile or an image of their own."
     )
     verifier_timeout: float = Field(
         default=60.0, gt=0, description="Seconds the tests of a task may take, unless the task says so."
@@ -275,6 +289,12 @@ class AgentConfig(ServerToolConfig):
     max_parallel_calls: Annotated[Positive, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=1, description="Maximum number of calls run per turn; further calls get an error."
     )
+    constrain_tool_calls: Annotated[bool, UsedByAgents("tool_agent", "interaction_agent")] = Field(
+        default=False,
+        description="What begins as a tool call has to be valid JSON with the name of an existing tool and arguments "
+        "of its schema. For tool formats with an opening tag (hermes, text_tag, kimi, deepseek, mistral) and engines "
+        "that follow grammars and report what they left.",
+    )
     max_tool_response_length: Annotated[
         Positive, UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
     ] = Field(default=256, description="Maximum number of tokens per tool result.")
@@ -290,6 +310,17 @@ class AgentConfig(ServerToolConfig):
         default=None,
         description="LoRA adapter to sample with, a name in rollout.adapters; a row's `adapter` takes precedence. "
         "null: the plain model.",
+    )
+    role_models: dict[str, str] = Field(
+        default_factory=dict,
+        description="Of an agent of several roles, those that a frozen model plays: role to folder (Hugging Face). It "
+        "gets an engine of its own, and its trajectories carry no loss.",
+    )
+    role_adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="Of an agent of several roles, the LoRA adapter that plays and trains each: role to a name, which "
+        "several roles may share. Needs learner.lora. Roles that are not named are then played by the model "
+        "below the adapters, which is frozen. Empty: the policy plays all roles.",
     )
     run_timeout: Annotated[float, UsedByAgents("react_agent", "openai_agent")] = Field(
         default=600.0,

@@ -13,7 +13,7 @@ from jax_agent_rl.config.conditions import Unless, WhenKey
 
 AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "tree_grpo", "treerl", "arpo",
+    "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "tree_grpo", "treerl", "arpo", "rae",
 ]  # fmt: skip
 LossMode = Literal[
     "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
@@ -34,13 +34,14 @@ ADV_ESTIMATORS: tuple[str, ...] = get_args(AdvEstimator)
 LOSS_MODES: tuple[str, ...] = get_args(LossMode)
 FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
 
-WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax"})
+WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "rae"})
 """Estimators with advantages even in a group of one, or of equal rewards."""
 
 _CLIPPED = WhenKey(
     "algorithm.policy_loss.loss_mode",
     *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
 )
+_PER_SEQUENCE = Unless("algorithm.loss_agg_mode", "token-mean", "token-sum")
 _WITH_KL = Unless("algorithm.kl.where", "none")
 _ADAPTIVE = WhenKey("algorithm.kl.controller", "adaptive")
 _WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
@@ -261,6 +262,11 @@ class AlgorithmConfig(Section):
             default=None,
             description="seq-mean-token-sum-norm: the constant that replaces a sequence's length (Dr. GRPO).",
         )
+    )
+    segment_weight: Annotated[Literal["session", "segment"], _PER_SEQUENCE] = Field(
+        default="session",
+        description="What loss_agg_mode counts as one sequence. session: a trajectory with all its segments, so that "
+        "its weight does not depend on their number. segment: every segment, as if it were a trajectory.",
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(default_factory=KLConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jax_agent_rl.config import AgentConfig, Config, ToolClientConfig
@@ -21,7 +21,7 @@ def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
     return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else PLAIN_AGENT
 
 
-def report_idle_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tuple[str, str] | None:
     """Report rows that run as plain generation although the configuration or the rows ask for tools.
 
     With ``agent.default_agent`` set, plain generation is taken as intended.

@@ -38,12 +38,19 @@ class JetStreamConfig(Section):
         description="Keep the layers' matrices in 8 bits with a scale per output; activations, embeddings, head and "
         "router stay in dtype. Weights are quantized again after every update.",
     )
-    max_concurrent_decodes: Positive = Field(default=64, description="Maximum number of contexts decoded together.")
+    max_concurrent_decodes: Positive = Field(
+        default=64, description="Maximum number of contexts that an engine decodes together."
+    )
     kv_cache_tokens: Positive | None = Field(
         default=None,
-        description="Capacity of the KV cache in tokens, at least rollout.max_model_len. Shared prefixes count once. "
-        "A full cache evicts the KV of idle trajectories, then preempts running requests. null: max_model_len for "
-        "each of max_concurrent_decodes, and half of it for every other trajectory in flight.",
+        description="Capacity of an engine's KV cache in tokens, at least rollout.max_model_len. Shared prefixes count "
+        "once. A full cache evicts the KV of idle trajectories, then preempts running requests. null: max_model_len "
+        "for each of max_concurrent_decodes, and half of it for every other of the engine's trajectories in flight.",
+    )
+    kv_offloading_size: Annotated[float, Field(ge=0), _BUILT_IN] = Field(
+        default=0.0,
+        description="Host memory of an engine in GiB, for the KV of waiting trajectories for which the cache has no "
+        "room. It is copied back, bit by bit, when they return. 0: none.",
     )
     decode_steps: Positive = Field(default=16, description="Maximum number of decode steps per device dispatch.")
     prefill_buckets: tuple[Positive, ...] | None = Field(
@@ -94,6 +101,7 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
             *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
             *("skip_tokenizer_init", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
             *("use_tqdm_on_load", "mm_device_do_normalize", "weight_transfer_config", "moe_backend"),
+            "structured_outputs_config",
         ),
         "",
     ),
@@ -164,7 +172,7 @@ class RolloutConfig(Section):
 
     placement: Literal["colocated", "separate", "hybrid"] = Field(
         default="colocated",
-        description="colocated: one engine on the learner's devices, in each of its processes (hosts). separate: "
+        description="colocated: engines on the learner's devices, in each of its processes (hosts). separate: "
         "engines in Ray actors on their own resources. hybrid: both; the colocated engine samples while the learner "
         "is idle.",
     )
@@ -230,13 +238,28 @@ class RolloutConfig(Section):
         "before its first token, when it may compile; 10 times while it loads weights); null: never.",
     )
     max_model_len: Positive = Field(
-        default=1024, description="Maximum context length in tokens, prompt and response together."
+        default=1024,
+        description="Maximum context length in tokens, prompt and response together. `serve` takes the model's own "
+        "with the embedded engine, unless the command line sets this key.",
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Sampling temperature in training, over the whole vocabulary; log-probs are computed at this "
-        "temperature.",
+        description="Sampling temperature in training; log-probs are computed at this temperature.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling in training; 1: off. The learner normalizes over the ids that top_p, top_k and "
+        "min_p left at each draw, which the engine reports (in up to V / 6 bytes a token of a vocabulary of V).",
+    )
+    top_k: NonNegative = Field(default=0, description="Top-k sampling in training; 0: off.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Training samples ids at least min_p times as likely as the likeliest; 0: off.",
     )
     eval_temperature: float = Field(
         default=0.0, ge=0, description="Sampling temperature of held-out evaluation; 0 is greedy."
@@ -256,6 +279,11 @@ class RolloutConfig(Section):
         default_factory=JetStreamConfig
     )
     vllm: Annotated[VllmConfig, WhenKey("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
+
+
+def restricts_sampling(rollout: RolloutConfig) -> bool:
+    """Return whether training samples from a part of the vocabulary."""
+    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
 def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -303,6 +331,8 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g} and "
             f"eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and eval_temperature to 0 or 1"
         )
+    if restricts_sampling(rollout):
+        yield f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
 
@@ -310,7 +340,6 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
 def placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
     """Yield every inconsistency of the engines' placement with the backend and ``trainer.mode``, each with its fix."""
     where, backend = rollout.placement, rollout.backend
-    devices = rollout.vllm.tensor_parallel_size if backend == "vllm" else rollout.jetstream.mesh.devices
     if where == "colocated":
         if rollout.sleep_during_update and mode != "sync":
             yield (
@@ -330,6 +359,9 @@ def placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
         )
     if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
         yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
-    if rollout.gpus_per_engine not in (0, devices):
-        key = "rollout.vllm.tensor_parallel_size" if backend == "vllm" else "rollout.jetstream.mesh"
+    key, mesh = "rollout.jetstream.mesh", rollout.jetstream.mesh
+    devices, is_open = mesh.devices, mesh.data is None or mesh.tensor is None
+    if backend == "vllm":
+        key, devices, is_open = "rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, False
+    if rollout.gpus_per_engine not in (0, devices) and (rollout.gpus_per_engine % devices or not is_open):
         yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

@@ -16,7 +16,7 @@ from jax_agent_rl.config.conditions import UsedByAgents, WhenKey, unused
 from jax_agent_rl.config.learner import LearnerConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.mesh import MeshConfig
-from jax_agent_rl.config.rollout import RolloutConfig, placement_problems, rollout_problems
+from jax_agent_rl.config.rollout import RolloutConfig, placement_problems, restricts_sampling, rollout_problems
 from jax_agent_rl.config.strategy import strategy_problems
 from jax_agent_rl.config.task import DataConfig, ModelConfig, RewardConfig
 from jax_agent_rl.config.tools import (
@@ -122,7 +122,7 @@ def _group_problems(config: Config) -> Iterator[str]:
     if rollout.group_size == 1 and algorithm.needs_group:
         yield (
             f"rollout.group_size=1 gives zero {algorithm.adv_estimator} advantages; set rollout.group_size >= 2, "
-            "or algorithm.adv_estimator=reinforce_plus_plus, remax or gae"
+            "or algorithm.adv_estimator=reinforce_plus_plus, remax, rae or gae"
         )
     if agent.n not in (None, rollout.group_size):
         yield f"agent.n={agent.n} is another name of rollout.group_size={rollout.group_size}; set one"
@@ -195,6 +195,26 @@ def _adapter_problems(config: Config) -> Iterator[str]:
     adapter, known = config.agent.adapter, config.rollout.adapters
     if adapter is not None and config.rollout.backend != "remote" and adapter not in known:
         yield f"agent.adapter={adapter!r} is not in rollout.adapters, which has {sorted(known)}; add its folder there"
+    if config.agent.role_adapters:
+        yield from _role_adapter_problems(config)
+
+
+def _role_adapter_problems(config: Config) -> Iterator[str]:
+    rollout, roles = config.rollout, config.agent.role_adapters
+    if both := sorted(roles.keys() & config.agent.role_models.keys()):
+        yield f"agent.role_adapters and agent.role_models both name {both}; a role is played by one of them"
+    if config.learner.lora is None:
+        yield "agent.role_adapters trains LoRA adapters; set learner.lora, e.g. learner.lora.rank=16"
+    for key, value, fits in (
+        ("rollout.backend", rollout.backend, rollout.backend == "jetstream"),
+        ("rollout.placement", rollout.placement, rollout.placement == "colocated"),
+        ("rollout.deterministic", rollout.deterministic, not rollout.deterministic),
+        ("rollout.jetstream.engine_factory", rollout.jetstream.engine_factory, not rollout.jetstream.engine_factory),
+        ("rollout.adapters", dict(rollout.adapters), not rollout.adapters),
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, config.algorithm.adv_estimator != "gae"),
+    ):
+        if not fits:
+            yield f"agent.role_adapters does not go with {key}={value}; leave one of them out"
 
 
 def _deterministic_problems(config: Config) -> Iterator[str]:
@@ -209,6 +229,11 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
             f"rollout.deterministic has engine and learner compute alike, but rollout.jetstream.kv_dtype="
             f"{engine.kv_dtype} and quantize={engine.quantize} round what the learner does not; set kv_dtype=auto "
             "and quantize=none, or rollout.deterministic=false"
+        )
+    if restricts_sampling(rollout):
+        yield (
+            f"rollout.deterministic scores all ids, but rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k} and "
+            f"min_p={rollout.min_p:g} sample from some; set top_p=1, top_k=0 and min_p=0, or deterministic=false"
         )
     spread = config.learner.mesh != MeshConfig() or engine.mesh.devices > 1 or engine.device_offset > 0
     if spread or config.algorithm.rollout_correction.bypass_mode:

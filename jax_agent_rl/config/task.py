@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenKey, WhenModelHasVision
@@ -41,14 +42,76 @@ class ModelConfig(Section):
         return self
 
 
+class DataSource(Section):
+    """Files of rows: a file, a glob (`data/*.parquet`), or a dataset of the Hugging Face Hub.
+
+    A dataset of the Hub is `owner/name[@revision]`, of which `name` and `split` select files as in
+    `datasets.load_dataset`, or `hf://datasets/owner/name[@revision]/GLOB`.
+    """
+
+    path: str = Field(description="The file, glob or dataset.")
+    name: str | None = Field(
+        default=None, description="Configuration of the Hub dataset; null: its only or default one."
+    )
+    split: str | None = Field(default=None, description="Split of the Hub dataset; null: train.")
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        description="Share of the training rows drawn from this source, relative to the other weights; null: rows of "
+        "all sources are drawn equally often.",
+    )
+
+    def __str__(self) -> str:
+        chosen = ", ".join(f"{key}={value}" for key, value in (("name", self.name), ("split", self.split)) if value)
+        return f"{self.path} ({chosen})" if chosen else self.path
+
+    @model_serializer
+    def _short(self) -> str | dict[str, Any]:
+        given = {key: value for key in type(self).model_fields if (value := getattr(self, key)) is not None}
+        return given if len(given) > 1 else self.path
+
+
+def _listed(value: Any) -> Any:
+    """Return sources as a list of mappings; a text is a source's path."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if not items or not all(isinstance(item, (str, Mapping, DataSource)) for item in items):
+        raise ValueError("give a file, a glob, a Hub dataset, or a list of these and of mappings with a path")
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+_ONE_SOURCE = [{"type": "string"}, {"type": "object"}]
+_SOURCES = [*_ONE_SOURCE, {"type": "array", "items": {"anyOf": _ONE_SOURCE}}]
+DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), WithJsonSchema({"anyOf": _SOURCES})]
+
+
 class DataConfig(Section):
     """Rows: JSON Lines or Parquet with `prompt`, `agent_name`, `data_source`, `reward_model.ground_truth`."""
 
-    train: str = Field(description="Rows to train on (.jsonl or .parquet).")
-    eval: str | None = Field(default=None, description="Rows to evaluate on; never trained on.")
+    train: DataSources = Field(
+        description="Rows to train on: a .jsonl or .parquet file, a glob, a Hub dataset (`owner/name`), or a list of "
+        "these. A mapping `{path, name, split, weight}` chooses a Hub dataset's files, and each source's share.",
+    )
+    eval: Annotated[DataSources | None, WithJsonSchema({"anyOf": [*_SOURCES, {"type": "null"}]})] = Field(
+        default=None, description="Rows to evaluate on, likewise but without weights; never trained on."
+    )
     eval_limit: Annotated[Positive | None, WhenKey("data.eval")] = Field(
         default=None, description="Evaluate on this many rows, from the first."
     )
+    shuffle_row_groups: Positive = Field(
+        default=8,
+        description="Number of a source's Parquet row groups that are in memory at a time, and whose rows are shuffled "
+        "together; a source with no more is shuffled as a whole.",
+    )
+
+    @model_validator(mode="after")
+    def _weights(self) -> Self:
+        given = [source.weight is not None for source in self.train]
+        if any(given) and not all(given):
+            missing = [source.path for source in self.train if source.weight is None]
+            raise ValueError(f"data.train gives a weight to some sources, but not to {missing}; set it there, too")
+        if any(source.weight is not None for source in self.eval or ()):
+            raise ValueError("data.eval has a weight, but is read as a whole; remove it, or set data.eval_limit")
+        return self
 
 
 class RemoteRewardConfig(Section):

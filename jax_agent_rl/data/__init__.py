@@ -1,4 +1,5 @@
 """Dataset rows.
 
-``rows`` reading and checking them · ``cursor`` their order · ``calculator`` and ``shop`` built-in tasks.
+``dataset`` their files · ``rows`` their checks, and JSON Lines · ``parquet`` streaming · ``media`` images and videos of
+prompts · ``cursor`` their order · ``calculator`` and ``shop`` built-in tasks.
 """

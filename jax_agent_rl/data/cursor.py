@@ -1,15 +1,58 @@
-"""Order of training rows: reshuffled each epoch, exactly resumable."""
+"""Order of training rows: reshuffled each epoch, mixed by weight, exactly resumable.
+
+Every draw has a number, and all of the order is computed from the number and the seed::
+
+    draw n ──► source and its k-th draw (Mixture) ──► epoch and position ──► row (_EpochOrder)
+
+A source whose rows are read in groups (row groups of Parquet) is shuffled so that few groups are needed at a time:
+its groups are permuted, and so are the rows of each *window*, of so many consecutive groups as may be held::
+
+    groups 0 1 2 3 4, two held      window [3 0]     window [4 1]     window [2]
+    rows of the epoch               3 0 0 3 3 0 …    1 4 1 1 4 …      2 2 2 …
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from jax_agent_rl.errors import CheckpointError
 
 T = TypeVar("T")
+_BLOCK = 1024
+"""Draws of a mixture that are shuffled together."""
+
+
+@runtime_checkable
+class GroupedRows(Protocol):
+    """Rows that are read in groups.
+
+    Attributes:
+        row_groups: sizes of the groups, in the order of the rows.
+        held: number of groups that may be in memory at a time.
+    """
+
+    row_groups: Sequence[int]
+    held: int
+
+
+@dataclass(frozen=True)
+class Mixture(Generic[T]):
+    """Sources that are drawn from by weight, each shuffled by itself and begun again when it is exhausted.
+
+    Of 1024 consecutive draws (from a multiple of 1024 on), each source gets its share, rounded up or down at random so
+    that the share is exact on average. Their order is random.
+
+    Attributes:
+        parts: rows of each source.
+        weights: positive; shares are relative to their sum.
+    """
+
+    parts: Sequence[Sequence[T]]
+    weights: Sequence[float]
 
 
 class DataCursor(Generic[T]):
@@ -18,7 +61,7 @@ class DataCursor(Generic[T]):
     >>> cursor = DataCursor(["a", "b", "c"], seed=0)
     >>> first = cursor.next_rows(4)                  # three of epoch 0, one of epoch 1
     >>> sorted(first[:3]), cursor.state()
-    (['a', 'b', 'c'], {'epoch': 1, 'position': 1, 'rows': 3, 'again': []})
+    (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'again': []})
 
     Every draw has a number, by which it can be repeated after a restart.
 
@@ -26,20 +69,20 @@ class DataCursor(Generic[T]):
     >>> resumed.restore(cursor.state(again=[2]))
     >>> [number for number, row in (resumed.draw(), resumed.draw())]
     [2, 4]
+
+    Args:
+        rows: the rows, or a mixture of several sources' rows.
+        seed: of the order.
     """
 
-    def __init__(self, rows: Sequence[T], *, seed: int) -> None:
-        self._rows = rows
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
+    def __init__(self, rows: Sequence[T] | Mixture[T], *, seed: int) -> None:
+        mixture = rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
+        self._parts, self._weights = mixture.parts, mixture.weights
+        self._blocks = _Blocks(self._weights, seed)
+        alone = len(self._parts) == 1
+        self._orders = [_EpochOrder(part, seed, () if alone else (number,)) for number, part in enumerate(self._parts)]
+        self._drawn = 0
         self._again: list[int] = []
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-
-    @property
-    def rows(self) -> Sequence[T]:
-        """All rows, in the data's order."""
-        return self._rows
 
     def next_rows(self, count: int) -> list[T]:
         """Return the next ``count`` rows, across the end of an epoch if need be."""
@@ -49,22 +92,18 @@ class DataCursor(Generic[T]):
         """Return the number of the next draw and its row."""
         if self._again:
             number = self._again.pop(0)
-            return number, self._row(*divmod(number, len(self._rows)))
-        epoch, position = self._epoch, self._position
-        self._epoch, self._position = divmod(epoch * len(self._rows) + position + 1, len(self._rows))
-        return epoch * len(self._rows) + position, self._row(epoch, position)
-
-    def _row(self, epoch: int, position: int) -> T:
-        if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-        return self._rows[self._order[1][position]]
+        else:
+            number = self._drawn
+            self._drawn += 1
+        source, turn = self._blocks.locate(number) if len(self._parts) > 1 else (0, number)
+        return number, self._parts[source][self._orders[source].index(turn)]
 
     def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
         """Return the state for :meth:`restore`, as JSON; ``again`` are numbers of draws to repeat first."""
         return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "rows": len(self._rows),
+            "drawn": self._drawn,
+            "rows": [len(part) for part in self._parts],
+            "weights": list(self._weights),
             "again": sorted({*self._again, *again}),
         }
 
@@ -72,13 +111,86 @@ class DataCursor(Generic[T]):
         """Continue where a cursor over the same rows with the same seed stood.
 
         Raises:
-            CheckpointError: the data set has a different number of rows now.
+            CheckpointError: the sources have different numbers of rows or weights now.
         """
-        if state["rows"] != len(self._rows):
-            raise CheckpointError(
-                f"the checkpoint was made with {state['rows']} training rows, data.train has {len(self._rows)} now; "
-                "restore the file or start a new run"
-            )
-        drawn = state["epoch"] * len(self._rows) + state["position"]
-        self._epoch, self._position = divmod(drawn, len(self._rows))
-        self._again = list(state.get("again", ()))  # which older checkpoints do not have
+        now = self.state()
+        for key, what in (("rows", "numbers of training rows"), ("weights", "weights of its sources")):
+            if state[key] != now[key]:
+                raise CheckpointError(
+                    f"the checkpoint was made with {what} {state[key]}, data.train has {now[key]} now; "
+                    "restore them or start a new run"
+                )
+        self._drawn, self._again = state["drawn"], list(state["again"])
+
+
+class _EpochOrder:
+    """The row of every draw from one source.
+
+    Args:
+        rows: the source.
+        seed: of the run.
+        key: distinguishes the source from others of a mixture.
+    """
+
+    def __init__(self, rows: Sequence[Any], seed: int, key: tuple[int, ...]) -> None:
+        groups, held = (rows.row_groups, rows.held) if isinstance(rows, GroupedRows) else ((len(rows),), 1)
+        self._rows, self._seed, self._key = len(rows), seed, key
+        self._sizes, self._held = np.asarray(groups), held
+        self._begins = np.cumsum([0, *groups[:-1]])
+        self._epoch = -1
+        self._windows: list[np.ndarray] = []  # groups of each, in this epoch
+        self._ends = np.empty(0, np.int64)  # positions, in this epoch
+        self._shuffled: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def index(self, turn: int) -> int:
+        """Return the row of a draw."""
+        epoch, position = divmod(turn, self._rows)
+        if epoch != self._epoch:
+            self._begin(epoch)
+        window = int(np.searchsorted(self._ends, position, side="right"))
+        if self._shuffled[0] != window:
+            chosen = self._windows[window]
+            rows = np.concatenate([self._begins[g] + np.arange(int(self._sizes[g])) for g in chosen])
+            key = (*self._key, window) if len(self._windows) > 1 else self._key
+            self._shuffled = window, rows[self._generator(epoch, *key).permutation(len(rows))]
+        return int(self._shuffled[1][position - (self._ends[window - 1] if window else 0)])
+
+    def _begin(self, epoch: int) -> None:
+        groups = np.arange(len(self._sizes))
+        if len(groups) > self._held:
+            groups = self._generator(epoch, *self._key).permutation(len(groups))
+        self._windows = [groups[at : at + self._held] for at in range(0, len(groups), self._held)]
+        self._ends = np.cumsum([self._sizes[window].sum() for window in self._windows])
+        self._epoch, self._shuffled = epoch, (-1, self._shuffled[1])
+
+    def _generator(self, epoch: int, *key: int) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence([self._seed, epoch], spawn_key=key))
+
+
+class _Blocks:
+    """The source of every draw from a mixture, :data:`_BLOCK` draws at a time."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self._ends = np.cumsum(weights) / sum(weights)
+        self._ends[-1] = 1.0  # whatever it was rounded to
+        self._seed = seed
+        self._before = [np.zeros(len(weights), np.int64)]  # draws from each source before each block
+        self._block: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the source of a draw, and how many draws from it came before."""
+        block, place = divmod(number, _BLOCK)
+        while len(self._before) <= block:
+            drawn = np.bincount(self._sources(len(self._before) - 1), minlength=len(self._ends))
+            self._before.append(self._before[-1] + drawn)
+        sources = self._sources(block)
+        source = int(sources[place])
+        return source, int(self._before[block][source] + np.count_nonzero(sources[:place] == source))
+
+    def _sources(self, block: int) -> np.ndarray:
+        """Return the source of each draw of a block: systematic sampling, then shuffled."""
+        if self._block[0] != block:
+            random = np.random.default_rng([self._seed, block])
+            points = (np.arange(_BLOCK) + random.random()) / _BLOCK
+            self._block = block, random.permutation(np.searchsorted(self._ends, points, side="right"))
+        return self._block[1]

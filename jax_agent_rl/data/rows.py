@@ -1,4 +1,4 @@
-"""Dataset rows from JSON Lines or Parquet, checked before anything runs.
+"""Dataset rows: their checks, and JSON Lines files.
 
 A row, in verl's schema::
 
@@ -9,60 +9,88 @@ A row, in verl's schema::
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.data.media import media_kinds, prompt_with_media
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.text import did_you_mean
 
 Row = dict[str, Any]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_CHUNK = 1024
+"""Rows of a file in memory that are shuffled together with row groups of Parquet files."""
 
 
-def load_rows(
-    path: str | Path,
-    *,
-    agents: Collection[str] | None = None,
-    tools: Collection[str] | None = None,
-    adapters: Collection[str] | None = None,
-) -> list[Row]:
-    """Read all rows of a ``.jsonl`` or ``.parquet`` file.
+@dataclass(frozen=True, kw_only=True)
+class RowChecks:
+    """The names that rows may use; None: any.
+
+    Attributes:
+        agents: values of ``agent_name``.
+        tools: names in ``extra_info.tool_selection`` and ``extra_info.tools_kwargs``.
+        adapters: values of ``adapter``.
+    """
+
+    agents: Collection[str] | None = None
+    tools: Collection[str] | None = None
+    adapters: Collection[str] | None = None
+
+    def read(self, row: Any, file: Path, where: str) -> Row:
+        """Return a row with its images and videos as parts of the prompt (:mod:`jax_agent_rl.data.media`).
+
+        Args:
+            row: as it is stored.
+            file: where it is stored, from whose folder it names other files.
+            where: its place in the file, for messages.
+
+        Raises:
+            DataError: a field is missing or invalid; names the row and the fix.
+        """
+        try:
+            checked = _checked(row, self.agents, self.tools, self.adapters)
+            prompt = prompt_with_media(checked, file.parent)
+            return {key: checked[key] for key in checked if key not in ("images", "videos")} | {"prompt": prompt}
+        except DataError as error:
+            raise DataError(f"{file}, {where}: {error}") from None
+
+
+class JsonLines:
+    """The rows of a ``.jsonl`` file, in memory.
 
     Args:
-        path: the file.
-        agents: allowed values of ``agent_name``; None: any.
-        tools: allowed names in ``extra_info.tool_selection`` and ``extra_info.tools_kwargs``; None: any.
-        adapters: allowed values of ``adapter``; None: any.
+        file: the file.
+        checks: applied to every row.
+        limit: how many rows are used from the start; None: all.
+
+    Attributes:
+        row_groups: rows of each part of the file that is shuffled as a unit.
+        modalities: kinds of media in its prompts.
 
     Raises:
-        DataError: the file is missing, unreadable or empty, or a row lacks a field or has an invalid one; names the
-            line or row and the fix.
+        DataError: the file or a row is invalid.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(
-            f"dataset file {str(path)!r} does not exist; correct data.train / data.eval, or write a "
-            "built-in task's with `jax-agent-rl prepare shop` (the quickstart) or `prepare calculator` (the recipes)"
-        )
-    match file.suffix:
-        case ".jsonl":
-            placed = _json_lines(file)
-        case ".parquet":
-            placed = _parquet(file)
-        case other:
-            raise DataError(f"{file}: files ending in {other!r} are not read; use .jsonl or .parquet")
-    rows = []
-    for where, row in placed:
-        try:
-            rows.append(_checked(row, agents, tools, adapters))
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from None
-    if not rows:
-        raise DataError(f"{file} holds no rows")
-    return rows
+
+    def __init__(self, file: Path, checks: RowChecks, *, limit: int | None = None) -> None:
+        read = (checks.read(row, file, where) for where, row in _json_lines(file))
+        self._rows = list(itertools.islice(read, limit))
+        self.modalities = frozenset[str]().union(*map(media_kinds, self._rows))
+        self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number]
+
+    def without_prompts(self) -> Iterator[Row]:
+        """Yield every row; these have their prompts, since they are in memory anyway."""
+        return iter(self._rows)
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -70,24 +98,16 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
-            where = f"{file}, line {number}"
+            where = f"line {number}"
             try:
                 yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
-                raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+                problem = f"not UTF-8 text ({error.reason} at byte {error.start}); convert it"
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from None
-
-
-def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}") from None
-    yield from ((f"{file}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1))
+                problem = f"not valid JSON ({error}): {line[:80]!r}"
+            else:
+                continue
+            raise DataError(f"{file}, {where}: {problem}")
 
 
 def _checked(
@@ -106,8 +126,8 @@ def _checked(
     for message in prompt:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"every message of 'prompt' needs a 'content' of text, got {message!r:.80}")
+        if not isinstance(message.get("content"), str | list):
+            raise DataError(f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}")
     if not isinstance(row.get("data_source"), str):
         raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
     for field, known in (("agent_name", agents), ("adapter", adapters)):

@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
-from jax_agent_rl.config import Config
+from jax_agent_rl.config import Config, DataSource
+from jax_agent_rl.data.dataset import find_files
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.export import Target, records, write
 from jax_agent_rl.evaluate.journal import Journal, require_same
@@ -49,7 +50,7 @@ class CollectionRequest:
 
     group_size: int | None = None
     temperature: float | None = None
-    data: Path | None = None
+    data: str | None = None
     limit: int | None = None
 
     def sampling(self, config: Config) -> SamplingParams:
@@ -60,12 +61,12 @@ class CollectionRequest:
         except ValueError as error:
             raise ConfigError(f"--temperature: {error}") from None
 
-    def file(self, config: Config) -> Path:
-        """Return the file of rows; raises ConfigError if it does not exist."""
-        named = str(self.data or config.data.train)
-        if not named or not Path(named).expanduser().is_file():
-            raise ConfigError(f"rows {named!r} do not exist; give --data FILE (.jsonl or .parquet), or set data.train")
-        return Path(named).expanduser()
+    def sources(self, config: Config) -> tuple[DataSource, ...]:
+        """Return the sources of rows; raises ConfigError if none is named."""
+        named = (DataSource(path=self.data),) if self.data else config.data.train
+        if not all(source.path for source in named):
+            raise ConfigError("no rows are named; give --data FILE (.jsonl or .parquet), or set data.train")
+        return named
 
 
 @dataclass(kw_only=True)
@@ -137,14 +138,14 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
         asyncio.CancelledError: interrupted; the journal remains.
     """
     target, config = Target.from_path(out), subject.config
-    sampling, file = request.sampling(config), request.file(config)
+    sampling, sources = request.sampling(config), request.sources(config)
     group_size = request.group_size or config.rollout.group_size
-    settings = _settings(subject, request, file, group_size, sampling)
+    settings = _settings(subject, request, sources, group_size, sampling)
     if finished := _finished(target, settings):
         print_line(console, f"{out} is complete already: nothing to do")
         return finished
     with Journal(target.journal, settings) as journal, Progress(console, total_steps=0) as progress:
-        source = str(file), request.limit
+        source = sources, request.limit
         try:
             async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
@@ -158,7 +159,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
             raise
         summary = {
             "policy": subject.name,
-            "data": str(file),
+            "data": ", ".join(map(str, sources)),
             "prompts": len(rollouts.rows),
             "prompts_lost": len(rollouts.rows) - len(journal.sizes),
             "started": journal.started,
@@ -185,13 +186,17 @@ def _show(progress: Progress, journal: Journal, rows: int) -> None:
 
 
 def _settings(
-    subject: ServedPolicy, request: CollectionRequest, file: Path, group_size: int, sampling: SamplingParams
+    subject: ServedPolicy,
+    request: CollectionRequest,
+    sources: Sequence[DataSource],
+    group_size: int,
+    sampling: SamplingParams,
 ) -> dict[str, Any]:
     """Return everything by which a later process recognizes the collection."""
     config = subject.config
     return {
         "policy": subject.name,
-        "data": file_digest(file),
+        "data": [file_digest(file) for source in sources for file in find_files(source)],
         "limit": request.limit,
         "seed": config.seed,
         "group_size": group_size,

@@ -17,14 +17,15 @@ from typing import Any
 from rich.console import Console
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
-from jax_agent_rl.config import Config
+from jax_agent_rl.config import Config, DataSource
+from jax_agent_rl.data.dataset import RowOutlines
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.scores import scores
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, Source, open_rollouts
-from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
+from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather, recorded
 from jax_agent_rl.trainer.record import evaluation_record
 from jax_agent_rl.types import Group, SamplingParams
 
@@ -38,8 +39,8 @@ class EvaluationRequest:
         ks: values of k for pass@k, ascending.
         pass_reward: minimum reward of a trajectory that passes.
         temperature: None: chosen by :func:`sampling`.
-        top_p, top_k: see :class:`~jax_agent_rl.types.SamplingParams`.
-        data: file of rows; replaces ``data.eval``.
+        top_p, top_k, min_p: see :class:`~jax_agent_rl.types.SamplingParams`.
+        data: file, glob or Hub dataset of rows; replaces ``data.eval``.
         limit: use only the first rows.
     """
 
@@ -49,7 +50,8 @@ class EvaluationRequest:
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
-    data: Path | None = None
+    min_p: float = 0.0
+    data: str | None = None
     limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,18 +75,19 @@ def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
         greedy_twice = config.rollout.eval_temperature == 0 and request.samples > 1
         wanted = config.rollout.temperature if greedy_twice else config.rollout.eval_temperature
     try:
-        return replace(evaluation_sampling(config), temperature=wanted, top_p=request.top_p, top_k=request.top_k)
+        cut = {"top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p}
+        return replace(evaluation_sampling(config), temperature=wanted, **cut)
     except ValueError as error:
-        raise ConfigError(f"--temperature, --top-p, --top-k: {error}") from None
+        raise ConfigError(f"--temperature, --top-p, --top-k, --min-p: {error}") from None
 
 
 def select_rows(config: Config, request: EvaluationRequest) -> Source:
     """Return the rows to evaluate; raises ConfigError if none are named."""
     limits = [limit for limit in (request.limit, None if request.data else config.data.eval_limit) if limit]
-    file = request.data or config.data.eval
-    if file is None:
+    files = (DataSource(path=request.data),) if request.data else config.data.eval
+    if files is None:
         raise ConfigError("no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)")
-    return str(file), min(limits, default=None)
+    return files, min(limits, default=None)
 
 
 async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:
@@ -115,17 +118,18 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     summary = {
         "policy": subject.name,
         "policy_versions": weights,
-        "data": source[0],
+        "data": ", ".join(map(str, source[0])),
         "samples_per_prompt": request.samples,
         "temperature": chosen.temperature,
         "top_p": chosen.top_p,
         "top_k": chosen.top_k,
+        "min_p": chosen.min_p,
         "pass_reward": request.pass_reward,
         "seed": config.seed,
         "seconds": round(seconds, 1),
         "scores": scores(
             groups,
-            [str(row["data_source"]) for row in rollouts.rows],
+            [str(row["data_source"]) for row in RowOutlines(rollouts.rows)],
             samples=request.samples,
             ks=request.ks,
             pass_reward=request.pass_reward,
@@ -151,7 +155,7 @@ async def _sample(
         nonlocal done, rewards
         done += request.samples
         rewards += sum(group.rewards)
-        run_dir.add_trajectories(subject.step, "heldout", group.trajectories)
+        run_dir.add_trajectories(subject.step, "heldout", recorded([group]))
 
     total = len(rollouts.rows) * request.samples
     progress.phase("sampling", lambda: f"{done}/{total} trajectories, mean reward {rewards / max(1, done):.3f}")

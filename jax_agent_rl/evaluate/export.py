@@ -175,7 +175,7 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
         ("prompt_ids", ids, lambda t, s: list(s.prompt_ids)),
         ("response_ids", ids, lambda t, s: list(s.response_ids)),
         ("response_mask", pa.list_(pa.int8()), lambda t, s: list(s.response_mask)),  # 1: sampled by the policy
-        # 1: carries loss; differs with agent.mask_observations=false
+        # 1: carries loss; differs with agent.mask_observations=false, and where a grammar decided
         ("loss_mask", pa.list_(pa.int8()), lambda t, s: list(s.loss_mask)),
         ("rollout_logprobs", pa.list_(pa.float32()), lambda t, s: list(s.rollout_logprobs)),  # 0 where not sampled
         ("policy_versions", ids, lambda t, s: list(s.policy_versions)),  # -1 where not sampled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ def scores(
 ) -> dict[str, dict[str, Any]]:
     """Return the scores of each data source, and of ``all`` if there are several.
 
+    With agents of several roles, each role's are ``<data source>/<role>``; a lost episode counts for all of them.
+
     Args:
         groups: one group per prompt.
         sources: data source of each group.
@@ -39,10 +41,15 @@ def scores(
         pass_reward: minimum reward of a trajectory that passes.
         seed: seed of the resampling.
     """
-    names = sorted(set(sources))
-    parts = {name: [g for g, source in zip(groups, sources, strict=True) if source == name] for name in names}
+    parts: dict[str, list[Group]] = {}
+    for name in sorted(set(sources)):
+        of_source = [g for g, source in zip(groups, sources, strict=True) if source == name]
+        for role in sorted({t.role or "" for g in of_source for t in g.trajectories} or {""}):
+            parts[f"{name}/{role}" if role else name] = [
+                replace(g, trajectories=tuple(t for t in g.trajectories if (t.role or "") == role)) for g in of_source
+            ]
     if len(parts) > 1:
-        parts[ALL] = list(groups)
+        parts[ALL] = [group for part in parts.values() for group in part]
     return {
         name: _scores(part, samples=samples, ks=ks, pass_reward=pass_reward, seed=seed) for name, part in parts.items()
     }

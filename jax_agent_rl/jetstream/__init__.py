@@ -1,10 +1,12 @@
 """The JAX engine: continuous batching over a paged KV cache, behind the rollout protocol.
 
 Reading order, with vLLM's names where they differ: ``backend`` (AsyncLLM) → ``engine_core`` (the thread that runs the
-engine) → ``scheduler`` and ``request`` (which requests run) → ``block_manager`` (which pages hold what; KVCacheManager)
-→ ``engine`` (GPUModelRunner) → ``programs`` and ``forward`` (what runs on the device).
+engine) → ``scheduler``, ``request`` and ``admission`` (which requests run) → ``block_manager`` (which pages hold what;
+KVCacheManager), ``return_times`` and ``kv_offloading`` (KV of sessions whose tools run) → ``engine`` (GPUModelRunner) →
+``programs`` and ``forward`` (what runs on the device).
 
-Device side: ``attention``, ``decode_kernel``, ``kv_cache``, ``sampling``, ``decode_batch``, ``shapes``, ``sharding`` ·
-weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise reproducible log-probs: ``deterministic`` ·
-diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface`` · engines of users: ``external_engine``.
+Device side: ``attention``, ``decode_kernel``, ``cpu_kernels``, ``kv_cache``, ``sampling``, ``decode_batch``,
+``shapes``, ``sharding`` · weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise reproducible
+log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface`` · engines of
+users: ``external_engine``.
 """

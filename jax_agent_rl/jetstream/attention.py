@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv_cache import LayerKV, from_cache, to_cache
 from jax_agent_rl.models import tree_kernel
+from jax_agent_rl.models.attention import add_sinks
 from jax_agent_rl.models.mesh import by_platform
 from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
@@ -34,6 +35,7 @@ def decode_attention(
     new: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     pages: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     window: int | None = None,
     mesh: Mesh | None = None,
@@ -46,6 +48,7 @@ def decode_attention(
         new: keys and values [B, K, h] of the tokens.
         positions: int32 [B], position of each token, which attends to the cache up to there.
         pages: int32 [B, n], pages of each slot; None if ``cached`` has rows.
+        sinks: [K, G], a further score of each query head's softmax; None for none.
         window: positions a token attends to, itself included; None for all.
         mesh: the engine's mesh, if it has more than one device.
 
@@ -53,8 +56,8 @@ def decode_attention(
         [B, K, G, h], and the updated cache.
     """
     run = functools.partial(_plain_decode if pages is None else _decode_by_kernels, window=window)
-    specs, out = (_HEADS_SECOND, _HEADS_SECOND, _HEADS_SECOND, _WHOLE, _WHOLE), (_HEADS_SECOND, _HEADS_SECOND)
-    return _on_each_device(run, mesh, specs, out)(q, cached, new, positions, pages)
+    specs, out = (*[_HEADS_SECOND] * 3, _WHOLE, _WHOLE, _HEADS_FIRST), (_HEADS_SECOND, _HEADS_SECOND)
+    return _on_each_device(run, mesh, specs, out)(q, cached, new, positions, pages, sinks)
 
 
 def chunk_attention(
@@ -62,6 +65,7 @@ def chunk_attention(
     cached: LayerKV,
     new: LayerKV,
     starts: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     window: int | None = None,
     mesh: Mesh | None = None,
@@ -73,6 +77,7 @@ def chunk_attention(
         cached: R rows; a chunk attends to positions below its start, the others must be finite.
         new: the chunks as stored in the cache, so results do not depend on how a prompt is cut.
         starts: int32 [R], position of each chunk's first token.
+        sinks: as in :func:`decode_attention`.
         window: as in :func:`decode_attention`.
         mesh: as in :func:`decode_attention`.
 
@@ -81,8 +86,8 @@ def chunk_attention(
     """
     tpu, default = (functools.partial(one, window=window) for one in (_chunk_by_kernel, _plain_chunk))
     run = functools.partial(by_platform, tpu=tpu, default=default)
-    specs = (_HEADS_FIRST, _HEADS_SECOND, _HEADS_SECOND, _WHOLE)
-    return _on_each_device(run, mesh, specs, _HEADS_FIRST)(q, cached, new, starts)
+    specs = (_HEADS_FIRST, _HEADS_SECOND, _HEADS_SECOND, _WHOLE, _HEADS_FIRST)
+    return _on_each_device(run, mesh, specs, _HEADS_FIRST)(q, cached, new, starts, sinks)
 
 
 def _on_each_device(
@@ -98,6 +103,7 @@ def _plain_decode(
     new: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     pages: None,
+    sinks: jax.Array | None,
     *,
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
@@ -113,7 +119,8 @@ def _plain_decode(
     scores = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
     if scales is not None:
         scores = scores * scales[:, :, :1]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASK_VALUE), axis=-1)
+    scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
+    weights = _softmax(scores, None if sinks is None else sinks[..., None])
     if scales is not None:
         weights = weights * scales[:, :, 1:]
     return jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values), cached
@@ -125,11 +132,22 @@ def _decode_by_kernels(
     new: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     pages: jax.Array,
+    sinks: jax.Array | None,
     *,
     window: int | None,
 ) -> tuple[jax.Array, LayerKV]:
     cached = write_kernel(cached, _one_position(new, cached), pages, positions)
-    return decode_kernel(q, cached, pages, positions, window=window), cached
+    return decode_kernel(q, cached, pages, positions, sinks, window=window), cached
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Apply a softmax over the last axis of scores and a sink of each, whose weight is left out."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(jnp.float32)
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    weights = jnp.exp(scores - peak)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - peak))
 
 
 def _one_position(new: tuple[jax.Array, jax.Array], cached: LayerKV) -> LayerKV:
@@ -143,13 +161,15 @@ def _plain_chunk(
     cached: LayerKV,
     new: LayerKV,
     starts: jax.Array,
+    sinks: jax.Array | None,
     *,
     window: int | None,
 ) -> jax.Array:
     visible = _chunk_mask(starts, new.values.shape[2], cached.values.shape[2], window)
     keys, values = _joined(cached, new, q.dtype)
     scores = jnp.einsum("kghrt,rkhs->rkgts", q, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(visible, scores, MASK_VALUE), axis=-1).astype(values.dtype)
+    weights = _softmax(jnp.where(visible, scores, MASK_VALUE), None if sinks is None else sinks[..., None, None])
+    weights = weights.astype(values.dtype)
     return jnp.einsum("rkgts,rksh->kghrt", weights, values)
 
 
@@ -176,6 +196,7 @@ def _chunk_by_kernel(
     cached: LayerKV,
     new: LayerKV,
     starts: jax.Array,
+    sinks: jax.Array | None,
     *,
     window: int | None,
 ) -> jax.Array:
@@ -195,5 +216,7 @@ def _chunk_by_kernel(
     )
     queries = q.transpose(3, 0, 1, 4, 2).reshape(rows, kv_heads * group, count, size)
     keys, values = _joined(cached, new, q.dtype)
-    mixed, _ = tree_kernel.forward(queries, keys.mT, values, tree_mask)
+    mixed, normalizer = tree_kernel.forward(queries, keys.mT, values, tree_mask)
+    if sinks is not None:
+        mixed, _ = add_sinks(mixed, normalizer, sinks.reshape(-1))
     return mixed.reshape(rows, kv_heads, group, count, size).transpose(1, 2, 4, 0, 3)

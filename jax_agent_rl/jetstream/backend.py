@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
@@ -29,7 +30,7 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
-from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights
+from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights, weight_dtype
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import EightBits
@@ -45,6 +46,9 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, TokenOutput
 
+if TYPE_CHECKING:
+    from jax_agent_rl.jetstream.data_parallel import Replica
+
 
 class JetStreamBackend:
     """One engine of this process, on one device or a mesh of several.
@@ -57,6 +61,7 @@ class JetStreamBackend:
         kv_dtype: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         quantize: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`.
         mesh: the engine's devices, see ``jetstream.sharding``; None is this process's first one.
+        replica: see :class:`~jax_agent_rl.jetstream.engine.JaxEngine`; then ``mesh`` is the replica's.
         deterministic: program table of a :class:`DeterministicEngine`, shared with the scorer; None is the fast engine.
         external_engine: makes an engine of JetStream's later API that replaces the built-in one.
         adapters: LoRA adapters that requests may name; not with a deterministic or external engine.
@@ -65,6 +70,8 @@ class JetStreamBackend:
         version: policy version of ``params``.
         seed: for requests without a seed of their own.
         decode_text: ids to text; without it requests with stop strings are refused.
+        grammars: compiles the grammars of requests; without it such requests are refused. Ignored by deterministic and
+            external engines.
         print_line: called with a line of progress while programs compile.
     """
 
@@ -78,6 +85,7 @@ class JetStreamBackend:
         kv_dtype: EightBits | None = None,
         quantize: EightBits | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        replica: Replica | None = None,
         deterministic: ProgramTable | None = None,
         external_engine: MakeEngine | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
@@ -86,6 +94,7 @@ class JetStreamBackend:
         version: int = 0,
         seed: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        grammars: GrammarCompiler | None = None,
         print_line: Callable[[str], None] = ignore_line,
     ) -> None:
         self._config = config
@@ -101,12 +110,15 @@ class JetStreamBackend:
         self._seed = seed
         self._decode_text = decode_text
         self._print_line = print_line
-        self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
+        self._replica = replica
+        self._mesh = replica.mesh if replica else mesh or make_engine_mesh(EngineMeshConfig())
         self._weights = ServedWeights(config, params, self._mesh)
-        if deterministic is not None or external_engine is not None:  # neither takes images
-            vision_processor = None
+        if deterministic is not None or external_engine is not None:  # neither takes images, or masks of ids
+            vision_processor = grammars = None
+        self._grammars = grammars
         self._image_reader = ImageReader(vision_processor, max_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, ChunkSink] = {}
+        self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
         self._thread = EngineThread(self._fail_streams)
         self._core = EngineCore(self._thread, self._make_scheduler, self._weights, version=version)
 
@@ -116,15 +128,19 @@ class JetStreamBackend:
             max_model_len=self._shapes.max_model_len,
             max_concurrent=self._shapes.max_concurrent_decodes,
             any_sampling=self._external_engine is None,
+            sampling_replay=self._external_engine is None,
             seeds=self._external_engine is None,
             stop_strings=self._decode_text is not None,
+            grammars=self._grammars is not None,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
             prefix_reuse=self._external_engine is None,
             priorities=True,
             sleep=True,
             lora=bool(self._adapters),
+            routed_experts=self._config.experts is not None and self._external_engine is None,
             precision=self._eight_bits["quantize"] or self._eight_bits["kv_dtype"] or self._dtype.name,
+            weight_dtype=weight_dtype(self._dtype.name, self._eight_bits["quantize"], self._external_engine),
             weight_payloads=WEIGHT_PAYLOADS,
             multi_modal=self._image_reader.kinds,
         )
@@ -158,6 +174,7 @@ class JetStreamBackend:
         kind: type[JaxEngine] = plain if self._deterministic is None else DeterministicEngine
         options: dict[str, Any] = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic}
         options |= {"adapters": self._adapters, "compile_ahead": self._compile_ahead, **self._eight_bits}
+        options["replica"] = self._replica
         return kind(self._config, self._shapes, **options)
 
     def _compiling(self, line: str) -> None:
@@ -182,8 +199,7 @@ class JetStreamBackend:
         sink = self._streams[request.request_id] = ChunkSink()
         finished = False
         try:
-            multimodal = await self._image_reader.read(request)
-            self._thread.post(lambda: self._core.submit(request, multimodal, sink))
+            await self._submit(request, sink)
             while not finished:
                 event = await sink.get()
                 if isinstance(event, Exception):
@@ -196,8 +212,36 @@ class JetStreamBackend:
             if not finished:
                 self._post_quietly(lambda: self._core.abort(request.request_id))
 
+    async def _submit(self, request: GenerateRequest, sink: ChunkSink) -> None:
+        """Read a request's images and compile its grammar in other threads, then queue it."""
+        submitted = self._preparing[request.request_id] = asyncio.Event()
+        try:
+            multimodal = await self._image_reader.read(request)
+            grammar = await self._start_grammar(request)
+            self._thread.post(lambda: self._core.submit(request, multimodal, grammar, sink))
+        finally:
+            del self._preparing[request.request_id]
+            submitted.set()
+
+    async def _start_grammar(self, request: GenerateRequest) -> GrammarState | None:
+        """Compile a request's grammar, if it has one.
+
+        Raises:
+            BackendError: there is no compiler, or the grammar is wrong.
+        """
+        if (grammar := request.sampling.grammar) is None:
+            return None
+        if self._grammars is None:
+            raise BackendError(f"request {request.request_id!r} has a grammar, which this engine cannot follow")
+        try:
+            sampled = request.prompt_ids[len(request.prompt_ids) - request.resumed :]
+            return await asyncio.to_thread(self._grammars.start, grammar, sampled)
+        except GrammarError as error:
+            raise BackendError(f"request {request.request_id!r}: {error}") from None
+
     async def abort(self, request_id: str) -> bool:
-        await self._image_reader.wait(request_id)
+        if submitted := self._preparing.get(request_id):
+            await submitted.wait()
         return await self._thread.call(lambda: self._core.abort(request_id))
 
     def _post_quietly(self, command: Callable[[], object]) -> None:
@@ -206,6 +250,8 @@ class JetStreamBackend:
             self._thread.post(command)
 
     def _fail_streams(self, error: BackendError) -> None:
+        if self._replica is not None:
+            self._replica.group.end()  # the others would wait for this one
         for sink in self._streams.values():
             sink.put_nowait(error)
 

@@ -9,16 +9,19 @@ with a common prefix share its pages::
 
 Full pages are shared; a page shared in part is copied for the second context. Contexts reference their pages while
 their requests run. Unreferenced pages keep their KV for the next turn of a trajectory, or another sample of the same
-prompt, until space is needed: leaves of the tree are evicted first, those of ended sessions before the least recently
-used.
+prompt, until space is needed. Leaves of the tree are evicted first: those that no session waits for; then those with
+the least ids to compute again per second of keeping, as far as return times of sessions are known; then the least
+recently used.
 
-Page 0 is the null page, which fills page tables.
+With host pages, pages of waiting sessions move to the host instead. On the device the tree then ends where they begin,
+so they come back from the first to the last. Host pages are dropped in the same order. Page 0 is the null page, which
+fills page tables.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,28 +38,26 @@ class Allocation:
         pages: pages of its prompt, in order.
         reused: ids whose KV they hold once page ``copy[0]`` is copied to ``copy[1]``.
         copy: source and target page, or None.
+        restored: host pages, and the pages to which they are copied first.
     """
 
     context: int
     pages: tuple[int, ...]
     reused: int
     copy: tuple[int, int] | None
+    restored: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(eq=False, slots=True)
 class _Page:
-    number: int
+    number: int  # on the host, of the host page
     parent: _Page | None
+    on_host: bool = False
     ids: list[int] = field(default_factory=list)
     children: list[_Page] = field(default_factory=list)
     ref_count: int = 0  # running contexts
     last_used: int = 0
     sessions: set[str] = field(default_factory=set)  # sessions between turns whose context includes this page
-
-    @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Eviction order, least first."""
-        return bool(self.sessions), self.last_used, self.number
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +71,9 @@ class _Context:
 class BlockManager:
     """Allocates pages 1 to ``pages`` of ``size`` positions each, at most ``max_context_pages`` per context.
 
+    There are ``host_pages`` more on the host, from number 0 on. ``return_rate`` is :meth:`ReturnTimes.rate`; without it
+    the least recently used pages go first.
+
     >>> blocks = BlockManager(pages=8, size=4, max_context_pages=8)
     >>> first = blocks.allocate([1, 2, 3, 4, 5, 6, 7], session=None)
     >>> first.pages, first.reused, first.copy
@@ -79,41 +83,72 @@ class BlockManager:
     Allocation(context=1, pages=(1, 3), reused=5, copy=(2, 3))
     """
 
-    def __init__(self, pages: int, size: int, max_context_pages: int) -> None:
+    def __init__(
+        self,
+        pages: int,
+        size: int,
+        max_context_pages: int,
+        *,
+        host_pages: int = 0,
+        return_rate: Callable[[str], float] = lambda session: 0.0,
+    ) -> None:
         self.size = size
+        self.saved: list[tuple[int, int]] = []  # pages to copy to host pages before anything is written
         self._max_context_pages = max_context_pages
         self._total = pages
+        self._return_rate = return_rate
         self._free = list(range(pages, 0, -1))
         self._roots: dict[str | None, _Page] = {}  # a tree per adapter, and one for the base model
         self._pages: dict[int, _Page] = {}
         self._contexts: dict[int, _Context] = {}
         self._between_turns: dict[str, list[_Page]] = {}  # session: pages of its last context
         self._idle = 0  # cached pages without references
-        self._leaves: list[tuple[bool, int, int]] = []  # heap of ranks of idle leaves; some are outdated
+        self._leaves: dict[int, _Page] = {}  # those that can be evicted
+        self._host_free = list(range(host_pages))
+        self._on_host: dict[int, _Page] = {}
         self._clock = self._allocated = 0
 
     # --- contexts ---------------------------------------------------------------------------------------------
 
     def allocate(
-        self, prompt: Sequence[int] | np.ndarray, session: str | None, adapter: str | None = None
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        session: str | None,
+        adapter: str | None = None,
+        *,
+        recompute_cost: float = 0.0,
     ) -> Allocation | None:
-        """Allocate pages for a prompt and one more id; None while running contexts may need what is left.
+        """Allocate pages for a prompt and one more id; None while others need them more.
 
-        At most ``len(prompt) - 1`` ids are reused, as the first decode step feeds the last one. Only contexts of the
-        same adapter share KV.
+        Running contexts may need what is left. At most ``len(prompt) - 1`` ids are reused, as the first decode step
+        feeds the last one. Only contexts of the same adapter share KV.
+
+        Args:
+            prompt: ids, or keys of a prompt with images.
+            session: the request's.
+            adapter: the request's.
+            recompute_cost: what computing an id again costs all slots, in seconds of one. A waiting session's pages are
+                not taken if that is more than a slot until it returns, unless the request's own session is in the
+                cache. 0 takes any.
         """
         ids, root = np.asarray(prompt).tolist()[:-1], self._roots.setdefault(adapter, _Page(NULL_PAGE, None))
         shared, part, common = self._common_prefix(ids, root)
         if part is not None and common == len(part.ids) and not part.ref_count:
             shared, part, common = [*shared, part], None, 0  # append to it: nothing is lost
-        own = len(ids) // self.size + 1 - len(shared)
-        if part is not None and not self._has_space(own, keep=[*shared, part]):
+        own, returning = len(ids) // self.size + 1 - len(shared), [page for page in shared if page.on_host]
+        need = own + len(returning)
+        protected: set[_Page] = set()
+        if need + self._growing > len(self._free) and not self.holds_most(session, len(ids)):
+            protected = self._protected_pages(recompute_cost)
+        if part is not None and (part.on_host or not self._has_space(need, {*shared, part, *protected})):
             part, common = None, 0  # no space for the page and its copy
-        if not self._has_space(own, keep=shared):
+        if not self._has_space(need, {*shared, *protected}):
             return None
-        self._forget_session(session)
         kept = [*shared, part] if part is not None else shared
         self._reference(kept)
+        self._forget_session(session)
+        self._reclaim(need)
+        restored = tuple(map(self._restore, returning))
         new = self._new_pages(shared[-1] if shared else root, own)
         if part is not None:
             new[0].ids = part.ids[:common]
@@ -123,7 +158,12 @@ class BlockManager:
         self._allocated += 1
         self._contexts[context] = _Context([*shared, *new], session, reused)
         copy = None if part is None else (part.number, new[0].number)
-        return Allocation(context=context, pages=self.pages(context), reused=reused, copy=copy)
+        return Allocation(context=context, pages=self.pages(context), reused=reused, copy=copy, restored=restored)
+
+    def holds_most(self, session: str | None, count: int) -> bool:
+        """Whether the cache holds most of the ``count`` ids of a session's next context."""
+        pages = self._between_turns.get(session or "", ())
+        return 2 * sum(len(page.ids) for page in pages if not page.on_host) > count
 
     def grow(self, context: int, count: int) -> bool:
         """Allocate pages for ``count`` more ids; False if there are too few."""
@@ -131,6 +171,7 @@ class BlockManager:
         need = -(-(grown.count + count) // self.size) - len(grown.pages)
         if need > len(self._free) + self._idle:
             return False
+        self._reclaim(need)
         grown.pages += self._new_pages(grown.pages[-1], need)
         return True
 
@@ -148,6 +189,10 @@ class BlockManager:
         """Return the context's cached ids, int32."""
         held = self._contexts[context]
         return np.array([i for page in held.pages for i in page.ids][: held.count], np.int32)
+
+    def count(self, context: int) -> int:
+        """Return how many ids of the context are cached."""
+        return self._contexts[context].count
 
     def pages(self, context: int) -> tuple[int, ...]:
         """Return the numbers of the context's pages, in order."""
@@ -179,12 +224,16 @@ class BlockManager:
         """Drop all cached KV; running contexts keep theirs, but it is no longer shared (new weights)."""
         for context in self._contexts.values():
             context.shareable = False
+        for page in [*self._pages.values(), *self._on_host.values()]:
+            page.sessions.clear()
+        while self._on_host:
+            self._drop(next(iter(self._on_host.values())))
         for page in [page for page in self._pages.values() if not page.ref_count]:
-            del self._pages[page.number]
-            self._free.append(page.number)
+            self._drop(page)
         self._roots.clear()
         self._between_turns.clear()
         self._leaves.clear()
+        self.saved.clear()
         self._idle = 0
 
     @property
@@ -219,18 +268,31 @@ class BlockManager:
             page = page.parent
         return full[::-1], part, common
 
-    def _has_space(self, count: int, *, keep: Iterable[_Page]) -> bool:
+    def _has_space(self, count: int, keep: set[_Page]) -> bool:
         """Whether ``count`` pages can be allocated besides those kept, and one more for each running context."""
-        growing = sum(len(context.pages) < self._max_context_pages for context in self._contexts.values())
-        spare = len(self._free) + self._idle - sum(not page.ref_count for page in keep)
-        return count + growing <= spare
+        spare = len(self._free) + self._idle - sum(not (page.ref_count or page.on_host) for page in keep)
+        return count + self._growing <= spare
+
+    @property
+    def _growing(self) -> int:
+        """Running contexts that may need another page."""
+        return sum(len(context.pages) < self._max_context_pages for context in self._contexts.values())
+
+    def _protected_pages(self, recompute_cost: float) -> set[_Page]:
+        """Return the pages of waiting sessions that are worth a slot until these return."""
+        protected: set[_Page] = set()
+        if not recompute_cost or self._host_free:  # they would move to the host
+            return protected
+        for session, pages in self._between_turns.items():
+            own = self.size * sum(len(page.sessions) == 1 for page in pages)
+            if own * recompute_cost * self._return_rate(session) > 1:
+                protected.update(pages)
+        return protected
 
     def _new_pages(self, parent: _Page, count: int) -> list[_Page]:
-        """Allocate consecutive pages after a referenced one."""
+        """Allocate consecutive free pages after a referenced one."""
         new: list[_Page] = []
         for _ in range(count):
-            if not self._free:
-                self._evict()
             page = _Page(self._free.pop(), parent, ref_count=1)
             self._pages[page.number] = page
             parent.children.append(page)
@@ -238,28 +300,11 @@ class BlockManager:
             parent = page
         return new
 
-    def _evict(self) -> None:
-        while True:
-            rank = heapq.heappop(self._leaves)
-            page = self._pages.get(rank[-1])
-            if page is not None and self._is_evictable(page) and page.rank == rank:
-                break
-        for session in page.sessions:  # this is the last of their pages
-            self._between_turns[session].pop()
-        self._idle -= 1
-        parent = page.parent
-        self._drop(page)
-        self._offer_eviction(parent)
-
-    def _drop(self, page: _Page) -> None:
-        assert page.parent is not None  # not a root
-        page.parent.children.remove(page)
-        del self._pages[page.number]
-        self._free.append(page.number)
-
     def _reference(self, pages: Iterable[_Page]) -> None:
         for page in pages:
-            self._idle -= not page.ref_count
+            if not (page.ref_count or page.on_host):
+                self._idle -= 1
+                self._leaves.pop(page.number, None)
             page.ref_count += 1
 
     def _unreference(self, pages: Sequence[_Page]) -> None:
@@ -268,28 +313,87 @@ class BlockManager:
             self._idle += not page.ref_count
             self._offer_eviction(page)
 
-    def _is_evictable(self, page: _Page) -> bool:
-        return not page.ref_count and not page.children
-
-    def _offer_eviction(self, page: _Page | None) -> None:
-        """Make a page evictable if it is an unreferenced leaf."""
-        if page is None or page.parent is None or not self._is_evictable(page):
-            return
-        heapq.heappush(self._leaves, page.rank)
-        if len(self._leaves) > 4 * self._total:
-            self._leaves = [page.rank for page in self._pages.values() if self._is_evictable(page)]
-            heapq.heapify(self._leaves)
-
     def _forget_session(self, session: str | None) -> None:
-        """Drop a session from those between two turns."""
-        if session is not None:
-            for page in self._between_turns.pop(session, ()):
-                page.sessions.discard(session)
-                self._offer_eviction(page)
+        """Drop a session from those between two turns, and host pages that were kept for it alone."""
+        for page in reversed(self._between_turns.pop(session or "", ())):
+            page.sessions.discard(session or "")
+            if page.on_host and not (page.sessions or page.ref_count or page.children):
+                self._drop(page)
+
+    # --- eviction ---------------------------------------------------------------------------------------------
+
+    def _reclaim(self, count: int) -> None:
+        """Evict pages until ``count`` are free."""
+        if count <= len(self._free):
+            return
+        leaves = [(self._rank(page), page.number) for page in self._leaves.values()]
+        heapq.heapify(leaves)
+        while len(self._free) < count:
+            page = self._leaves.pop(heapq.heappop(leaves)[1])
+            parent = page.parent
+            self._idle -= 1
+            self._evict(page)
+            if parent is not None and self._offer_eviction(parent):
+                heapq.heappush(leaves, (self._rank(parent), parent.number))
+
+    def _rank(self, page: _Page) -> tuple[bool, float, int]:
+        """Return the place of a page in the order of eviction, least first."""
+        returns = sum(map(self._return_rate, page.sessions))
+        return bool(page.sessions), returns * len(page.ids), page.last_used
+
+    def _offer_eviction(self, page: _Page) -> bool:
+        """Make a page evictable if it is an unreferenced leaf of the tree on the device."""
+        if page.parent is None or page.ref_count or not all(child.on_host for child in page.children):
+            return False
+        self._leaves[page.number] = page
+        return True
+
+    def _evict(self, page: _Page) -> None:
+        """Move an idle page to the host, if a session waits for it and there is room; drop it otherwise."""
+        if not page.sessions or not self._make_host_room(self._rank(page)):
+            self._drop(page)
+            return
+        number = self._host_free.pop()
+        self.saved.append((page.number, number))
+        del self._pages[page.number]
+        self._free.append(page.number)
+        page.number, page.on_host = number, True
+        self._on_host[number] = page
+
+    def _make_host_room(self, rank: tuple[bool, float, int]) -> bool:
+        """Free a host page of no higher rank; False if there is none."""
+        if not self._host_free:
+            leaves = (page for page in self._on_host.values() if not (page.children or page.ref_count))
+            least = min(leaves, key=self._rank, default=None)
+            if least is not None and self._rank(least) <= rank:
+                self._drop(least)
+        return bool(self._host_free)
+
+    def _restore(self, page: _Page) -> tuple[int, int]:
+        """Move a referenced page to a free one of the device; return both numbers."""
+        source = page.number
+        page.number, page.on_host = self._free.pop(), False
+        self._pages[page.number] = page
+        del self._on_host[source]
+        self._host_free.append(source)
+        return source, page.number
+
+    def _drop(self, page: _Page) -> None:
+        """Free an unreferenced page and those on the host that continue it."""
+        for child in [child for child in page.children if child.on_host]:
+            self._drop(child)
+        for session in page.sessions:  # this is the last of their pages
+            self._between_turns[session].pop()
+        assert page.parent is not None  # not a root
+        page.parent.children.remove(page)
+        if page.on_host:
+            del self._on_host[page.number]
+            self._host_free.append(page.number)
+        else:
+            del self._pages[page.number]
+            self._free.append(page.number)
 
 
 def _common(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix."""
-    if a == b:
-        return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -9,10 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.jetstream.sampling import Truncation
 from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.sampling_support import mask_words
 
 MAX_STOP_IDS = 8
+ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,31 @@ class Extension:
         return replace(self, start=self.start + count, ids=self.ids[count:])
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What a dispatch of S steps sampled.
+
+    Attributes:
+        ids: int32 [S, W]; -1 where the slot did not run.
+        log_probs: float32 [S, W].
+        kept: uint32 [ceil(V / 32), S, W], a bit for each id that was left to draw from; None if no slot was restricted.
+    """
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+    kept: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, out: np.ndarray) -> Sampled:
+        """Read the output of :func:`~jax_agent_rl.jetstream.programs.decode`."""
+        return cls(out[0], out[1].view(np.float32), out[2:].view(np.uint32) if len(out) > 2 else None)
+
+    def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return ids [S], log-probs [S] and bits of kept ids [S, ceil(V / 32)] of one slot."""
+        kept = None if self.kept is None else self.kept[:, :, slot].T
+        return self.ids[:, slot], self.log_probs[:, slot], kept
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -48,12 +78,14 @@ class DecodeBatch:
         tokens: int32, the last id of each context, not yet in the cache.
         positions: int32, its position, which is the number of cached ids.
         remaining: int32, ids still allowed; 0 marks an idle slot.
-        temperature, top_p: float32.
-        top_k: int32.
+        temperature: float32.
         seed: uint32.
         stop_ids: int32 [W, n], ids that end the generation, padded with -1.
         offsets: int32, what images add to rotary positions; None for text models.
         adapter: int32, index of the LoRA adapter counted from 1, 0 for the base model; None for engines without.
+        truncation: top-p, top-k and min-p; None where no slot has any.
+        allowed: uint32 [W, ceil(V / 32)], a bit for each id that the grammars allow next, so only for a dispatch of one
+            step; None where no slot has a grammar.
     """
 
     pages: jax.Array
@@ -61,12 +93,35 @@ class DecodeBatch:
     positions: jax.Array
     remaining: jax.Array
     temperature: jax.Array
-    top_p: jax.Array
-    top_k: jax.Array
     seed: jax.Array
     stop_ids: jax.Array
     offsets: jax.Array | None = None
     adapter: jax.Array | None = None
+    truncation: Truncation | None = None
+    allowed: jax.Array | None = None
+
+    @property
+    def restricted(self) -> bool:
+        """Whether any slot draws from a part of the vocabulary."""
+        return self.truncation is not None or self.allowed is not None
+
+
+def truncation_of(slots: Sequence[SamplingParams]) -> Truncation | None:
+    """Return ``DecodeBatch.truncation`` of slots with these parameters."""
+    if not any(slot.truncated for slot in slots):
+        return None
+    values = [(slot.top_p, slot.top_k, slot.min_p) for slot in slots]
+    top_p, top_k, min_p = (np.array(column) for column in zip(*values, strict=True))
+    return Truncation(top_p.astype(np.float32), top_k.astype(np.int32), min_p.astype(np.float32))
+
+
+def allowed_ids(grammars: Sequence[GrammarState | None], vocab_size: int) -> np.ndarray:
+    """Return ``DecodeBatch.allowed`` of slots with these grammars."""
+    bits = np.full((len(grammars), mask_words(vocab_size)), ALL_ALLOWED)
+    for grammar, row in zip(grammars, bits, strict=True):
+        if grammar is not None:
+            grammar.fill_allowed(row)
+    return bits
 
 
 def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
@@ -83,8 +138,6 @@ def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
         positions=np.full(count, position, np.int32),
         remaining=np.zeros(count, np.int32),
         temperature=np.zeros(count, np.float32),
-        top_p=np.ones(count, np.float32),
-        top_k=np.zeros(count, np.int32),
         seed=np.zeros(count, np.uint32),
         stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
     )
@@ -95,6 +148,14 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
     """Append ``extra`` idle slots."""
     if not extra:
         return slots
-    optional = {name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(slots, name) is not None}
+    optional: dict[str, Any] = {
+        name: np.zeros(extra, np.int32) for name in ("offsets", "adapter") if getattr(slots, name) is not None
+    }
+    if slots.truncation is not None:
+        optional["truncation"] = Truncation(
+            np.ones(extra, np.float32), np.zeros(extra, np.int32), np.zeros(extra, np.float32)
+        )
+    if slots.allowed is not None:
+        optional["allowed"] = np.full((extra, slots.allowed.shape[1]), ALL_ALLOWED)
     padding = replace(make_decode_batch(extra, slots.pages.shape[1]), **optional)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), slots, padding)

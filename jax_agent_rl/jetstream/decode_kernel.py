@@ -11,6 +11,7 @@ another layout, heads 128 wide, and mostly no window.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,8 +24,8 @@ from jax_agent_rl.models.tree_mask import MASK_VALUE
 
 LANES, ROWS = 128, 32
 """Positions of a page that are written together, at least: of keys, of values."""
-MAX_STEP_PAGES, MAX_STEP_BYTES = 4, 2 << 20
-"""Limits of what one grid step reads: steps have overhead, and VMEM holds two."""
+MAX_STEP_PAGES, MAX_STEP_BYTES = 16, 2 << 20
+"""Limits of what one grid step reads: a step's overhead is the time of half a MiB, and VMEM holds two."""
 
 
 def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax.Array) -> LayerKV:
@@ -53,6 +54,10 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
         return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0, 0))
 
     parts = cached.by_position(part)
+    part_bytes = sum(
+        x.dtype.itemsize * math.prod(size or 1 for size in spec.block_shape)
+        for x, spec in zip(jax.tree.leaves(cached), jax.tree.leaves(parts), strict=True)
+    )
     return pl.pallas_call(
         _write,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -63,6 +68,7 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cached),
         input_output_aliases={2 + i: i for i in range(len(jax.tree.leaves(cached)))},  # counted from ``at`` on
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(at) * part_bytes),
     )(at, positions % size, cached, new)
 
 
@@ -79,7 +85,13 @@ def _write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) ->
 
 
 def decode_kernel(
-    q: jax.Array, cached: LayerKV, pages: jax.Array, positions: jax.Array, *, window: int | None = None
+    q: jax.Array,
+    cached: LayerKV,
+    pages: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Attend from one token per slot, already in the cache.
 
@@ -88,6 +100,7 @@ def decode_kernel(
         cached: P pages.
         pages: int32 [B, n], pages of each slot.
         positions: int32 [B], position of each token.
+        sinks: [K, G], a further score of each query head's softmax; None for none.
         window: positions a token attends to, itself included; None for all.
 
     Returns:
@@ -113,6 +126,7 @@ def decode_kernel(
         return cached.by_position(lambda axis, x: pl.BlockSpec((None, *x.shape[1:]), place))
 
     length = count * size
+    own_sinks = None if sinks is None else sinks.astype(jnp.float32)[..., None]
     return pl.pallas_call(
         functools.partial(_attend, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -120,6 +134,7 @@ def decode_kernel(
             grid=(slots, -(-count // per_step)),
             in_specs=[
                 pl.BlockSpec((None, *q.shape[1:]), slot),
+                None if sinks is None else pl.BlockSpec((kv_heads, group, 1), lambda *_: (0, 0, 0)),
                 [pages_of_step(i) for i in range(per_step)],
             ],
             out_specs=pl.BlockSpec((None, *q.shape[1:]), slot),
@@ -132,7 +147,7 @@ def decode_kernel(
             transcendentals=slots * kv_heads * group * length,
             bytes_accessed=slots * count * page_bytes,
         ),
-    )(pages.reshape(-1), positions, begins, q, [cached] * per_step)
+    )(pages.reshape(-1), positions, begins, q, own_sinks, [cached] * per_step)
 
 
 def _attend(
@@ -140,6 +155,7 @@ def _attend(
     positions: Any,
     begins: Any,
     q: Any,
+    sinks: Any,
     cached: list[LayerKV],
     out: Any,
     mixed: Any,
@@ -154,8 +170,9 @@ def _attend(
     @pl.when(j == 0)
     def start() -> None:
         mixed[...] = jnp.zeros_like(mixed)
-        total[...] = jnp.zeros_like(total)
-        peak[...] = jnp.full_like(peak, MASK_VALUE)
+        # A sink is a score before all others, of a value of zeros.
+        total[...] = jnp.full_like(total, 0.0 if sinks is None else 1.0)
+        peak[...] = jnp.full_like(peak, MASK_VALUE) if sinks is None else sinks[...]
 
     for i, page in enumerate(cached):
         first = (j * len(cached) + i) * size

@@ -103,10 +103,13 @@ class DriverInterface(engine_api.Engine):
     shapes: EngineShapes
     split: Mesh | None
     _mesh: Mesh
-    _in_place: bool
     _replicated: NamedSharding
-    _cache_sharding: NamedSharding
+    _cache_sharding: Any
     _tokenizer: Any
+
+    @property
+    @abc.abstractmethod
+    def _kernels(self) -> programs.Kernels: ...
 
     @abc.abstractmethod
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
@@ -163,7 +166,7 @@ class DriverInterface(engine_api.Engine):
     @functools.cached_property
     def _generate_step(self) -> Any:
         slots, length = self.max_concurrent_decodes, self.shapes.cache_length
-        step_once = programs.decode_program(self.config, 1, self.split, self._in_place)
+        step_once = programs.decode_program(self.config, 1, self.split, self._kernels)
         pages = np.array([self.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
@@ -173,8 +176,6 @@ class DriverInterface(engine_api.Engine):
                 positions=state.positions,
                 remaining=jnp.ones(slots, jnp.int32),
                 temperature=jnp.zeros(slots),
-                top_p=jnp.ones(slots),
-                top_k=jnp.zeros(slots, jnp.int32),
                 seed=jnp.zeros(slots, jnp.uint32),
                 stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
             )

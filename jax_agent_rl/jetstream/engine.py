@@ -9,30 +9,34 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config.mesh import EngineMeshConfig
-from jax_agent_rl.jetstream import programs
+from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, make_decode_batch, pad_decode_batch
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled, make_decode_batch, pad_decode_batch
 from jax_agent_rl.jetstream.driver_interface import DriverInterface
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_engine_mesh
-from jax_agent_rl.jetstream.weights import WeightLoader
+from jax_agent_rl.jetstream.weights import WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.sharding import replicated
 from jax_agent_rl.models.vision.layout import ImageInputs
+
+if TYPE_CHECKING:
+    from jax_agent_rl.jetstream.data_parallel import Replica
 
 PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
 
@@ -54,11 +58,13 @@ class JaxEngine(DriverInterface):
         kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
         quantize: of the layers' matrices instead: ``int8`` or ``fp8``, whenever weights are loaded.
         tokenizer: Hugging Face tokenizer for JetStream's Driver; None takes and gives ids only.
-        mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`; None is this process's first device.
+        mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`, with one engine; None is this process's
+            first device.
         table: compiled programs shared with other engines; None makes a new table.
         adapters: LoRA adapters by name, served beside the base model.
         compile_ahead: compile every program in :meth:`warm_up` rather than at first use. None does so except on CPUs,
             where short runs need few programs.
+        replica: the engine's place among those that load and release their weights together.
 
     Attributes:
         config: the model as the engine computes it, see :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
@@ -79,6 +85,7 @@ class JaxEngine(DriverInterface):
         table: programs.ProgramTable | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
         compile_ahead: bool | None = None,
+        replica: Replica | None = None,
     ) -> None:
         self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
         self.config = engine_config(config, self._mesh)
@@ -86,21 +93,28 @@ class JaxEngine(DriverInterface):
         self.table = programs.ProgramTable() if table is None else table
         self._dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
         self._tokenizer = tokenizer
-        self._replicated, self._cache_sharding = replicated(self._mesh), cache_sharding(self._mesh)
+        self._replicated, self._cache_sharding = replicated(self._mesh), cache_sharding(self.config, self._mesh)
         self.split = self._mesh if self._mesh.size > 1 else None
         platform = self._mesh.devices.flat[0].platform
-        self._in_place = platform == "tpu"
+        self._platform, self._quantize = platform, quantize
+        if self._suits_cpu_kernels():  # build them while weights load and prefill programs compile
+            threading.Thread(target=cpu_kernels.kernels_digest, name="cpu-kernels", daemon=True).start()
         self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
-        self._load = WeightLoader(
-            config, self.config, self._mesh, dtype=dtype, quantize=quantize and DTYPES[quantize], call=self.table.call
-        )
+        eight_bits, whole = quantize and DTYPES[quantize], replica.group.mesh if replica else self._mesh
+        load = WeightLoader(config, self.config, whole, dtype=dtype, quantize=eight_bits, call=self.table.call)
+        self._load = functools.partial(replica.load, load) if replica else load
+        self._offload = replica.offload if replica else to_host
         self.adapters = tuple(adapters or ())
         self._stacks: AdapterStacks | None = None
         if adapters:
-            stacks = stack_adapters(self.config, list(adapters.values()), dtype=dtype)
-            self._stacks = jax.device_put(stacks, self._replicated)
+            self.load_adapters(adapters)
 
     # --- weights and state ------------------------------------------------------------------------------------
+
+    def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
+        """Serve these adapters from the next dispatch on, all that :attr:`adapters` names."""
+        stacks = stack_adapters(self.config, [adapters[name] for name in self.adapters], dtype=self._dtype)
+        self._stacks = jax.device_put(stacks, self._replicated)
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
         """Copy the learner's parameter tree into the engine's layout and precision, see :class:`WeightLoader`.
@@ -110,6 +124,10 @@ class JaxEngine(DriverInterface):
             old: weights no longer served, whose memory the new ones take.
         """
         return self._load(params, old)
+
+    def offload_params(self, params: EngineParams) -> EngineParams:
+        """Copy weights to the host, once for all engines of a group."""
+        return self._offload(params)
 
     def init_cache(self) -> KVCache:
         """Return an empty cache of ``shapes.pages`` pages and the null page."""
@@ -176,11 +194,60 @@ class JaxEngine(DriverInterface):
         place = np.array([source, target], np.int32)
         return self._call(("copy", cache.count), copy_page, (0,), cache, place, out=self._cache_sharding)
 
+    def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
+        """Return the experts chosen at the positions of some pages of a context, unsigned [positions, L, k]."""
+        size = self.shapes.page
+        padded = np.full(bucket(self.shapes.span_buckets, len(pages) * size) // size, NULL_PAGE, np.int32)
+        padded[: len(pages)] = pages
+        key = ("routed", cache.count, len(padded))
+        chosen = self._call(key, programs.read_routed, (), cache, padded, out=self._replicated)
+        return np.asarray(chosen)[: len(pages) * size]
+
+    def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
+        """Return copies of pages on the device, and of the null page up to a bucket."""
+        padded = self._moved(pages)
+        key, out = ("get", cache.count, len(padded)), self._cache_sharding
+        return self._call(key, kv_offloading.get_pages, (), cache, padded, out=out)
+
+    def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
+        """Overwrite pages with ``content`` from the host; ``cache`` is donated."""
+        most = kv_offloading.MOVED_TOGETHER[-1]
+        for i in range(0, len(pages), most):
+            padded = self._moved(pages[i : i + most])
+
+            def part(x: np.ndarray, i: int = i, count: int = len(padded)) -> np.ndarray:
+                own = x[i : i + count]
+                return np.pad(own, [(0, count - len(own)), *[(0, 0)] * (x.ndim - 1)])
+
+            own = jax.device_put(jax.tree.map(part, content), self._cache_sharding)
+            key, out = ("put", cache.count, len(padded)), self._cache_sharding
+            cache = self._call(key, kv_offloading.put_pages, (0,), cache, own, padded, out=out)
+        return cache
+
+    def _moved(self, pages: Sequence[int]) -> np.ndarray:
+        """Pad numbers of pages to a bucket."""
+        padded = np.full(bucket(kv_offloading.MOVED_TOGETHER, len(pages)), NULL_PAGE, np.int32)
+        padded[: len(pages)] = pages
+        return padded
+
     # --- decoding ---------------------------------------------------------------------------------------------
+
+    def _suits_cpu_kernels(self) -> bool:
+        """Whether ``jetstream.cpu_kernels`` compute what this engine does: in float32, on one CPU."""
+        whole = self._quantize is None and jnp.dtype(self._dtype) == jnp.dtype(self.kv_dtype) == jnp.float32
+        return self._platform == "cpu" and self.split is None and whole
+
+    @functools.cached_property
+    def _kernels(self) -> programs.Kernels:
+        if self._platform == "tpu":
+            return programs.Kernels.PALLAS
+        if self._suits_cpu_kernels() and cpu_kernels.kernels_digest() is not None:
+            return programs.Kernels.CPU
+        return programs.Kernels.NONE
 
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
-    ) -> tuple[KVCache, np.ndarray, np.ndarray]:
+    ) -> tuple[KVCache, Sampled]:
         """Run up to ``steps`` decode steps.
 
         Args:
@@ -188,26 +255,26 @@ class JaxEngine(DriverInterface):
             cache: donated.
             slots: numpy arrays of up to ``max_concurrent_decodes`` slots, with pages for the longest context; padded
                 to a bucket here.
-            steps: at most ``shapes.decode_steps`` are run.
+            steps: at most ``shapes.decode_steps`` are run; 1 with grammars.
             exit_after: return early once this many slots have finished.
-
-        Returns:
-            the cache, ids int32 [steps', W] and log-probs float32 [steps', W]; an id of -1 means the slot did not run.
         """
         count = len(slots.tokens)
         if self._stacks is not None and slots.adapter is None:
             slots = replace(slots, adapter=np.zeros(count, np.int32))
         width = self.width(count)
         span = bucket(self.shapes.span_buckets, int(slots.positions.max()) + steps)
-        steps = min(steps, self.shapes.decode_steps)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._in_place)
+        # Programs for restricted slots are compiled when the first ones come: most runs have none.
+        kind = _decode_kind(slots.truncation is not None, slots.allowed is not None)
+        most = self.shapes.decode_steps if slots.allowed is None else 1
+        steps = min(steps, most)
+        program = programs.decode_program(self.config, most, self.split, self._kernels)
         limits = np.array([steps, exit_after], np.int32)
 
         def call_of(width: int, span: int) -> tuple[tuple, tuple]:
             """Return a program's key and arguments, cut to its shape: the next program needs only shapes."""
             own = jax.tree.map(lambda x: x[:width], replace(slots, pages=slots.pages[:, : span // self.shapes.page]))
             padded = pad_decode_batch(own, max(0, width - count))
-            return ("decode", cache.count, width, span), (params, cache, padded, limits, None, self._stacks)
+            return (kind, cache.count, width, span), (params, cache, padded, limits, None, self._stacks)
 
         def next_call() -> programs.NextCall:
             shape = None if self._compile_ahead else self._next_decode_shape(width, span)
@@ -216,8 +283,7 @@ class JaxEngine(DriverInterface):
         key, arguments = call_of(width, span)
         shardings = (self._cache_sharding, self._replicated)
         cache, out = self._call(key, program, (1,), *arguments, out=shardings, next_call=next_call)
-        ids, bits = np.asarray(out)[:, :, :count]
-        return cache, ids, bits.view(np.float32)
+        return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
     def width(self, count: int) -> int:
         """Return the slots of the program that decodes ``count`` contexts."""
@@ -238,14 +304,24 @@ class JaxEngine(DriverInterface):
         return list(itertools.product(shapes.slot_buckets, shapes.span_buckets)), list(prefill)
 
     def program_keys(self) -> set[tuple]:
-        """Return the keys of all programs the shapes allow."""
+        """Return the keys of all programs the shapes allow, but for restricted slots."""
         decode, prefill = self._program_shapes()
         count = 1 + self.shapes.pages
         keys = {("copy", count)} | {("decode", count, *shape) for shape in decode}
+        if self.config.experts is not None:
+            keys |= {("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets}
+        if self.shapes.kv_offloading_bytes:
+            keys |= {(name, count, moved) for name in ("get", "put") for moved in kv_offloading.MOVED_TOGETHER}
         return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
 
+    def _restricted_keys(self) -> set[tuple]:
+        """Return the keys of the programs for restricted slots."""
+        kinds = [_decode_kind(*which) for which in itertools.product((False, True), repeat=2) if any(which)]
+        shapes = itertools.product(kinds, self._program_shapes()[0])
+        return {(kind, 1 + self.shapes.pages, *shape) for kind, shape in shapes}
+
     def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
-        """Compile and run every program the shapes allow, if ``compile_ahead``.
+        """Compile and run every program the shapes allow, but for restricted slots, if ``compile_ahead``.
 
         Any other program compiled from here on counts as a recompilation.
 
@@ -255,14 +331,14 @@ class JaxEngine(DriverInterface):
             print_line: called with a line of progress before each program, and with a summary.
         """
         if not self._compile_ahead:
-            self.table.end_warm_up(later=self.program_keys())
+            self.table.end_warm_up(later=self.program_keys() | self._restricted_keys())
             return cache
         decode, prefill = self._program_shapes()
         total, steps = len(decode) + len(prefill), self.shapes.decode_steps
         for number, (width, span) in enumerate(decode, 1):
             print_line(f"compiling decode {width} slots of {span} positions ({number} of {total})")
             slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
-            cache, _, _ = self.decode(params, cache, slots, steps, 1)
+            cache, _ = self.decode(params, cache, slots, steps, 1)
         for number, (rows, size, span) in enumerate(prefill, len(decode) + 1):
             print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
@@ -271,9 +347,20 @@ class JaxEngine(DriverInterface):
 
     def _end_warm_up(self, cache: KVCache, print_line: PrintLine) -> KVCache:
         cache = self.copy_page(cache, NULL_PAGE, NULL_PAGE)
-        self.table.end_warm_up()
+        if self.config.experts is not None:
+            for span in self.shapes.span_buckets:
+                self.read_routed(cache, [NULL_PAGE] * (span // self.shapes.page))
+        for count in kv_offloading.MOVED_TOGETHER if self.shapes.kv_offloading_bytes else ():
+            unused = [NULL_PAGE] * count
+            cache = self.put_pages(cache, jax.tree.map(np.asarray, self.get_pages(cache, unused)), unused)
+        self.table.end_warm_up(later=self._restricted_keys())
         print_line(self.table.summary())
         return cache
+
+
+def _decode_kind(truncated: bool, constrained: bool) -> str:
+    """Name the decode program of a batch by what restricts its slots: top-p and the like, grammars."""
+    return "decode" + " truncated" * truncated + " constrained" * constrained
 
 
 def _batches(extensions: list[Extension]) -> Iterator[list[Extension]]:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import (
     BackendClosedError,
     BackendError,
@@ -38,7 +39,7 @@ from jax_agent_rl.errors import (
     WeightUpdateError,
 )
 from jax_agent_rl.jetstream.request import RunningRequest
-from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest, Health, TokenChunk, WeightUpdate
@@ -252,11 +253,17 @@ class EngineCore:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None, sink: ChunkSink) -> None:
+    def submit(
+        self,
+        request: GenerateRequest,
+        multimodal: MultimodalContext | None,
+        grammar: GrammarState | None,
+        sink: ChunkSink,
+    ) -> None:
         try:
             if self._weights_lost:
                 raise EngineDiedError(self._weights_lost)
-            self._sinks[self.scheduler.submit(request, multimodal)] = sink
+            self._sinks[self.scheduler.submit(request, multimodal, grammar)] = sink
         except TrajectoryError as error:  # the request is at fault
             self._thread.call_soon(sink.put_nowait, error)
         except Exception as error:  # one request must not end the others
@@ -274,11 +281,10 @@ class EngineCore:
         for request_id in self.scheduler.started:
             self.abort(request_id)
 
-    def _publish(self, progress: Sequence[tuple[RunningRequest, TokenChunk]]) -> None:
+    def _publish(self, progress: Progress) -> None:
         if progress:
-            sinks = [self._sinks[run] if chunk.final is None else self._sinks.pop(run) for run, chunk in progress]
-            chunks = [chunk for _, chunk in progress]
-            self._thread.call_soon(_deliver, sinks, chunks)
+            sinks = [self._sinks.pop(run) if _is_last(event) else self._sinks[run] for run, event in progress]
+            self._thread.call_soon(_deliver, sinks, [event for _, event in progress])
 
     # --- pausing ----------------------------------------------------------------------------------------------
 
@@ -343,6 +349,8 @@ class EngineCore:
         try:
             old = None if self._weights_lost else scheduler.params
             params = jax.block_until_ready(scheduler.engine.load_params(update.payload, old))
+            if update.adapters:
+                scheduler.engine.load_adapters(update.adapters)
         except Exception as error:
             what = f"weights of version {update.version} could not be loaded ({type(error).__name__}: {error})"
             on_device = (x for x in jax.tree.leaves(scheduler.params) if isinstance(x, jax.Array))
@@ -370,7 +378,11 @@ class EngineCore:
         return self.scheduler.health()
 
 
-def _deliver(sinks: Sequence[ChunkSink], chunks: Sequence[TokenChunk]) -> None:
-    """Deliver chunks, on the asyncio side."""
-    for sink, chunk in zip(sinks, chunks, strict=True):
-        sink.put_nowait(chunk)
+def _is_last(event: TokenChunk | BackendError) -> bool:
+    return isinstance(event, BackendError) or event.final is not None
+
+
+def _deliver(sinks: Sequence[ChunkSink], events: Sequence[TokenChunk | BackendError]) -> None:
+    """Deliver chunks and errors, on the asyncio side."""
+    for sink, event in zip(sinks, events, strict=True):
+        sink.put_nowait(event)

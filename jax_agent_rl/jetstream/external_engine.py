@@ -29,9 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.request import RunningRequest
-from jax_agent_rl.jetstream.scheduler import Scheduler
+from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.vision.context import MultimodalContext
@@ -121,6 +122,10 @@ class ExternalEngineAdapter:
         for i, leaf in enumerate(leaves):
             leaves[i] = jnp.copy(leaf)  # leaves may share the learner's memory, which its next step donates
         return jax.tree.unflatten(tree, leaves)
+
+    def offload_params(self, params: Any) -> Any:
+        """Copy weights to the host."""
+        return jax.tree.map(np.array, params)
 
     def init_cache(self) -> Any:
         """Return an empty decode state."""
@@ -219,9 +224,6 @@ def read_results(results: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-Progress = list[tuple[RunningRequest, TokenChunk]]
-
-
 class SlotTable:
     """The ids each slot holds; released slots keep nothing.
 
@@ -278,17 +280,20 @@ class ExternalScheduler(Scheduler):
     def _make_block_manager(self) -> SlotTable:
         return SlotTable(self.engine.max_concurrent_decodes)
 
-    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
+    def submit(
+        self, request: GenerateRequest, multimodal: MultimodalContext | None = None, grammar: GrammarState | None = None
+    ) -> RunningRequest:
         """Queue a request as :meth:`Scheduler.submit` does.
 
         Raises:
             BackendError: also if the engine cannot report log-probs of such sampling.
         """
         sampling, name = request.sampling, f"request {request.request_id!r}"
-        if sampling.temperature not in (0, 1) or (sampling.temperature and (sampling.top_p < 1 or sampling.top_k)):
+        if sampling.temperature not in (0, 1) or (sampling.temperature and sampling.truncated):
             raise BackendError(
-                f"{name}: temperature={sampling.temperature}, top_p={sampling.top_p}, top_k={sampling.top_k}, but this "
-                "engine's log-probs are of the raw logits: set temperature to 1 (or 0), top_p to 1 and top_k to 0"
+                f"{name}: temperature={sampling.temperature}, top_p={sampling.top_p}, top_k={sampling.top_k}, min_p="
+                f"{sampling.min_p}, but this engine's log-probs are of the raw logits: set temperature to 1 (or 0), "
+                "top_p to 1, top_k and min_p to 0"
             )
         if sampling.temperature == 0 and not self.engine.can_be_greedy:
             raise BackendError(f"{name}: temperature=0, but this external engine has no greedy mode")
@@ -299,7 +304,7 @@ class ExternalScheduler(Scheduler):
                 "lower agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
                 "max_prefill_predict_length)"
             )
-        return super().submit(request, multimodal)
+        return super().submit(request, multimodal, grammar)
 
     def step(self, *, admit: bool = True) -> Progress:
         """Admit requests if ``admit``, decode up to ``decode_steps`` ids, and return the new ids of every request."""
@@ -360,12 +365,15 @@ class ExternalScheduler(Scheduler):
     def _take_all(self, sampled: Iterable[tuple[RunningRequest, np.ndarray, np.ndarray]]) -> Progress:
         return [(run, chunk) for run, ids, logs in sampled if (chunk := self._take(run, ids, logs)) is not None]
 
-    def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
+    def _finish(self, run: RunningRequest, new: int) -> TokenChunk:
         slot = run.context
-        chunk = super()._finish(run, new_ids, new_log_probs)
+        chunk = super()._finish(run, new)
         if slot is not None:
             self.engine.engine.free_resource(slot)
         return chunk
+
+    def _read_routed(self, run: RunningRequest, context: int) -> None:
+        """Return None: external engines do not report experts."""
 
     def _next_key(self) -> jax.Array:
         self._key, key = jax.random.split(self._key)

@@ -15,18 +15,20 @@ replicated, and devices all-reduce twice per layer. No split or reshape below cu
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank, one_hot
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
-from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache, write_routed
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
     ACTIVATIONS,
+    deepstack_features,
     embed,
     mrope_tables,
     place_features,
@@ -51,7 +53,8 @@ class EngineParams:
     Attributes:
         embed: [V, D].
         layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K, (G+2)h] in place of
-            q, k, v (queries, keys and values of each key/value head), and ``gate_up`` [2, F, D] in place of gate, up.
+            q, k, v (queries, keys and values of each key/value head), ``gate_up`` [2, F, D] in place of gate, up, and
+            ``sinks`` [K, G].
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.
@@ -100,6 +103,8 @@ def _fuse(config: DecoderConfig, layer: Params) -> Params:
     for fused, parts in (("qkv", ("q", "k", "v")), ("qkv_bias", ("q_bias", "k_bias", "v_bias"))):
         if parts[0] in layer:
             layer[fused] = jnp.concatenate([_by_kv_head(config, layer.pop(part)) for part in parts], axis=1)
+    if "sinks" in layer:
+        layer["sinks"] = layer["sinks"].reshape(config.num_kv_heads, -1)
     if "gate" in layer:
         layer["gate_up"] = jnp.stack([layer.pop("gate"), layer.pop("up")])
     return layer
@@ -123,6 +128,7 @@ def decode_step(
     pages: jax.Array | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
+    native: bool = False,
 ) -> tuple[jax.Array, KVCache]:
     """Feed one token per slot and return the logits of the next.
 
@@ -135,25 +141,31 @@ def decode_step(
         rope_offsets: int32 [B], added to rotary positions in contexts with images
             (``models.vision.layout.rope_positions``); None adds nothing.
         mesh: the engine's mesh, if it has more than one device.
-        pages: int32 [B, n], pages of each slot, on TPUs; None if ``cache`` has rows.
+        pages: int32 [B, n], pages of each slot, for kernels; None if ``cache`` has rows.
         adapters: the engine's LoRA adapters, if any.
         adapter: int32 [B], the adapter of each slot, see ``jetstream.adapters.one_hot``.
+        native: use ``jetstream.cpu_kernels``, not those for TPUs.
 
     Returns:
-        Logits float32 [V, B], replicated, and the cache with the tokens' keys and values.
+        Logits float32 [V, B], split by id, and the cache with the tokens' keys, values and experts.
     """
     x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
-    layers = []
-    for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
+    layers, routed = [], []
+    adapted = _adapted_layers(params, adapters, adapter, native)
+    for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
         windowed = config.is_windowed(i)
-        x, cached = _decode_layer(config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages)
+        x, cached, chosen = _decode_layer(config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages)
         layers.append(cached)
-    x = rms_norm(config, x, params.final_norm, axis=0)
+        routed.append(chosen)
+    cache = KVCache(tuple(layers), write_routed(cache, routed, positions, pages))
     head = params.embed if params.head is None else params.head
+    if native:
+        return cpu_kernels.product(config, head, x, params.final_norm), cache
+    x = rms_norm(config, x, params.final_norm, axis=0)
     logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
     logits = constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
-    return constrain(logits, mesh), KVCache(tuple(layers))
+    return logits, cache
 
 
 def prefill_chunks(
@@ -166,7 +178,7 @@ def prefill_chunks(
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
-) -> list[tuple[jax.Array, LayerKV]]:
+) -> list[tuple[jax.Array, LayerKV, jax.Array | None]]:
     """Compute keys and values of one chunk of each of R contexts, given the positions before it.
 
     There are no logits: decoding begins with the context's last token, so contexts that share a prompt need no prefill.
@@ -183,8 +195,8 @@ def prefill_chunks(
         adapter: int32 [R], the adapter of each context.
 
     Returns:
-        Per layer: the residual stream [D, R T] after it, and its keys [R, K, h, T] and values [R, K, T, h] in the
-        cache's precision.
+        Per layer: the residual stream [D, R T] after it, its keys [R, K, h, T] and values [R, K, T, h] in the
+        cache's precision, and the experts chosen, int32 [R T, k], or None.
     """
     rows, count = tokens.shape
     x = embed_tokens(config, params, tokens.reshape(-1))
@@ -199,36 +211,53 @@ def prefill_chunks(
     layers = []
     for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
         windowed = config.is_windowed(i)
-        x, own = _chunk_layer(config, mesh, windowed, layer, x, tables[windowed], cached, starts)
-        layers.append((x, own))
+        x, own, chosen = _chunk_layer(config, mesh, windowed, layer, x, tables[windowed], cached, starts)
+        if images is not None and config.vision is not None and i < len(config.vision.deepstack_layers):
+            more = deepstack_features(images, i, config.hidden_size).astype(x.dtype)
+            x = x + constrain(more.reshape(rows * count, -1).T, mesh)
+        layers.append((x, own, chosen))
     return layers
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _AdaptedLayer:
-    """One layer's arrays, its adapters, and each slot's choice of them (``adapters.one_hot``)."""
+    """One layer's arrays, its adapters, and each slot's choice of them (``adapters.one_hot``).
+
+    Attributes:
+        native: use ``jetstream.cpu_kernels``.
+    """
 
     params: Params
     adapters: LayerAdapters
     chosen: jax.Array | None
+    native: bool = field(default=False, metadata={"static": True})
 
-    def multiply(self, name: str, x: jax.Array) -> jax.Array:
-        """Multiply a matrix, by name, with x [in, B] -> [..., out, B]."""
-        out = product(self.params[name], x)
+    def multiply(self, config: DecoderConfig, name: str, x: jax.Array, norm: str | None = None) -> jax.Array:
+        """Multiply a matrix, by name, with x [in, B], after the RMS norm of that name -> [..., out, B]."""
+        scale = None if norm is None else self.params[norm]
+        if scale is not None and (self.is_adapted(name) or not self.native):
+            x, scale = rms_norm(config, x, scale, axis=0), None
+        weight = self.params[name]
+        out = cpu_kernels.product(config, weight, x, scale) if self.native else product(weight, x)
         if self.chosen is None or name not in self.adapters:
             return out
         return add_low_rank(out, self.adapters[name], x, self.chosen)
 
+    def is_adapted(self, name: str) -> bool:
+        return self.chosen is not None and name in self.adapters
+
 
 def _adapted_layers(
-    params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None
+    params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None, native: bool = False
 ) -> list[_AdaptedLayer]:
     """Return all layers; ``adapter`` is int32 [B]."""
     if adapters is None or adapter is None:
-        return [_AdaptedLayer(layer, {}, None) for layer in params.layers]
+        return [_AdaptedLayer(layer, {}, None, native) for layer in params.layers]
     chosen = one_hot(adapter, adapters, params.embed.dtype)
-    return [_AdaptedLayer(layer, own, chosen) for layer, own in zip(params.layers, adapters.layers, strict=True)]
+    return [
+        _AdaptedLayer(layer, own, chosen, native) for layer, own in zip(params.layers, adapters.layers, strict=True)
+    ]
 
 
 # Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
@@ -246,14 +275,24 @@ def _decode_layer(
     cached: LayerKV,
     positions: jax.Array,
     pages: jax.Array | None,
-) -> tuple[jax.Array, LayerKV]:
-    """Return x [D, B] after the layer, and its cache with the tokens' keys and values."""
-    window = config.sliding_window if windowed else None
-    q, k, v = _project(config, layer, x, *table)
+) -> tuple[jax.Array, LayerKV, jax.Array | None]:
+    """Return x [D, B] after the layer, its cache with the tokens' keys and values, and their experts [B, k]."""
+    window, sinks = config.sliding_window if windowed else None, layer.params.get("sinks")
+    if layer.native:
+        assert pages is not None  # these kernels read no rows
+        qkv = _project(config, layer, x)
+        mixed, cached = cpu_kernels.decode_attention(
+            config, qkv, cached, positions, pages, table, sinks, windowed=windowed
+        )
+        mixed = mixed.reshape(-1, x.shape[1])
+        x, chosen = _finish_layer(config, layer, x, layer.multiply(config, "o", mixed), mesh)
+        return x, cached, chosen
+    q, k, v = _rotated(config, _project(config, layer, x), *table)
     q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
-    mixed, cached = decode_attention(q, cached, new, positions, pages, window=window, mesh=mesh)
+    mixed, cached = decode_attention(q, cached, new, positions, pages, sinks, window=window, mesh=mesh)
     mixed = mixed.reshape(len(positions), -1).T
-    return _finish_layer(config, layer, x, layer.multiply("o", mixed), mesh), cached
+    x, chosen = _finish_layer(config, layer, x, layer.multiply(config, "o", mixed), mesh)
+    return x, cached, chosen
 
 
 @_one_for_all_layers
@@ -266,57 +305,78 @@ def _chunk_layer(
     table: tuple[jax.Array, jax.Array],
     cached: LayerKV,
     starts: jax.Array,
-) -> tuple[jax.Array, LayerKV]:
-    """Return x [D, R T] after the layer, and its keys and values of the chunk."""
+) -> tuple[jax.Array, LayerKV, jax.Array | None]:
+    """Return x [D, R T] after the layer, and the chunk's keys and values, and its experts [R T, k]."""
     rows, window = len(starts), config.sliding_window if windowed else None
-    q, k, v = _project(config, layer, x, *table)
+    q, k, v = _rotated(config, _project(config, layer, x), *table)
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
     own = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
-    mixed = chunk_attention(q, cached, own, starts, window=window, mesh=mesh)
+    mixed = chunk_attention(q, cached, own, starts, layer.params.get("sinks"), window=window, mesh=mesh)
     mixed = mixed.reshape(-1, x.shape[1])
-    return _finish_layer(config, layer, x, layer.multiply("o", mixed), mesh), own
+    x, chosen = _finish_layer(config, layer, x, layer.multiply(config, "o", mixed), mesh)
+    return x, own, chosen
 
 
-def _project(
-    config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B]; cos and sin are [h/2, B]."""
+def _project(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array) -> jax.Array:
+    """Return queries, keys and values [K, G + 2, h, B] of x [D, B], not rotated."""
     own = layer.params
-    qkv = layer.multiply("qkv", rms_norm(config, x, own["input_norm"], axis=0))
+    qkv = layer.multiply(config, "qkv", x, "input_norm")
     if config.qkv_bias:
         qkv = qkv + own["qkv_bias"][..., None]
     qkv = qkv.reshape(config.num_kv_heads, -1, config.head_dim, x.shape[1])
+    if not config.qk_norm:
+        return qkv
+    q = rms_norm(config, qkv[:, :-2], own["q_norm"], axis=2)
+    k = rms_norm(config, qkv[:, -2:-1], own["k_norm"], axis=2)
+    return jnp.concatenate([q, k, qkv[:, -1:]], axis=1)
+
+
+def _rotated(
+    config: DecoderConfig, qkv: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return rotated, scaled queries [K, G, h, B] and rotated keys and values [K, h, B]; cos and sin are [r/2, B]."""
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
-    if config.qk_norm:
-        q = rms_norm(config, q, own["q_norm"], axis=2)
-        k = rms_norm(config, k, own["k_norm"], axis=1)
-    return rotate(q, cos, sin, axis=2) * config.score_scale, rotate(k, cos, sin, axis=1), v
+    q, k = rotate(config.rope, q, cos, sin, axis=2), rotate(config.rope, k, cos, sin, axis=1)
+    return q * config.score_scale, k, v
 
 
 def _finish_layer(
     config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
-) -> jax.Array:
-    """Apply residual, feed-forward and residual to [D, B]."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Apply bias, residual, feed-forward and residual to [D, B]; return the chosen experts [B, k], too."""
     own, mixed = layer.params, constrain(mixed, mesh)
+    if config.o_bias:
+        mixed = mixed + own["o_bias"][:, None]
     if not config.sandwich_norms:
         x = x + mixed
-        normed = rms_norm(config, x, own["post_attention_norm"], axis=0)
-        return x + _feed_forward(config, layer, normed, mesh)
+        out, chosen = _feed_forward(config, layer, x, "post_attention_norm", mesh)
+        return x + out, chosen
     x = x + rms_norm(config, mixed, own["post_attention_norm"], axis=0)
-    normed = rms_norm(config, x, own["pre_feedforward_norm"], axis=0)
-    out = _feed_forward(config, layer, normed, mesh)
-    return x + rms_norm(config, out, own["post_feedforward_norm"], axis=0)
+    out, chosen = _feed_forward(config, layer, x, "pre_feedforward_norm", mesh)
+    return x + rms_norm(config, out, own["post_feedforward_norm"], axis=0), chosen
 
 
-def _feed_forward(config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Apply the gated network, or the mixture of experts, to [D, B]."""
+def _feed_forward(
+    config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, norm: str, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Apply the RMS norm of that name, then the gated network or the mixture of experts, to [D, B].
+
+    Returns:
+        [D, B], and the chosen experts [B, k] of a mixture.
+    """
     activation = ACTIVATIONS[config.activation]
-    if config.experts is not None and mesh is not None:
-        return replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh).T
     if config.experts is not None:
-        return mixture_of_experts(config.experts, layer.params, x.T, activation).T
-    gate, up = layer.multiply("gate_up", x)
-    return constrain(layer.multiply("down", activation(gate) * up), mesh)
+        x = rms_norm(config, x, layer.params[norm], axis=0)
+        if mesh is None:
+            out, chosen = mixture_of_experts(config.experts, layer.params, x.T, activation)
+        else:
+            out, chosen = replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh)
+        return out.T, chosen
+    if layer.native and not layer.is_adapted("gate_up"):
+        hidden = cpu_kernels.gated_product(config, layer.params["gate_up"], x, layer.params[norm])
+    else:
+        hidden = activation(*layer.multiply(config, "gate_up", x, norm))
+    return constrain(layer.multiply(config, "down", hidden), mesh), None
 
 
 def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:
@@ -325,7 +385,7 @@ def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array)
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return cos and sin [h/2, B] of full layers, and of windowed ones."""
+    """Return cos and sin [r/2, B] of full layers, and of windowed ones, r of a head's numbers rotate."""
     ropes = (config.rope, config.local_rope or config.rope)
     tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
     return tuple((cos.T, sin.T) for cos, sin in tables)

@@ -18,6 +18,7 @@ from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.quantized import Quantized
+from jax_agent_rl.models.tensor_files import named_tensors
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 
 
@@ -35,10 +36,8 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
     top = {"embed": params.embed, "final_norm": params.final_norm, "lm_head": params.head}
     samples = {names[key]: TensorSample.of(np.asarray(x)) for key, x in top.items() if key in names and x is not None}
     for i, layer in enumerate(params.layers):
-        for key, array in _split(model, layer).items():
-            name = names["layers"][key][i]
-            named = {name: array} if isinstance(name, str) else dict(zip(name, array, strict=True))
-            samples |= {name: TensorSample.of(x) for name, x in named.items()}
+        own = [(names["layers"][key][i], array) for key, array in _split(model, layer).items()]
+        samples |= {name: TensorSample.of(array) for name, array in named_tensors(own)}
     return samples
 
 
@@ -51,7 +50,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
     ids = jnp.asarray(token_ids, jnp.int32)
 
     @jax.jit
-    def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV]]]:
+    def run(params: EngineParams) -> tuple[jax.Array, list[tuple[jax.Array, LayerKV, jax.Array | None]]]:
         # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
         layers = prefill_chunks(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
@@ -59,7 +58,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
 
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]
-    for hidden, kept in layers:
+    for hidden, kept, _ in layers:
         keys, values = from_cache(kept, jnp.dtype(jnp.float32))
         outputs.append(
             LayerOutput(
@@ -86,6 +85,8 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
             queries, keys, values = np.split(by_head, [by_head.shape[1] - 2 * size, by_head.shape[1] - size], axis=1)
             for name, x in zip(parts, (queries, keys[::repeats], values[::repeats]), strict=True):
                 arrays[name] = x.reshape(-1, *x.shape[2:])
+    if "sinks" in arrays:
+        arrays["sinks"] = arrays["sinks"].reshape(-1)
     if "gate_up" in arrays:
         arrays["gate"], arrays["up"] = arrays.pop("gate_up")
     return arrays

@@ -1,5 +1,8 @@
 """The KV cache on the device, in the engine's precision or in 8 bits, and movement of its pages.
 
+For a mixture of experts, pages also hold which experts each position chose (router replay), so that a cached prefix
+keeps its choices: L k bytes a position.
+
 Shapes: P pages of S positions (or rows of several pages, where they were gathered), K key/value heads, h head size, R
 rows of n pages. In 8 bits each position's key and value have one float32 scale per head, with positions last: a TPU
 would pad any other axis to 128. Comments on keys […, K, h, positions] apply to values [K, positions, h] and scales too.
@@ -52,9 +55,21 @@ class LayerKV:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers."""
+    """Keys and values of all layers.
+
+    Attributes:
+        layers: one for each.
+        routed: uint8 or uint16 [P, L, k, S], chosen experts; None without experts.
+    """
 
     layers: tuple[LayerKV, ...]
+    routed: Any = None
+
+    def by_position(self, function: Callable[..., Any], *others: KVCache) -> KVCache:
+        """Map a function over all arrays, see :meth:`LayerKV.by_position`."""
+        layer = jax.jit(lambda own, *rest: own.by_position(function, *rest))
+        routed = None if self.routed is None else function(3, self.routed, *(other.routed for other in others))
+        return KVCache(tuple(map(layer, self.layers, *(other.layers for other in others))), routed)
 
     @property
     def count(self) -> int:
@@ -78,7 +93,11 @@ def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype
             scales=jnp.zeros((count, heads, 2, length), jnp.float32) if is_quantized(dtype) else None,
         )
 
-    return KVCache(tuple(layer() for _ in range(config.num_layers)))
+    routed, experts = None, config.experts
+    if experts is not None:
+        numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16
+        routed = jnp.zeros((count, config.num_layers, experts.per_token, length), numbers)
+    return KVCache(tuple(layer() for _ in range(config.num_layers)), routed)
 
 
 def is_quantized(dtype: jnp.dtype) -> bool:
@@ -120,11 +139,10 @@ def gather_pages(cache: KVCache, pages: jax.Array, counts: jax.Array) -> KVCache
         own = jnp.arange(rows.shape[axis]) < counts[:, None]
         return jnp.where(jnp.expand_dims(own, [i for i in (1, 2, 3) if i != axis]), rows, 0)
 
-    layer = jax.jit(lambda layer: layer.by_position(array))
-    return KVCache(tuple(map(layer, cache.layers)))
+    return cache.by_position(array)
 
 
-def write_pages(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> KVCache:
+def write_pages(cache: KVCache, rows: KVCache, pages: jax.Array) -> KVCache:
     """Write rows of n S positions to pages int32 [R, n], which are distinct except for page 0."""
     pages = jnp.where(pages == NULL_PAGE, cache.count, pages).reshape(-1)
 
@@ -133,8 +151,28 @@ def write_pages(cache: KVCache, rows: tuple[LayerKV, ...], pages: jax.Array) -> 
         parts = jnp.moveaxis(parts, axis, 1).reshape(-1, *x.shape[1:])
         return x.at[pages].set(parts, mode="drop", unique_indices=True)
 
-    layer = jax.jit(lambda layer, row: layer.by_position(array, row))
-    return KVCache(tuple(map(layer, cache.layers, rows)))
+    return cache.by_position(array, rows)
+
+
+def write_routed(
+    cache: KVCache, chosen: list[jax.Array], positions: jax.Array, pages: jax.Array | None
+) -> jax.Array | None:
+    """Return ``cache.routed`` with the choices of one token for each of B slots.
+
+    Args:
+        cache: B rows, or pages.
+        chosen: int32 [B, k] of each layer; empty without experts.
+        positions: int32 [B].
+        pages: int32 [B, n], pages of each slot; None if the cache has rows.
+    """
+    if cache.routed is None:
+        return None
+    slots, new = jnp.arange(len(positions)), jnp.stack(chosen, axis=1).astype(cache.routed.dtype)  # [B, L, k]
+    if pages is None:
+        return cache.routed.at[slots, :, :, positions].set(new)
+    page = pages[slots, positions // cache.length]
+    page = jnp.where(page == NULL_PAGE, cache.count, page)
+    return cache.routed.at[page, :, :, positions % cache.length].set(new, mode="drop")
 
 
 def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int) -> KVCache:
@@ -158,18 +196,15 @@ def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.A
         part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, count * size, axis - 1)  # noqa: E731
         return jax.vmap(part)(x, begin * size)
 
-    layer = jax.jit(lambda layer: layer.by_position(window))
-    return write_pages(cache, tuple(map(layer, rows.layers)), mine)
+    return write_pages(cache, rows.by_position(window), mine)
 
 
-def align_to_pages(
-    cache: KVCache, chunks: tuple[LayerKV, ...], starts: jax.Array, first: jax.Array
-) -> tuple[LayerKV, ...]:
+def align_to_pages(cache: KVCache, chunks: KVCache, starts: jax.Array, first: jax.Array) -> KVCache:
     """Align chunks of T positions to whole pages, after what their first page already holds.
 
     Args:
         cache: P pages.
-        chunks: KV of each layer.
+        chunks: rows of T positions.
         starts: int32 [R], where the chunks begin.
         first: int32 [R], the pages that hold these positions.
 
@@ -190,8 +225,7 @@ def align_to_pages(
         mine = jnp.expand_dims(jnp.arange(width) >= before[:, None], [i for i in (1, 2, 3) if i != axis])
         return jnp.where(mine, shifted, held)
 
-    layer = jax.jit(lambda layer, chunk: layer.by_position(array, chunk))
-    return tuple(map(layer, cache.layers, chunks))
+    return cache.by_position(array, chunks)
 
 
 def count_pages(count: int, size: int) -> int:

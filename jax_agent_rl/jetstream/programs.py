@@ -7,6 +7,7 @@ per dispatch.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import inspect
 import threading
@@ -24,17 +25,29 @@ from jax.sharding import Mesh, NamedSharding
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
-from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
+from jax_agent_rl.jetstream.kv_cache import KVCache, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.layout import ImageInputs
+from jax_agent_rl.utils.sampling_support import mask_words
+
+
+class Kernels(enum.Enum):
+    """What computes a decode step besides XLA."""
+
+    NONE = enum.auto()
+    """XLA alone, on gathered rows of pages."""
+    PALLAS = enum.auto()
+    """Attention kernels for TPUs, which read and write pages in place."""
+    CPU = enum.auto()
+    """``jetstream.cpu_kernels``: products and attention, pages in place."""
 
 
 def decode(
     config: DecoderConfig,
     max_steps: int,
     mesh: Mesh | None,
-    in_place: bool,
+    kernels: Kernels,
     params: EngineParams,
     cache: KVCache,
     slots: DecodeBatch,
@@ -44,14 +57,14 @@ def decode(
 ) -> tuple[KVCache, jax.Array]:
     """Run several decode steps for W slots, each in its ``slots.pages`` of the cache.
 
-    On a TPU, kernels read and write pages in place. Elsewhere the used pages are gathered into a compact working cache,
-    the steps run on it, and the pages they may have changed are written back.
+    Kernels read and write pages in place. Without them the used pages are gathered into a compact working cache, the
+    steps run on it, and the pages they may have changed are written back.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
         max_steps: static size of the output, >= limits[0]; slots must have pages for as many.
         mesh: the engine's mesh, if it has more than one device.
-        in_place: use the TPU kernels.
+        kernels: what to use.
         params: weights.
         cache: all pages.
         slots: the batch.
@@ -61,22 +74,28 @@ def decode(
 
     Returns:
         The cache, and int32 [2, max_steps, W]: sampled ids (-1 where a slot did not run) and the bits of their float32
-        log-probs; one array, because one copy to the host is cheaper than two.
+        log-probs; if slots are restricted [2 + ceil(V / 32), max_steps, W], then the bits of the ids they drew from.
+        One array, because one copy to the host is cheaper than several.
     """
     span = slots.pages.shape[1] * cache.length
+    in_place, native = kernels is not Kernels.NONE, kernels is Kernels.CPU
     pages, worked = (slots.pages, cache) if in_place else (None, gather_pages(cache, slots.pages, slots.positions))
 
     def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         here = jnp.minimum(positions, span - 1)
-        return decode_step(config, params, worked, tokens, here, slots.offsets, mesh, pages, adapters, slots.adapter)
+        adapted = (adapters, slots.adapter)
+        return decode_step(config, params, worked, tokens, here, slots.offsets, mesh, pages, *adapted, native)
 
-    worked, out = _steps(feed, max_steps, worked, slots, limits, forced)
+    words = mask_words(config.vocab_size) if slots.restricted else 0
+    worked, out = _steps(feed, max_steps, words, mesh, worked, slots, limits, forced)
     return worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps), out
 
 
 def _steps(
     feed: Callable[[KVCache, jax.Array, jax.Array], tuple[jax.Array, KVCache]],
     max_steps: int,
+    words: int,
+    mesh: Mesh | None,
     cache: KVCache,
     slots: DecodeBatch,
     limits: jax.Array,
@@ -95,16 +114,20 @@ def _steps(
         step, tokens, positions, remaining, cache, out = carry
         running = remaining > 0
         logits, cache = feed(cache, tokens, positions)
-        ids, logprobs = sample(
+        ids, logprobs, kept = sample(
             logits,
             temperature=slots.temperature,
-            top_p=slots.top_p,
-            top_k=slots.top_k,
             seed=slots.seed,
             position=positions + 1,
+            truncation=slots.truncation,
             forced=None if forced is None else forced[step],
+            allowed=slots.allowed,
+            mesh=mesh,
         )
-        new = jnp.stack([jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
+        rows = [jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)]
+        new = jnp.stack(rows)
+        if kept is not None:
+            new = jnp.concatenate([new, jax.lax.bitcast_convert_type(kept.T, jnp.int32)])
         out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
         stopped = jnp.any(ids[:, None] == slots.stop_ids, axis=1)
         if forced is not None:
@@ -119,7 +142,7 @@ def _steps(
             out,
         )
 
-    out = jnp.full((2, max_steps, slot_count), -1, jnp.int32)
+    out = jnp.full((2 + words, max_steps, slot_count), -1, jnp.int32)
     carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, cache, out)
     _, _, _, _, cache, out = jax.lax.while_loop(go_on, body, carry)
     return cache, out
@@ -137,7 +160,7 @@ def compute_chunks(
     images: ImageInputs | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
-) -> tuple[LayerKV, ...]:
+) -> KVCache:
     """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.write_pages` to write.
 
     A program that both reads and writes a donated cache makes the compiler copy all of it, so these are two.
@@ -160,8 +183,20 @@ def compute_chunks(
     """
     rows = gather_pages(cache, before, starts)
     layers = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
-    new = tuple(kv for _, kv in layers)
+    routed = None
+    if cache.routed is not None:
+        chosen = jnp.stack([chosen for *_, chosen in layers if chosen is not None]).astype(
+            cache.routed.dtype
+        )  # [L, R T, k]
+        routed = chosen.reshape(len(layers), *tokens.shape, -1).transpose(1, 0, 3, 2)
+    new = KVCache(tuple(kv for _, kv, _ in layers), routed)
     return align_to_pages(cache, new, starts, into[:, 0])
+
+
+def read_routed(cache: KVCache, pages: jax.Array) -> jax.Array:
+    """Return the experts chosen at the positions of ``pages`` int32 [n], [n S, L, k]."""
+    found = cache.routed[pages]  # [n, L, k, S]
+    return found.transpose(0, 3, 1, 2).reshape(-1, *found.shape[1:3])
 
 
 @contextlib.contextmanager
@@ -310,6 +345,6 @@ def traced(
     return jitted.trace(*args)
 
 
-def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, in_place: bool) -> Callable[..., Any]:
+def decode_program(config: DecoderConfig, max_steps: int, mesh: Mesh | None, kernels: Kernels) -> Callable[..., Any]:
     """Bind the static arguments of :func:`decode`."""
-    return functools.partial(decode, config, max_steps, mesh, in_place)
+    return functools.partial(decode, config, max_steps, mesh, kernels)

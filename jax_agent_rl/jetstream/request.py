@@ -1,14 +1,62 @@
-"""State of one running generation."""
+"""State of one running generation, and totals over all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from jax_agent_rl.chat.grammar import GrammarState
+from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
+from jax_agent_rl.types import RoutedExperts, StopReason, Support, TokenOutput, digest_ids
+from jax_agent_rl.utils.sampling_support import encode_supports
+
+
+@dataclass
+class Counters:
+    """Running totals behind :class:`BackendMetrics`."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    requests_finished: int = 0
+    busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    weight_update_seconds: float = 0.0
+    slot_steps: int = 0
+
+
+def check_request(
+    request: GenerateRequest, *, max_model_len: int, vocab_size: int, adapters: Sequence[str], stop_strings: bool
+) -> None:
+    """Refuse a request that an engine cannot serve.
+
+    Args:
+        request: the request.
+        max_model_len: ids of the engine's longest context.
+        vocab_size: the model's.
+        adapters: names of the engine's LoRA adapters.
+        stop_strings: whether the engine knows the text of ids.
+
+    Raises:
+        PromptTooLongError: there is no room for one sampled id.
+        BackendError: anything else.
+    """
+    name = f"request {request.request_id!r}"
+    if len(request.prompt_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len="
+            f"{max_model_len}; shorten the prompt or raise rollout.max_model_len"
+        )
+    if request.lora is not None and request.lora not in adapters:
+        raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(adapters)} (rollout.adapters)")
+    if request.sampling.stop and not stop_strings:
+        raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+    if not all(0 <= i < vocab_size for i in request.prompt_ids):
+        raise BackendError(f"{name}: prompt ids must be in [0, {vocab_size})")
 
 
 class RunningRequest:
@@ -21,6 +69,7 @@ class RunningRequest:
         seed: uint32.
         decode_text: ids to text, for stop strings.
         multimodal: the prompt with its images, if any.
+        grammar: where its output stands in its grammar, if it has one.
         order: (priority, arrival); least first.
     """
 
@@ -33,6 +82,7 @@ class RunningRequest:
         seed: int,
         decode_text: Callable[[Sequence[int]], str] | None,
         multimodal: MultimodalContext | None = None,
+        grammar: GrammarState | None = None,
         order: tuple[int, int] = (0, 0),
     ) -> None:
         self.request = request
@@ -40,6 +90,7 @@ class RunningRequest:
         self.max_tokens = max_tokens
         self.seed = seed
         self.multimodal = multimodal
+        self.grammar = grammar
         self.offset = multimodal.offset if multimodal else 0  # added to rotary positions after images
         self.keys: np.ndarray | None = None  # of a prompt with images, see ImageKeys
         self.context: int | None = None  # number in the block manager (or slot table) while it runs
@@ -48,6 +99,9 @@ class RunningRequest:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
+        self.constrained: list[bool] = []  # of all ids or of none
+        self.supports: list[Support | None] = []  # of all ids or, if they are drawn from the whole vocabulary, of none
+        self.routed: RoutedExperts | None = None  # of positions up to the last preemption, or all at the end
         self.stop_reason: StopReason | None = None
         self.stop_match: str | None = None
         sampling = request.sampling
@@ -73,11 +127,24 @@ class RunningRequest:
         return (*self.request.prompt_ids, *self.token_ids)
 
     @property
+    def context_keys(self) -> np.ndarray:
+        """:attr:`context_ids` as the cache tells them apart, int32: with the keys of images."""
+        ids = np.asarray(self.context_ids, np.int32)
+        return ids if self.keys is None else np.concatenate([self.keys, ids[len(self.keys) :]])
+
+    @property
     def remaining(self) -> int:
         return self.max_tokens - len(self.token_ids)
 
-    def accept(self, ids: np.ndarray, log_probs: np.ndarray, version: int) -> int:
-        """Append sampled ids up to the one that ends the generation; return how many were appended."""
+    def accept(self, ids: np.ndarray, log_probs: np.ndarray, version: int, kept: np.ndarray | None = None) -> int:
+        """Append sampled ids up to the one that ends the generation; return how many were appended.
+
+        Args:
+            ids: int32 [n].
+            log_probs: float32 [n].
+            version: policy version of the weights.
+            kept: uint32 [n, ceil(V / 32)], a bit for each id that was left to draw from; None: not known.
+        """
         taken = 0
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
             if self.stop_reason is not None:
@@ -87,6 +154,10 @@ class RunningRequest:
             self.versions.append(version)
             taken += 1
             self._check_stop(token)
+        if kept is not None and self.request.sampling.restricted:
+            self.supports += encode_supports(kept[:taken])
+        if self.grammar is not None and self.stop_reason is None:  # the end of an output is none of the grammar's
+            self.grammar.consume(self.token_ids[len(self.token_ids) - taken :])
         return taken
 
     def _check_stop(self, token: int) -> None:
@@ -124,4 +195,7 @@ class RunningRequest:
             context_digest=digest_ids(context_ids),
             cached_tokens=self.cached_tokens,
             num_preempted=self.num_preempted,
+            constrained=tuple(self.constrained),
+            routed_experts=self.routed,
+            supports=tuple(self.supports),
         )

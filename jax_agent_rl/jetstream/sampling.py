@@ -2,6 +2,12 @@
 
 Shapes: V vocabulary, B slots. Logits arrive as [V, B] (the layout the decode step computes them in).
 
+On a mesh each device keeps its part of the vocabulary. Devices exchange maxima, sums and counts [B], the sums of blocks
+of ids [V / 128, B], and the block that an id is drawn from [128, B]; never logits.
+
+Where any slot is restricted (top-k, top-p, min-p, a grammar), the ids left to each draw come back as bits, so that a
+learner can normalize over the same ones. Other batches run a program without any of it.
+
 Sorting V ids per slot and step is what makes top-p slow on CPUs and TPUs alike. Instead, the threshold that top-k or
 top-p would cut at is found by bisection over the ordered integer image of float32: 32 counting passes give it exactly.
 Drawing uses one uniform number per slot and a two-level inverse CDF, so randomness costs O(B), not O(V·B).
@@ -9,62 +15,169 @@ Drawing uses one uniform number per slot and a two-level inverse CDF, so randomn
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_agent_rl.jetstream.attention import DEVICES
 
 _BLOCK = 128  # ids per block of the two-level inverse CDF
+
+
+class Truncation(NamedTuple):
+    """What is left of each slot's distribution.
+
+    Attributes:
+        top_p: float32 [B] in (0, 1]; 1 is off.
+        top_k: int32 [B]; 0 is off. Ids that tie with the k-th are kept.
+        min_p: float32 [B] in [0, 1]; 0 is off.
+    """
+
+    top_p: Any
+    top_k: Any
+    min_p: Any
 
 
 def sample(
     logits_VB: jax.Array,
     *,
     temperature: jax.Array,
-    top_p: jax.Array,
-    top_k: jax.Array,
     seed: jax.Array,
     position: jax.Array,
+    truncation: Truncation | None = None,
     forced: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    allowed: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Draw one id per slot.
 
     Args:
-        logits_VB: [V, B] raw logits.
+        logits_VB: [V, B] raw logits, on a mesh split by id.
         temperature: float32 [B]; 0 takes the most likely id.
-        top_p: float32 [B] in (0, 1]; 1 is off.
-        top_k: int32 [B]; 0 is off. Ids that tie with the k-th are kept.
         seed: uint32 [B].
         position: int32 [B], index in the context of the id being drawn. Seed and position fix the draw, so an
             interrupted generation continues with the same ids.
+        truncation: min-p, top-k and top-p of each slot; None where no slot has any. A greedy slot has none.
         forced: int32 [B], ids that replace drawn ones; -1 draws.
+        allowed: uint32 [B, ceil(V / 32)], a bit for each id that may be drawn; None allows all.
+        mesh: the engine's mesh, if it has more than one device.
 
     Returns:
-        Ids int32 [B], and log-probs float32 [B] under the sampled distribution (greedy slots: temperature 1).
+        Ids int32 [B]; log-probs float32 [B] under the sampled distribution (greedy slots: temperature 1); and with
+        ``truncation`` or ``allowed`` the ids that were left to draw from, a bit each, uint32 [B, ceil(V / 32)].
     """
+    settings = (temperature, seed, position, truncation, forced, allowed)
+    if mesh is None:
+        return _sample(_Shards(()), logits_VB, *settings)
+    draw = functools.partial(_sample, _Shards(DEVICES))
+    split, whole = PartitionSpec(DEVICES), PartitionSpec()
+    run = jax.shard_map(draw, mesh=mesh, in_specs=(split, *[whole] * len(settings)), out_specs=whole, check_vma=False)
+    return run(logits_VB, *settings)
+
+
+class _Shards(NamedTuple):
+    """The mesh axes over which ids are split; none on one device, where nothing is exchanged."""
+
+    axes: tuple[str, ...]
+
+    def sum(self, x: Any) -> Any:
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmin(x, self.axes) if self.axes else x
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, self.axes, tiled=True) if self.axes else x
+
+    def index(self) -> jax.Array | int:
+        return jax.lax.axis_index(self.axes) if self.axes else 0
+
+    def count(self) -> int:
+        return jax.lax.axis_size(self.axes) if self.axes else 1
+
+    def take(self, x: jax.Array, at: jax.Array) -> jax.Array:
+        """Return x[at[b], ..., b] of an array [N, ..., B] whose N is split; ``at`` int32 [B] counts all shards' N."""
+        local = at - self.index() * len(x)
+        here = (local >= 0) & (local < len(x))
+        at = jnp.clip(local, 0, len(x) - 1).reshape((1,) * (x.ndim - 1) + (-1,))
+        return self.sum(jnp.where(here, jnp.take_along_axis(x, at, axis=0)[0], 0))
+
+
+def _sample(
+    shards: _Shards,
+    logits_VB: jax.Array,
+    temperature: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    truncation: Truncation | None,
+    forced: jax.Array | None,
+    allowed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Run :func:`sample` on one device's ids."""
     logits_VB = logits_VB.astype(jnp.float32)
     greedy = temperature == 0
     scaled = logits_VB / jnp.where(greedy, 1.0, temperature)
-    restricted = ((top_p < 1) | (top_k > 0)) & ~greedy
-    scaled = jax.lax.cond(
-        jnp.any(restricted),
-        lambda z: jnp.where(restricted, _truncate(z, top_p, top_k), z),
-        lambda z: z,
-        scaled,
-    )
-    peak = jnp.max(scaled, axis=0)
+    if allowed is not None:
+        allowed_VB = _unpacked(shards, allowed, len(logits_VB))
+        logits_VB, scaled = (jnp.where(allowed_VB, z, -jnp.inf) for z in (logits_VB, scaled))
+    if truncation is not None:
+        scaled = jnp.where(greedy, scaled, _truncate(shards, scaled, truncation))
+    peak = shards.max(jnp.max(scaled, axis=0))
     weights = jnp.exp(scaled - peak)
-    drawn, total = _inverse_cdf(weights, _uniform(seed, position))
+    drawn, total = _inverse_cdf(shards, weights, _uniform(seed, position))
     ids = jax.lax.cond(  # an arg max over [V, B] is slow on CPUs, so only if needed
         jnp.any(greedy),
-        lambda z: jnp.where(greedy, jnp.argmax(z, axis=0).astype(jnp.int32), drawn),
+        lambda z: jnp.where(greedy, _argmax(shards, z), drawn),
         lambda z: drawn,
         logits_VB,
     )
     if forced is not None:
         ids = jnp.where(forced >= 0, forced, ids)
-    chosen = jnp.take_along_axis(scaled, ids[None], axis=0)[0]
-    return ids, chosen - peak - jnp.log(total)
+    log_probs = shards.take(scaled, ids) - peak - jnp.log(total)
+    unrestricted = truncation is None and allowed is None
+    return ids, log_probs, None if unrestricted else _packed(shards, scaled > -jnp.inf)
+
+
+def _packed(shards: _Shards, kept_VB: jax.Array) -> jax.Array:
+    """Return bits uint32 [B, ceil(V / 32)] of all devices' ids; ``kept_VB`` bool is of this device's."""
+    bits = shards.gather(_pack(kept_VB))
+    if shards.axes and len(kept_VB) % 32:  # each device's last word is padded
+        each = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
+        own = each.reshape(shards.count(), -1, bits.shape[1])[:, : len(kept_VB)]
+        bits = _pack(own.reshape(-1, bits.shape[1]))
+    return bits.T
+
+
+def _pack(kept: jax.Array) -> jax.Array:
+    """Return [N, B] as bits, uint32 [ceil(N / 32), B]."""
+    padded = jnp.pad(kept.astype(jnp.uint32), ((0, -len(kept) % 32), (0, 0))).reshape(-1, 32, kept.shape[1])
+    return jnp.sum(padded << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=1, dtype=jnp.uint32)
+
+
+def _unpacked(shards: _Shards, bits: jax.Array, vocab: int) -> jax.Array:
+    """Return bits [B, n] of 32 ids each as bool [vocab, B], of this device's ``vocab`` ids."""
+    each = (bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    own = jax.lax.dynamic_slice_in_dim(each.reshape(len(bits), -1), shards.index() * vocab, vocab, axis=1)
+    return own.T.astype(bool)
+
+
+def _softmax(shards: _Shards, scaled: jax.Array) -> jax.Array:
+    weights = jnp.exp(scaled - shards.max(jnp.max(scaled, axis=0)))
+    return weights / shards.sum(jnp.sum(weights, axis=0))
+
+
+def _argmax(shards: _Shards, x: jax.Array) -> jax.Array:
+    """Return the first of the largest, int32 [B]."""
+    largest, first = jnp.max(x, axis=0), jnp.argmax(x, axis=0).astype(jnp.int32)
+    none = jnp.iinfo(jnp.int32).max
+    return shards.min(jnp.where(largest == shards.max(largest), first + shards.index() * len(x), none))
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -76,30 +189,34 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(one)(seed, position)
 
 
-def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _inverse_cdf(shards: _Shards, weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the ids where the running sum of ``weights`` [V, B] passes ``uniform`` of its total, and totals [B]."""
     vocab, slots = weights.shape
     blocks = jnp.pad(weights, ((0, -vocab % _BLOCK), (0, 0))).reshape(-1, _BLOCK, slots)
-    block_cdf = jnp.cumsum(blocks.sum(axis=1), axis=0)  # [V / _BLOCK, B]
+    block_cdf = jnp.cumsum(shards.gather(blocks.sum(axis=1)), axis=0)  # [V / _BLOCK, B]
     total = block_cdf[-1]
     target = uniform * total
-    block = jnp.minimum(jnp.sum(block_cdf <= target, axis=0), blocks.shape[0] - 1)
+    block = jnp.minimum(jnp.sum(block_cdf <= target, axis=0), len(block_cdf) - 1)
     before = jnp.where(block > 0, jnp.take_along_axis(block_cdf, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0.0)
-    inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]  # [_BLOCK, B]
+    inside = shards.take(blocks, block)  # [_BLOCK, B]
     offset = jnp.sum(jnp.cumsum(inside, axis=0) <= target - before, axis=0)
     # Rounding may push the target past the block's own sum; the last id with any weight is then the answer.
     last = _BLOCK - 1 - jnp.argmax(inside[::-1] > 0, axis=0)
-    return (block * _BLOCK + jnp.minimum(offset, last)).astype(jnp.int32), total
+    shard, block = block // len(blocks), block % len(blocks)  # each shard's last block is padded
+    return (shard * vocab + block * _BLOCK + jnp.minimum(offset, last)).astype(jnp.int32), total
 
 
-def _truncate(scaled: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Set logits outside top-k, then outside the nucleus of the rest, to -inf."""
+def _truncate(shards: _Shards, scaled: jax.Array, truncation: Truncation) -> jax.Array:
+    """Set logits below min-p, then outside top-k, then outside the nucleus of the rest, to -inf."""
+    top_p, top_k, min_p = truncation
+    peak = shards.max(jnp.max(scaled, axis=0))
+    scaled = jnp.where(scaled >= peak + jnp.log(min_p), scaled, -jnp.inf)
     keys = _ordered(scaled)
-    k = jnp.where(top_k > 0, top_k, scaled.shape[0])
-    kth = _largest_key(keys, lambda kept: jnp.sum(kept, axis=0) >= k)
+    k = jnp.where(top_k > 0, top_k, len(scaled) * shards.count())
+    kth = _largest_key(keys, lambda kept: shards.sum(jnp.sum(kept, axis=0)) >= k)
     scaled = jnp.where(keys >= kth, scaled, -jnp.inf)
-    probs = jax.nn.softmax(scaled, axis=0)
-    nucleus = _largest_key(keys, lambda kept: jnp.sum(jnp.where(kept, probs, 0.0), axis=0) >= top_p)
+    probs = _softmax(shards, scaled)
+    nucleus = _largest_key(keys, lambda kept: shards.sum(jnp.sum(jnp.where(kept, probs, 0.0), axis=0)) >= top_p)
     # top_p = 1 keeps everything: rounding of the mass must not cut the tail.
     return jnp.where((keys >= nucleus) | (top_p >= 1), scaled, -jnp.inf)
 

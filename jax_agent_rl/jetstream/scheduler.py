@@ -25,33 +25,31 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from jax_agent_rl.errors import BackendError, PromptTooLongError
+from jax_agent_rl.chat.grammar import GrammarState
+from jax_agent_rl.errors import BackendError
+from jax_agent_rl.jetstream.admission import AdmissionPlan, Patience
 from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
-from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension, make_decode_batch
+from jax_agent_rl.jetstream.decode_batch import (
+    MAX_STOP_IDS,
+    DecodeBatch,
+    allowed_ids,
+    make_decode_batch,
+    truncation_of,
+)
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.request import RunningRequest
+from jax_agent_rl.jetstream.kv_offloading import HostCache
+from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
+from jax_agent_rl.jetstream.return_times import ReturnTimes
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
-from jax_agent_rl.types import StopReason
+from jax_agent_rl.types import RoutedExperts, StopReason, TokenOutput, join_routed
 
 NO_CACHE = KVCache(layers=())
 MAX_IMAGE_KEYS = 1 << 30  # keys are int32
-
-
-@dataclass
-class Counters:
-    """Running totals behind :class:`BackendMetrics`."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    requests_finished: int = 0
-    busy_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    weight_update_seconds: float = 0.0
-    slot_steps: int = 0
+Progress = list[tuple[RunningRequest, TokenChunk | BackendError]]
+"""New ids of requests, and why some failed."""
 
 
 @dataclass
@@ -65,6 +63,7 @@ class Scheduler:
         seed: for requests without a seed of their own.
         decode_text: ids to text, for stop strings.
         counters: running totals.
+        clock: seconds, for waits of sessions and requests.
     """
 
     engine: JaxEngine
@@ -73,9 +72,11 @@ class Scheduler:
     seed: int = 0
     decode_text: Callable[[Sequence[int]], str] | None = None
     counters: Counters = field(default_factory=Counters)
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.cache = self.engine.init_cache()
+        self.return_times = ReturnTimes(self.clock)
         self.block_manager = self._make_block_manager()
         self.running: dict[str, RunningRequest] = {}
         self._waiting: list[tuple[tuple[int, int], RunningRequest]] = []
@@ -84,10 +85,18 @@ class Scheduler:
         self._rng = np.random.default_rng(self.seed)
         self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
+        self._patience = Patience(self.clock)
 
     def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
-        return BlockManager(shapes.pages, shapes.page, shapes.context_pages)
+        self._host = HostCache(self.engine, self.cache)
+        return BlockManager(
+            shapes.pages,
+            shapes.page,
+            shapes.context_pages,
+            host_pages=self._host.count,
+            return_rate=self.return_times.rate,
+        )
 
     @property
     def waiting(self) -> int:
@@ -98,35 +107,30 @@ class Scheduler:
         """Ids of running and preempted requests."""
         return [*self.running, *(run.request.request_id for _, run in self._waiting if run.num_preempted)]
 
-    def submit(self, request: GenerateRequest, multimodal: MultimodalContext | None = None) -> RunningRequest:
+    def submit(
+        self, request: GenerateRequest, multimodal: MultimodalContext | None = None, grammar: GrammarState | None = None
+    ) -> RunningRequest:
         """Queue a request; return its handle in the results of :meth:`step` and :meth:`abort`.
 
         Args:
             request: the request.
             multimodal: its prompt with its images, if any.
+            grammar: where its output begins in its grammar, if it has one.
 
         Raises:
             PromptTooLongError: there is no room for one sampled id.
             BackendError: the id is taken, or the engine cannot serve the request.
         """
         limit, sampling = self.engine.shapes.max_model_len, request.sampling
-        name = f"request {request.request_id!r}"
-        if len(request.prompt_ids) >= limit:
-            raise PromptTooLongError(
-                f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len={limit}; "
-                "shorten the prompt or raise rollout.max_model_len"
-            )
         if request.request_id in self._known:
-            raise BackendError(f"{name} is already running; request ids must be unique")
-        if request.lora is not None and request.lora not in self.engine.adapters:
-            raise BackendError(
-                f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(self.engine.adapters)} (rollout.adapters)"
-            )
-        if sampling.stop and self.decode_text is None:
-            raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
-        vocabulary = self.engine.config.vocab_size
-        if not all(0 <= i < vocabulary for i in request.prompt_ids):
-            raise BackendError(f"{name}: prompt ids must be in [0, {vocabulary})")
+            raise BackendError(f"request {request.request_id!r} is already running; request ids must be unique")
+        check_request(
+            request,
+            max_model_len=limit,
+            vocab_size=self.engine.config.vocab_size,
+            adapters=self.engine.adapters,
+            stop_strings=self.decode_text is not None,
+        )
         run = RunningRequest(
             request,
             max_tokens=min(sampling.max_tokens, limit - len(request.prompt_ids)),
@@ -134,21 +138,26 @@ class Scheduler:
             seed=(sampling.seed if sampling.seed is not None else int(self._rng.integers(2**32))) % 2**32,
             decode_text=self.decode_text,
             multimodal=multimodal,
+            grammar=grammar,
             order=(request.priority, next(self._arrivals)),
         )
         if len(run.stop_ids) > MAX_STOP_IDS:
+            name = f"request {request.request_id!r}"
             raise BackendError(f"{name}: at most {MAX_STOP_IDS} stop ids (EOS included), got {len(run.stop_ids)}")
         self._known.add(request.request_id)
         heapq.heappush(self._waiting, (run.order, run))
+        if request.session_id is not None:
+            self.return_times.come_back(request.session_id)
         return run
 
-    def step(self, *, admit: bool = True) -> list[tuple[RunningRequest, TokenChunk]]:
+    def step(self, *, admit: bool = True) -> Progress:
         """Admit requests if ``admit``, decode once, and return the new ids of every request that got some."""
         begin = time.perf_counter()
         if admit:
             self._admit()
         self.counters.prefill_seconds += time.perf_counter() - begin
         progress = self._decode() if self.running else []
+        self._host.settle()
         self.counters.busy_seconds += time.perf_counter() - begin
         return progress
 
@@ -162,7 +171,7 @@ class Scheduler:
             self._waiting = [item for item in self._waiting if item[1] is not run]
             heapq.heapify(self._waiting)
         run.stop_reason = StopReason.ABORTED
-        return run, self._finish(run, (), ())
+        return run, self._finish(run, 0)
 
     def set_weights(self, params: EngineParams, version: int) -> None:
         """Serve new weights from the next dispatch on, and drop KV cached under the old ones."""
@@ -173,7 +182,7 @@ class Scheduler:
     def sleep(self) -> None:
         """Free device memory: drop the cache and move the weights to the host. No request may be running."""
         self._places = jax.tree.map(lambda x: x.sharding, self.params)
-        self.params = jax.tree.map(np.array, self.params)
+        self.params = self.engine.offload_params(self.params)
         self.cache = NO_CACHE
         self.block_manager.reset()
 
@@ -183,7 +192,8 @@ class Scheduler:
         self.cache = self.engine.init_cache()
 
     def metrics(self) -> BackendMetrics:
-        return BackendMetrics(**vars(self.counters), recompilations=self.engine.table.recompilations)
+        moved = {"offloaded_pages": self._host.saved, "restored_pages": self._host.restored}
+        return BackendMetrics(**vars(self.counters), **moved, recompilations=self.engine.table.recompilations)
 
     def health(self) -> Health:
         return Health(
@@ -197,30 +207,58 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        plan = AdmissionPlan(self.engine.shapes.page)
+        begin, compiling = time.perf_counter(), self.engine.table.compile_seconds
+        plan, before = AdmissionPlan(self.engine.shapes.page), self.counters.prefill_tokens
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
-            run = self._waiting[0][1]
-            context = keys = np.asarray(run.context_ids, np.int32)
-            if run.multimodal is not None:
-                run.keys = self._keys(run.multimodal)
-                keys = np.concatenate([run.keys, context[len(run.keys) :]])
-            allocation = self.block_manager.allocate(keys, run.request.session_id, run.request.lora)
-            if allocation is None:
+            admitted = self._next_admission()
+            if admitted is None:
                 break
+            self._start(plan, *admitted)
+        self.cache = plan.run(self.engine, self.params, self.cache)
+        if prefilled := self.counters.prefill_tokens - before:
+            jax.block_until_ready(self.cache)
+            compiling = self.engine.table.compile_seconds - compiling
+            self._patience.add_prefill(prefilled, time.perf_counter() - begin - compiling)
+
+    def _next_admission(self) -> tuple[RunningRequest, Allocation] | None:
+        """Take the first request that can run from the queue.
+
+        The first in the queue may be refused because the pages it needs are worth more to sessions that return soon.
+        Those whose KV is in the cache then overtake it, see :class:`Patience`.
+        """
+        first = self._waiting[0][1]
+        cost = self._patience.cost(first.order, len(first.context_ids), len(self.running))
+        if (allocation := self._allocate(first, cost)) is not None:
             heapq.heappop(self._waiting)
-            run.context = allocation.context
-            self.running[run.request.request_id] = run
-            new = context[allocation.reused : -1]
-            plan.add(allocation, new, run.multimodal, self._adapter_number(run))
-            self.block_manager.append(allocation.context, keys[allocation.reused : -1])
-            self.counters.prefill_tokens += len(new)
-            if not run.num_preempted:
-                run.cached_tokens = allocation.reused
-                self.counters.cached_tokens += allocation.reused
-        for copies, extensions in plan.stages():
-            for source, target in copies:
-                self.cache = self.engine.copy_page(self.cache, source, target)
-            self.cache = self.engine.extend(self.params, self.cache, extensions)
+            return first, allocation
+        for order, run in sorted(self._waiting)[1:] if cost else ():
+            holds_most = self.block_manager.holds_most(run.request.session_id, len(run.context_ids))
+            if order[0] == first.order[0] and holds_most and (allocation := self._allocate(run, cost)) is not None:
+                self._waiting.remove((order, run))
+                heapq.heapify(self._waiting)
+                return run, allocation
+        return None
+
+    def _allocate(self, run: RunningRequest, recompute_cost: float) -> Allocation | None:
+        if run.multimodal is not None:
+            run.keys = self._keys(run.multimodal)
+        session, adapter = run.request.session_id, run.request.lora
+        allocation = self.block_manager.allocate(run.context_keys, session, adapter, recompute_cost=recompute_cost)
+        self._host.save(self.cache, self.block_manager.saved)
+        return allocation
+
+    def _start(self, plan: AdmissionPlan, run: RunningRequest, allocation: Allocation) -> None:
+        """Plan the prefill of a request that got its pages."""
+        run.context = allocation.context
+        self.running[run.request.request_id] = run
+        new = np.asarray(run.context_ids[allocation.reused : -1], np.int32)
+        restored = self._host.read([page for page, _ in allocation.restored]) if allocation.restored else None
+        plan.add(allocation, new, run.multimodal, self._adapter_number(run), restored)
+        self.block_manager.append(allocation.context, run.context_keys[allocation.reused : -1])
+        self.counters.prefill_tokens += len(new)
+        if not run.num_preempted:
+            run.cached_tokens = allocation.reused
+            self.counters.cached_tokens += allocation.reused
 
     def _adapter_number(self, run: RunningRequest) -> int:
         return 0 if run.request.lora is None else 1 + self.engine.adapters.index(run.request.lora)
@@ -230,10 +268,12 @@ class Scheduler:
         for run in sorted(self.running.values(), key=lambda run: run.order):
             while run.context is not None and not self.block_manager.grow(run.context, min(steps, run.remaining)):
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
+        self._host.save(self.cache, self.block_manager.saved)
 
     def _preempt(self, run: RunningRequest) -> None:
         """Put a request back in the queue; its KV stays cached until evicted."""
         assert run.context is not None  # running
+        run.routed = self._read_routed(run, run.context)
         self.block_manager.free(run.context, session_ends=False)
         run.context = None
         run.num_preempted += 1
@@ -249,8 +289,9 @@ class Scheduler:
 
     # --- decoding ---------------------------------------------------------------------------------------------
 
-    def _decode(self) -> list[tuple[RunningRequest, TokenChunk]]:
-        steps = self.engine.shapes.decode_steps
+    def _decode(self) -> Progress:
+        constrained = any(run.grammar for run in self.running.values())
+        steps = 1 if constrained else self.engine.shapes.decode_steps
         self._make_room(steps)
         runs = list(self.running.values())
         slots = make_decode_batch(len(runs), self.engine.shapes.context_pages)
@@ -260,15 +301,14 @@ class Scheduler:
             slots = replace(slots, offsets=np.array([run.offset for run in runs], np.int32))
         if self.engine.adapters:
             slots = replace(slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
-        self.cache, ids, log_probs = self.engine.decode(
-            self.params, self.cache, slots, steps, self._exit_after(len(runs))
-        )
-        self.counters.slot_steps += self.engine.width(len(runs)) * int((ids >= 0).any(axis=1).sum())
-        return [
-            (run, chunk)
-            for slot, run in enumerate(runs)
-            if (chunk := self._take(run, ids[:, slot], log_probs[:, slot])) is not None
-        ]
+        slots = replace(slots, truncation=truncation_of([run.request.sampling for run in runs]))
+        if constrained:
+            grammars = [run.grammar for run in runs]
+            slots = replace(slots, allowed=allowed_ids(grammars, self.engine.config.vocab_size))
+        self.cache, sampled = self.engine.decode(self.params, self.cache, slots, steps, self._exit_after(len(runs)))
+        self.counters.slot_steps += self.engine.width(len(runs)) * int((sampled.ids >= 0).any(axis=1).sum())
+        taken = ((run, self._take(run, *sampled.of_slot(slot))) for slot, run in enumerate(runs))
+        return [(run, news) for run, news in taken if news is not None]
 
     def _exit_after(self, running: int) -> int:
         """Return how many finished slots end a dispatch early.
@@ -289,87 +329,64 @@ class Scheduler:
         slots.positions[slot] = len(run.request.prompt_ids) + len(run.token_ids) - 1
         slots.remaining[slot] = run.remaining
         slots.temperature[slot] = sampling.temperature
-        slots.top_p[slot] = sampling.top_p
-        slots.top_k[slot] = sampling.top_k
         slots.seed[slot] = run.seed
         slots.stop_ids[slot, : len(run.stop_ids)] = run.stop_ids
 
-    def _take(self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray) -> TokenChunk | None:
+    def _take(
+        self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray, kept: np.ndarray | None = None
+    ) -> TokenChunk | BackendError | None:
         """Append one slot's output to its request, which a stop string may end earlier."""
         ran = ids >= 0
         last = run.last_id
-        taken = run.accept(ids[ran], log_probs[ran], self.version)
+        taken = run.accept(ids[ran], log_probs[ran], self.version, None if kept is None else kept[ran])
         if not taken:
             return None
         assert run.context is not None  # it ran
         # The dispatch fed the last id and all but the newest of the new ones: their KV is cached now.
         self.block_manager.append(run.context, [last, *run.token_ids[-taken:-1]])
         self.counters.generated_tokens += taken
-        new_ids, new_log_probs = tuple(run.token_ids[-taken:]), tuple(run.log_probs[-taken:])
-        if run.stop_reason is not None:
-            return self._finish(run, new_ids, new_log_probs)
-        return TokenChunk(token_ids=new_ids, log_probs=new_log_probs, policy_versions=(self.version,) * taken)
+        if run.stop_reason is None:
+            return self._chunk(run, taken)
+        chunk = self._finish(run, taken)
+        if run.grammar is not None and run.grammar.error:  # the ids that end it were then the only ones allowed
+            return BackendError(f"request {run.request.request_id!r}: its grammar failed: {run.grammar.error}")
+        return chunk
 
-    def _finish(self, run: RunningRequest, new_ids: tuple[int, ...], new_log_probs: tuple[float, ...]) -> TokenChunk:
+    def _chunk(self, run: RunningRequest, new: int, final: TokenOutput | None = None) -> TokenChunk:
+        """Return the last ``new`` ids of a request."""
+        begin = len(run.token_ids) - new
+        return TokenChunk(
+            token_ids=tuple(run.token_ids[begin:]),
+            log_probs=tuple(run.log_probs[begin:]),
+            policy_versions=(self.version,) * new,
+            supports=tuple(run.supports[begin:]),
+            final=final,
+        )
+
+    def _finish(self, run: RunningRequest, new: int) -> TokenChunk:
+        """Free what the request holds, and return its last chunk, of ``new`` ids."""
         request = run.request
         if run.context is not None:
+            run.routed = self._read_routed(run, run.context)
             context = [*run.keys_to_ids(self.block_manager.ids(run.context)).tolist(), run.last_id]
             self.block_manager.free(run.context, session_ends=request.session_ends)
         else:
             context = run.context_ids
+        if request.session_id is not None:
+            ended = request.session_ends or run.stop_reason is StopReason.ABORTED
+            (self.return_times.forget if ended else self.return_times.leave)(request.session_id)
         self.running.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self.counters.requests_finished += 1
-        return TokenChunk(
-            token_ids=new_ids,
-            log_probs=new_log_probs,
-            policy_versions=(self.version,) * len(new_ids),
-            final=run.output(context),
-        )
+        return self._chunk(run, new, run.output(context))
 
-
-class AdmissionPlan:
-    """Copies and prefills of one round of admissions, in stages whose prefills run together.
-
-    Within a stage copies come first, in planned order. A page is reused or copied in a stage after the one that fills
-    it, and not written before the stage that copies from it.
-
-    Args:
-        size: positions of a page.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._stages: list[tuple[list[tuple[int, int]], list[Extension]]] = []
-        self._filled: dict[int, int] = {}  # page -> stage that writes it
-        self._read: dict[int, int] = {}  # page -> last stage that copies from it
-
-    def add(
-        self, allocation: Allocation, new: np.ndarray, multimodal: MultimodalContext | None = None, adapter: int = 0
-    ) -> None:
-        """Plan one admission: an optional copy, then a prefill.
-
-        Args:
-            allocation: the context's pages.
-            new: int32, ids after those reused.
-            multimodal: the whole context, if it has images.
-            adapter: see :class:`Extension`.
-        """
-        pages, first = allocation.pages, allocation.reused // self._size
-        source = None if allocation.copy is None else allocation.copy[0]
-        reused = pages[:first] if source is None else (*pages[:first], source)
-        stage = max((self._filled.get(page, -1) + 1 for page in reused), default=0)
-        stage = max([stage, *(self._read.get(page, 0) for page in pages[first:])])
-        if source is not None:
-            self._read[source] = max(stage, self._read.get(source, 0))
-        self._filled |= dict.fromkeys(pages[first:], stage)
-        while len(self._stages) <= stage:
-            self._stages.append(([], []))
-        copies, extensions = self._stages[stage]
-        if allocation.copy is not None:
-            copies.append(allocation.copy)
-        extensions.append(Extension(pages, allocation.reused, new, multimodal, adapter))
-
-    def stages(self) -> list[tuple[list[tuple[int, int]], list[Extension]]]:
-        """Return (source, target) copies and extensions, stage by stage."""
-        return self._stages
+    def _read_routed(self, run: RunningRequest, context: int) -> RoutedExperts | None:
+        """Return the experts of the positions that were asked for and fed; None without experts, or such positions."""
+        start = run.routed.end if run.routed else run.request.routed_experts_prompt_start
+        end, size = self.block_manager.count(context), self.block_manager.size
+        if self.engine.config.experts is None or start >= end:
+            return run.routed
+        first = start // size
+        pages = self.block_manager.pages(context)[first : -(-end // size)]
+        chosen = self.engine.read_routed(self.cache, pages)[start - first * size : end - first * size]
+        return join_routed(run.routed, RoutedExperts.of(start, chosen))

@@ -21,6 +21,8 @@ class EngineShapes:
         decode_steps: most steps of one dispatch.
         prefill_buckets: padded chunk lengths, ascending.
         patch_buckets: numbers of image patches encoded together, ascending; for vision models.
+        kv_offloading_bytes: host memory for KV of waiting sessions.
+        shortest_span: compile for shorter contexts than a quarter of the longest, too, from this one on and doubling.
     """
 
     max_model_len: int
@@ -29,6 +31,8 @@ class EngineShapes:
     decode_steps: int
     prefill_buckets: tuple[int, ...]
     patch_buckets: tuple[int, ...] = ()
+    kv_offloading_bytes: int = 0
+    shortest_span: int | None = None
 
     @property
     def page(self) -> int:
@@ -58,8 +62,13 @@ class EngineShapes:
     @property
     def span_buckets(self) -> tuple[int, ...]:
         """Context lengths compiled for: quarters of the longest of at least 64, and all, in whole pages."""
-        quarters = {round_up(-(-self.cache_length * i // 4), self.page) for i in (1, 2, 3, 4)}
-        return tuple(sorted(q for q in quarters if q >= min(64, self.cache_length)))
+        spans = {round_up(-(-self.cache_length * i // 4), self.page) for i in (1, 2, 3, 4)}
+        shorter = round_up(self.shortest_span or self.cache_length, self.page)
+        quarter = min(spans)
+        while shorter < quarter:
+            spans.add(shorter)
+            shorter *= 2
+        return tuple(sorted(span for span in spans if span >= min(64, self.cache_length)))
 
     @property
     def prefill_spans(self) -> tuple[int, ...]:

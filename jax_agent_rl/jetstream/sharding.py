@@ -4,9 +4,10 @@
 
     attention      key/value heads with their queries, over all devices     ─► o     ─► add up
     feed-forward   hidden units over ``tensor``, experts over ``expert``    ─► down  ─► add up
-    vocabulary     embeddings and head over all devices                     ─► logits gathered, sampled everywhere
+    vocabulary     embeddings and head over all devices                     ─► each samples its logits
 
-If there are fewer key/value heads than devices, they are repeated. A vision tower is replicated.
+If there are fewer key/value heads than devices, they are repeated. A vision tower is replicated. Along ``data`` there
+are engines, each on a mesh of its own (``jetstream.data_parallel``); only their weights are arrays on all of it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.config.mesh import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.mesh import MESH_AXES, Device, place_mesh
 from jax_agent_rl.models.quantized import split_weight
@@ -33,6 +37,7 @@ ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
 _FUSED_AXES = {
     "qkv": ("layers", "heads", "choices", "embed"),
     "qkv_bias": ("layers", "heads", "choices"),
+    "sinks": ("layers", "heads", "choices"),
     "gate_up": ("layers", "choices", "mlp", "embed"),
 }
 
@@ -40,10 +45,10 @@ _FUSED_AXES = {
 def make_engine_mesh(
     config: EngineMeshConfig, *, device_offset: int = 0, devices: Sequence[Device] | None = None
 ) -> Mesh:
-    """Make a mesh over a process's devices from ``device_offset`` on.
+    """Make a mesh over a process's devices from ``device_offset`` on, of all its engines.
 
     Args:
-        config: sizes of the axes.
+        config: sizes of the axes; null is 1.
         device_offset: number of the first device.
         devices: of the process, or described ones to compile for; None for this process's.
 
@@ -58,25 +63,32 @@ def make_engine_mesh(
             f"{len(devices)}; "
             f"lower {KEY} or rollout.jetstream.device_offset"
         )
-    shape = tuple(getattr(config, axis, 1) for axis in MESH_AXES)
+    shape = tuple(getattr(config, axis, 1) or 1 for axis in MESH_AXES)
     return place_mesh(shape, devices[device_offset:end], key=KEY)
 
 
+def split_mesh(mesh: Mesh) -> list[Mesh]:
+    """Return the mesh of each engine along ``data``."""
+    parts = np.split(mesh.devices, mesh.shape["data"], axis=MESH_AXES.index("data"))
+    return [Mesh(devices, MESH_AXES, axis_types=mesh.axis_types) for devices in parts]
+
+
 def engine_config(model: DecoderConfig, mesh: Mesh) -> DecoderConfig:
-    """Return the model as an engine on a mesh computes it, with enough key/value heads for all devices.
+    """Return the model as each engine of a mesh computes it, with enough key/value heads for its devices.
 
     Raises:
         ConfigError: the devices cannot share the model evenly.
     """
-    expert, devices = mesh.shape["expert"], mesh.size
+    expert = mesh.shape["expert"]
+    devices = expert * mesh.shape["tensor"]
     if expert > 1 and model.experts is None:
         raise ConfigError(f"{KEY}.expert={expert}, but a {model.family} model has no experts; set {KEY}.tensor instead")
     kv_heads = math.lcm(model.num_kv_heads, devices)
     if model.num_heads % kv_heads:
         fitting = [n for n in range(1, model.num_heads + 1) if model.num_heads % math.lcm(model.num_kv_heads, n) == 0]
         raise ConfigError(
-            f"{KEY} takes {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} key/value "
-            f"heads can be shared evenly by {fitting} devices only"
+            f"{KEY} gives an engine {devices} devices, but {model.num_heads} query heads with {model.num_kv_heads} "
+            f"key/value heads can be shared evenly by {fitting} devices only"
         )
     learner_shardings(model, mesh)  # the other dimensions
     return replace(model, num_kv_heads=kv_heads)
@@ -111,6 +123,8 @@ def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of keys, values and their scales, [N, K, …]."""
-    return NamedSharding(mesh, PartitionSpec(None, DEVICES))
+def cache_sharding(model: DecoderConfig, mesh: Mesh) -> Any:
+    """Return a cache's shardings: keys, values and their scales [N, K, …] by head; chosen experts are replicated."""
+    places: Any = KVCache  # a tree of shardings in place of arrays
+    routed = None if model.experts is None else replicated(mesh)
+    return places(layers=NamedSharding(mesh, PartitionSpec(None, DEVICES)), routed=routed)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, PrintLine, ignore_line
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
@@ -50,7 +50,6 @@ class ImageReader:
     def __init__(self, vision_processor: VisionProcessor | None, *, max_patches: int) -> None:
         self._vision_processor = vision_processor
         self._max_patches = max_patches
-        self._reading: dict[str, asyncio.Event] = {}
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -66,17 +65,7 @@ class ImageReader:
         """
         if not any(request.multi_modal.values()):
             return None
-        done = self._reading[request.request_id] = asyncio.Event()
-        try:
-            return await asyncio.to_thread(self._read, request)
-        finally:
-            del self._reading[request.request_id]
-            done.set()
-
-    async def wait(self, request_id: str) -> None:
-        """Wait until a request's images are no longer being read."""
-        if done := self._reading.get(request_id):
-            await done.wait()
+        return await asyncio.to_thread(self._read, request)
 
     def _read(self, request: GenerateRequest) -> MultimodalContext:
         name = f"request {request.request_id!r}"
@@ -110,7 +99,9 @@ class VisionEngine(JaxEngine):
         assert config.vision is not None  # the backend checks
         self._vision = config.vision
         self._encoded: dict[bytes, tuple[jax.Array, int]] = {}  # digest: features [N, D], index of the first
-        self._blank = functools.cache(lambda rows, size: jnp.zeros((rows, size, config.hidden_size), self._dtype))
+        self._blank = functools.cache(
+            lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self._dtype)
+        )
 
     @property
     def patch_buckets(self) -> tuple[int, ...]:
@@ -136,7 +127,7 @@ class VisionEngine(JaxEngine):
 
     def decode(
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
-    ) -> tuple[KVCache, np.ndarray, np.ndarray]:
+    ) -> tuple[KVCache, Sampled]:
         """Decode as :meth:`JaxEngine.decode` does; slots without offsets hold no images."""
         if slots.offsets is None:
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))

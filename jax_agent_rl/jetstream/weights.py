@@ -40,6 +40,17 @@ WEIGHT_PAYLOADS = FILES | {"arrays"}
 Devices = tuple[Device, ...]
 
 
+def weight_dtype(dtype: str, quantize: str | None, external_engine: object | None) -> str:
+    """Return ``Capabilities.weight_dtype`` of an engine.
+
+    Args:
+        dtype: of its weights and activations.
+        quantize: 8-bit type of its matrices, which are rounded from what is sent.
+        external_engine: what makes an engine that converts weights itself.
+    """
+    return dtype if quantize is None and external_engine is None else "float32"
+
+
 class ServedWeights:
     """Shapes and types of the parameters an engine serves.
 
@@ -107,12 +118,12 @@ def _difference(old: Any, new: Any) -> str:
 
 
 class WeightLoader:
-    """Loads parameters into one engine.
+    """Loads parameters into one engine, or into several that differ along ``data`` alone.
 
     Args:
         model: the model.
         config: the model with the engine's key/value heads.
-        mesh: the engine's.
+        mesh: of the engine, or of all.
         dtype: of its weights.
         quantize: of its layers' matrices, see ``jetstream.forward.engine_params``.
         call: runs a program, as ``ProgramTable.call``.
@@ -184,23 +195,30 @@ def staging_mesh(engine: Mesh, devices: Devices) -> Mesh:
 def transfer(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Copy an array to other devices, cutting each shard from one that contains it; replicas are read in turn.
 
-    ``jax.device_put`` would gather differently sharded arrays on the host.
+    A device that holds what it needs copies nothing. ``jax.device_put`` would gather differently sharded arrays on the
+    host.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return place(x, sharding)
-    held = [(shard_bounds(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    held = [(shard_bounds(shard.index, x.shape), shard.device, shard.data) for shard in x.addressable_shards]
     parts = []
     for number, (device, wanted) in enumerate(local_bounds(sharding, x.shape).items()):
         sources = [
-            (bounds, data)
-            for bounds, data in held
+            (bounds, owner, data)
+            for bounds, owner, data in held
             if all(b[0] <= w[0] and w[1] <= b[1] for w, b in zip(wanted, bounds, strict=True))
         ]
-        bounds, data = sources[number % len(sources)]
+        own = next((source for source in sources if source[1] == device), None)
+        bounds, _, data = own or sources[number % len(sources)]
         if wanted != bounds:
             data = data[tuple(slice(w[0] - b[0], w[1] - b[0]) for w, b in zip(wanted, bounds, strict=True))]
         parts.append(jax.device_put(data, device))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def to_host(params: EngineParams) -> EngineParams:
+    """Copy weights to NumPy arrays."""
+    return jax.tree.map(np.array, params)
 
 
 def _devices(x: jax.Array) -> Devices:

@@ -29,7 +29,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking, RowImages
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.learner.prefixes import Prefixes
+from jax_agent_rl.learner.routed_experts import pack_routed
+from jax_agent_rl.learner.support_packing import RowSupports, row_supports
+from jax_agent_rl.types import Support, Trajectory
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
 
@@ -65,6 +68,8 @@ class Batch:
             weight 0 is not trained on.
         places: for each trajectory given to :func:`pack`, where its sequences lie.
         images: of the rows; None for a text model.
+        routed_experts: int16 [R, T, L, k], experts of nodes by the engine's choice, -1 where unknown; None without any.
+        supports: of the targets; None if no draw was restricted.
     """
 
     token_ids: np.ndarray
@@ -79,6 +84,8 @@ class Batch:
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
     places: tuple[tuple[Place, ...], ...]
     images: RowImages | None = None
+    routed_experts: np.ndarray | None = None
+    supports: RowSupports | None = None
 
     @property
     def num_rows(self) -> int:
@@ -109,13 +116,17 @@ class Batch:
     def micro_batches(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
         """Yield slices of exactly ``rows`` rows as arrays by name (terms: ``term_<name>``); the last is padded."""
         arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
+        if self.routed_experts is not None:
+            arrays["routed_experts"] = self.routed_experts
         for begin in range(0, self.num_rows, rows):
             part = {name: value[begin : begin + rows] for name, value in arrays.items()}
             missing = rows - len(part["token_ids"])
             if missing:
                 empty = _empty_rows(missing, self.token_ids.shape[1])
-                nothing = np.zeros((missing, self.term_target.shape[1]), np.float32)
-                part = {name: np.concatenate([value, empty.get(name, nothing)]) for name, value in part.items()}
+                nothing = {name: np.zeros((missing, *value.shape[1:]), value.dtype) for name, value in part.items()}
+                part = {name: np.concatenate([value, (nothing | empty)[name]]) for name, value in part.items()}
+            if self.supports:
+                part |= self.supports.micro_batch(begin, rows, self.target_id.shape[1])
             yield part | (self.images.micro_batch(begin, rows) if self.images else {})
 
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
@@ -157,6 +168,7 @@ def pack(
     pack_length: int,
     share_prefixes: bool = True,
     image_packing: ImagePacking | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Batch, Sharing]:
     """Pack sequences into rows: each goes where it shares the longest prefix, else into the first row with room.
 
@@ -165,9 +177,11 @@ def pack(
         pack_length: tokens of a row.
         share_prefixes: compute common prefixes once.
         image_packing: how rows hold images; None for a text model.
+        vocab_size: of the model; None if no draw was restricted.
 
     Raises:
-        ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches.
+        ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches; or
+            there are supports, and no ``vocab_size``.
     """
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     for sequence in sequences:
@@ -179,13 +193,17 @@ def pack(
             )
     packer = ImagePacker(image_packing, sequences) if image_packing else None
     ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, share_prefixes, packer)
+    # Terms of one node may have other supports: as many targets as terms then have to fit a row.
+    room = pack_length * (1 if any(s.restricted for s in sequences) else TERMS_PER_TOKEN)
+    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)
     places: dict[int, Place] = {}
-    paths = []
+    paths, supports = [], []
     for index, row in enumerate(rows):
         paths.append(_fill_nodes(arrays, index, row))
-        places |= _fill_terms(arrays, index, row, paths[-1], sequences)
+        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences)
+        places |= placed
+        supports.append(of_targets)
     images = None
     if packer:
         members = [[member.which for member in row] for row in rows]
@@ -194,7 +212,12 @@ def pack(
     nodes = sum(member.new for row in rows for member in row)
     in_order = (places[which] for which in range(len(sequences)))
     of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
-    batch = Batch(**arrays, terms={}, places=of_trajectories, images=images)
+    located = [
+        (index, m.which, path) for index, row in enumerate(rows) for m, path in zip(row, paths[index], strict=True)
+    ]
+    routed = pack_routed(sequences, located, arrays["token_ids"].shape)
+    kept = row_supports(supports, vocab_size)
+    batch = Batch(**arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept)
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
@@ -220,42 +243,21 @@ class _Member:
         return len(self.ids) - self.common
 
 
-class _Prefixes:
-    """Lengths of common prefixes between any trajectory and all others.
-
-    In lexicographic order, the common prefix of two sequences is the shortest among those of the neighbours between
-    them, so one running minimum to each side answers for all.
-    """
-
-    def __init__(self, ids: Sequence[np.ndarray]) -> None:
-        keys = [sequence.astype(">i4").tobytes() for sequence in ids]
-        self._order = np.asarray(sorted(range(len(ids)), key=keys.__getitem__), np.int64)
-        self._place = np.argsort(self._order)
-        pairs = zip(self._order[:-1], self._order[1:], strict=True)
-        self._neighbours = np.asarray([_common(ids[a], ids[b]) for a, b in pairs], np.int64)
-
-    def of(self, which: int) -> np.ndarray:
-        """int64 [N]: with every trajectory; the entry of ``which`` itself means nothing."""
-        place = self._place[which]
-        common = np.zeros(len(self._order), np.int64)
-        common[self._order[place + 1 :]] = np.minimum.accumulate(self._neighbours[place:])
-        common[self._order[:place][::-1]] = np.minimum.accumulate(self._neighbours[:place][::-1])
-        return common
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    shorter = min(len(a), len(b))
-    differ = a[:shorter] != b[:shorter]
-    first = int(differ.argmax()) if shorter else 0
-    return first if shorter and differ[first] else shorter
-
-
 def _assign(
-    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, share: bool, packer: ImagePacker | None
+    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, room: int, share: bool, packer: ImagePacker | None
 ) -> list[list[_Member]]:
-    """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals."""
+    """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals.
+
+    Args:
+        ids: of each sequence.
+        terms: of each sequence.
+        length: nodes of a row.
+        room: terms of a row.
+        share: share prefixes.
+        packer: of images, if any.
+    """
     count = len(ids)
-    prefixes = _Prefixes(ids) if share else None
+    prefixes = Prefixes(ids) if share else None
     rows: list[list[_Member]] = []
     row_of = np.zeros(count, np.int64)
     nodes, row_terms = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -264,7 +266,7 @@ def _assign(
         shared = np.zeros(len(rows), np.int64)
         np.maximum.at(shared, row_of[:which], common)
         has_room = nodes[: len(rows)] + len(sequence) - shared <= length
-        has_room &= row_terms[: len(rows)] + terms[which] <= length * TERMS_PER_TOKEN
+        has_room &= row_terms[: len(rows)] + terms[which] <= room
         if packer:
             has_room &= packer.has_room(which, len(rows))
         if has_room.any():
@@ -353,16 +355,22 @@ def _fill_terms(
     row: Sequence[_Member],
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
-) -> dict[int, Place]:
-    """Write the terms of one row, member by member, and the targets in order of first use."""
+) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
+    """Write the terms of one row, member by member, and the targets in order of first use; also return their supports.
+
+    Terms of one node that were drawn from different supports have a target each.
+    """
     places: dict[int, Place] = {}
     nodes, parents, numbers = [], [], []
+    supports: list[Support | None] = []
     count = 0
     for number, (member, path) in enumerate(zip(row, paths, strict=True)):
         sequence = sequences[member.which]
         at = np.flatnonzero(sequence.loss_mask) + len(sequence.prompt_ids)
         nodes.append(path[at])
         parents.append(path[at - 1])
+        drawn_from = sequence.supports
+        supports += [drawn_from[i] for i in at - len(sequence.prompt_ids)]
         numbers.append(np.full(len(at), number))
         places[member.which] = Place(
             row=index,
@@ -371,13 +379,16 @@ def _fill_terms(
         )
         count += len(at)
     node, parent = np.concatenate(nodes), np.concatenate(parents)
-    first, target = _first_seen(node)
+    distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
+    first, target = _first_seen(
+        node + arrays["token_ids"].shape[1] * np.array([distinct[s] for s in supports], np.int64)
+    )
     arrays["target_parent"][index, : len(first)] = parent[first]
     arrays["target_id"][index, : len(first)] = arrays["token_ids"][index, node[first]]
     arrays["target_valid"][index, : len(first)] = True
     arrays["term_target"][index, :count] = target
     arrays["term_sequence"][index, :count] = np.concatenate(numbers)
-    return places
+    return places, tuple(supports[i] for i in first)
 
 
 def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

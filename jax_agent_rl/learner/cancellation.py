@@ -39,13 +39,13 @@ class StepCancellation:
 
     @contextlib.contextmanager
     def revocable(self) -> Iterator[None]:
-        """Guard all updates of a step whose state before is kept.
+        """Guard all updates of a step whose state before is kept; inside another one, a part of them.
 
         Raises:
             StepCancelled: the step was cancelled meanwhile; the caller of :meth:`cancel` relies on that state.
         """
         with self._lock:
-            self._revocable = not self._cancelled
+            outer, self._revocable = self._revocable, not self._cancelled
         try:
             yield
         except BaseException:
@@ -53,7 +53,7 @@ class StepCancellation:
                 self._cancelled = True
             raise
         with self._lock:
-            self._revocable = False
+            self._revocable = outer
         self.check()
 
     def check(self) -> None:

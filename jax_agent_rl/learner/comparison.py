@@ -115,8 +115,9 @@ def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: It
 def _turn_selection(turn: Turn, since: int) -> list[bool]:
     versions = turn.output.policy_versions
     first = versions[0] if versions else -1
-    same = np.cumprod([version == first >= since for version in versions]).astype(bool).tolist()
-    return same + [False] * (len(turn.appended_ids) * turn.learn_appended)
+    same = np.cumprod([version == first >= since for version in versions]).astype(bool)
+    sampled = same[np.asarray(turn.output.loss_mask, bool)].tolist()
+    return sampled + [False] * (len(turn.appended_ids) * turn.learn_appended)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
-from jax_agent_rl.learner.scored_batch import scored_batch
+from jax_agent_rl.learner.scored_batch import scored_batch, segment_lengths
 from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
@@ -48,6 +49,7 @@ class Experience:
 
     Attributes:
         active: bool, tokens to train on.
+        segments: how many tokens each of its sequences has, not per token.
         terms: by the name under which the losses read them.
         value_terms: the same for the critic; empty without one.
         kl: mean distance to the reference, nats per token; NaN without one.
@@ -55,6 +57,7 @@ class Experience:
     """
 
     active: list[np.ndarray]
+    segments: list[list[int]]
     terms: dict[str, PerTerm]
     value_terms: dict[str, PerTerm]
     kl: float
@@ -138,7 +141,8 @@ def build_experience(
         old_values = [values[:-1] for values in scores.values]
         value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
     kl = float(np.mean([d.mean() for d in distances])) if distances else float("nan")
-    return Experience(active=active, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
+    segments = [segment_lengths(t) for t in samples.trajectories]
+    return Experience(active=active, segments=segments, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
 
 
 def score_contexts(groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]) -> PerTerm:
@@ -174,7 +178,7 @@ def mini_batch_terms(
 ) -> tuple[dict[str, PerTerm], dict[str, PerTerm]]:
     """Return the terms of the policy's and the critic's batch of one optimizer update, over some trajectories."""
     active = experience.active[members]
-    weights = term_weights(config.loss_agg_mode, active, config.loss_scale_factor)
+    weights = _weights(config, active, experience.segments[members])
     policy = {name: values[members] for name, values in experience.terms.items()} | {"weight": weights}
     if "ref_logprob" in policy:
         policy["kl_weight"] = [kl_coef * weight for weight in weights]
@@ -182,6 +186,15 @@ def mini_batch_terms(
     if critic:
         critic["weight"] = term_weights("token-mean", active)
     return policy, critic
+
+
+def _weights(config: AlgorithmConfig, active: PerTerm, segments: Sequence[Sequence[int]]) -> PerTerm:
+    """Return the weights of one update's terms, with trajectories or their segments as the sequences of the loss."""
+    if config.segment_weight == "session":
+        return term_weights(config.loss_agg_mode, active, config.loss_scale_factor)
+    cuts = (np.split(mask, np.cumsum(lengths)[:-1]) for mask, lengths in zip(active, segments, strict=True))
+    weights = iter(term_weights(config.loss_agg_mode, list(itertools.chain(*cuts)), config.loss_scale_factor))
+    return [np.concatenate(list(itertools.islice(weights, len(lengths)))) for lengths in segments]
 
 
 def _distances(old: PerTerm | None, ref: PerTerm | None, config: AlgorithmConfig) -> PerTerm:

@@ -16,7 +16,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.utils import tempdirs
-from jax_agent_rl.utils.weight_checks import LogprobProbe, file_digest
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, LogprobProbe, file_digest
 
 GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
@@ -55,10 +55,15 @@ class WeightFiles:
         """Of the newest version's files, by name."""
         self._logprobs = jax.jit(_logprobs, static_argnums=0)
 
-    def write(self, params: Params, version: int) -> list[str]:
+    def write(self, params: Params, version: int, *, dtype: str = AS_THEY_ARE) -> list[str]:
         """Write all parameters, remove the files of the version before, and return the paths.
 
         A file appears under its name when it is whole.
+
+        Args:
+            params: the parameters; the probe is computed with them as they are.
+            version: their policy version.
+            dtype: what they are rounded to.
 
         Raises:
             WeightUpdateError: they could not be written.
@@ -67,7 +72,7 @@ class WeightFiles:
         self.digests = {}
         metadata = {"format": "pt", "policy_version": str(version), **self.probe(params).to_metadata()}
         paths = []
-        for number, tensors in enumerate(self._shards(params)):
+        for number, tensors in enumerate(self._shards(params, dtype)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
             begun = path.with_suffix(".begun")
             try:
@@ -98,10 +103,10 @@ class WeightFiles:
         for file in self._folder.iterdir():
             file.unlink()
 
-    def _shards(self, params: Params) -> Iterator[dict[str, np.ndarray]]:
+    def _shards(self, params: Params, dtype: str) -> Iterator[dict[str, np.ndarray]]:
         shard: dict[str, np.ndarray] = {}
         size = 0
-        for name, tensor in hf_tensors(self._config, params):
+        for name, tensor in hf_tensors(self._config, params, dtype=dtype):
             if shard and size + tensor.nbytes > self._shard_bytes:
                 yield shard
                 shard, size = {}, 0

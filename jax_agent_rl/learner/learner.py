@@ -18,6 +18,7 @@ Micro-batches have a fixed shape, so another number of trajectories compiles not
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
@@ -49,6 +50,7 @@ from jax_agent_rl.learner.optimized_params import HostState, LearnerState, Optim
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.learner.routed_experts import replay_metrics
 from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Weights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -146,6 +148,25 @@ class Learner:
         """The policy's current parameters on device, adapters merged; valid until the next :meth:`update`."""
         return self._merge(*self._policy.weights)
 
+    @property
+    def trained(self) -> Params:
+        """The trained parameters alone, e.g. adapters; valid until the next :meth:`update`."""
+        return self._policy.state.params
+
+    def merged(self, trained: Params) -> Params:
+        """Return what :attr:`params` would be with these trained parameters."""
+        return self._merge(trained, self._policy.frozen)
+
+    def twin(self) -> Learner:
+        """Return a learner with a copy of the trained parameters and a new optimizer, and the same frozen ones.
+
+        It runs the same programs. A learner with a critic has no twin.
+        """
+        assert self._critic is None
+        twin = copy.copy(self)
+        twin._policy = OptimizedParams(self.trained, frozen=self._policy.frozen, programs=self._programs.policy)
+        return twin
+
     def params_before(self) -> Params | None:
         """Return :attr:`params` before the last optimizer update, to rounding; None if there was none."""
         rate = float(np.asarray(self._rate(max(self._steps - 1 - self._warmup_steps, 0))))
@@ -157,13 +178,13 @@ class Learner:
         batch = self._scorer.pack_one([t for g in groups for t in g.trajectories])
         return self._scorer.logprobs(self._policy.weights, batch)
 
-    def store(self, folder: str) -> str:
-        """Write :attr:`params` to a version's folder (``models.stored``) and return the digest of its manifest.
+    def store(self, folder: str, dtype: str) -> str:
+        """Write :attr:`params`, in this dtype, to a version's folder; return its manifest's digest (``models.stored``).
 
         Raises:
             OSError: they cannot be written.
         """
-        stored.write_part(folder, self.params, part=0)
+        stored.write_part(folder, self.params, part=0, dtype=dtype)
         return stored.publish(folder, parts=1)
 
     @property
@@ -203,6 +224,8 @@ class Learner:
         skipped = not all(record.finite for record in (*policy, *critic))
         self._control_kl(experience, skipped)
         metrics = step_metrics(policy, critic, [m.sharing for m in minis], seconds=time.perf_counter() - begin)
+        if self._programs.model.experts is not None:
+            metrics |= replay_metrics([mini.batch for mini in minis])
         return UpdateResult(
             metrics=metrics | experience.metrics | self._kl_metrics(experience),
             skipped=skipped,

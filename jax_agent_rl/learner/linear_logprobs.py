@@ -6,6 +6,8 @@ cache. The idea is that of Wijmans et al. 2024, "Cut Your Losses in Large-Vocabu
 
 On a CPU, memory is cheaper than a product: there the backward pass may find the logits of the first chunks kept.
 
+Tokens of restricted draws (top-k, a grammar) are normalized over the ids that were left to them, given as bits.
+
 Shapes: C chunks of N tokens, D hidden, V vocabulary, B vocabulary ids of a block, n blocks.
 """
 
@@ -17,8 +19,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-NEGATIVE = -1e30  # the score of an id that only pads the vocabulary
-BLOCK = 2048  # ids of a block: its logits for a chunk stay in a CPU core's cache, and fill an accelerator's units
+NEGATIVE = -1e30  # the score of an id that only pads the vocabulary, or that a draw excluded
+BLOCK = 2048  # ids of a block and shard: its logits for a chunk stay in a CPU core's cache, and fill an accelerator
 
 Arrays = tuple[jax.Array, jax.Array]
 
@@ -32,6 +34,7 @@ def linear_logprobs(
     temperature: float,
     vocab_shards: int = 1,
     kept_chunks: int = 0,
+    support: jax.Array | None = None,
 ) -> Arrays:
     """Log-prob of each token and entropy of its distribution, ``softmax(hidden @ head.T / temperature)``.
 
@@ -45,11 +48,12 @@ def linear_logprobs(
         temperature: divides the logits.
         vocab_shards: parts the head's V axis is split into over devices; each then has its part of every block.
         kept_chunks: how many of the first chunks keep their N V logits for the backward pass.
+        support: uint32 [C, N, ceil(V / 32)], a bit for each id of the distribution; None: all ids.
 
     Returns:
         float32 [C, N] twice; values where ``valid`` is false mean nothing.
     """
-    return _forward(hidden, head, ids, valid, temperature, vocab_shards, kept_chunks)[0]
+    return _forward(hidden, head, ids, valid, temperature, vocab_shards, kept_chunks, support)[0]
 
 
 def _forward(
@@ -60,57 +64,71 @@ def _forward(
     temperature: float,
     vocab_shards: int,
     kept_chunks: int,
+    support: jax.Array | None,
 ) -> tuple[Arrays, tuple]:
     blocks = _blocks(head, vocab_shards)
     nothing = jnp.zeros(ids.shape[1], jnp.float32)
 
-    def statistics(hidden: jax.Array, ids: jax.Array, *, keep: bool) -> tuple[tuple, jax.Array | None]:
+    def statistics(
+        hidden: jax.Array, ids: jax.Array, support: jax.Array | None, *, keep: bool
+    ) -> tuple[tuple, jax.Array | None]:
         """Log-prob, entropy and normalizer of a chunk [N], and its logits [n, N, B] if they are kept."""
 
         def one(carry: tuple, block: Arrays) -> tuple[tuple, jax.Array | None]:
-            peak, total, weighted = carry
-            scores = _scores(hidden, block, len(head), temperature)
-            higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
+            peak, total, weighted = carry  # of each shard, [N, shards]: devices exchange them once, at the end
+            scores = _scores(hidden, block, len(head), temperature, support)
+            own = scores.reshape(len(scores), vocab_shards, -1)
+            higher = jnp.maximum(peak, jnp.max(own, axis=-1))
             shrink = jnp.exp(peak - higher)
-            terms = jnp.exp(scores - higher[:, None])
+            terms = jnp.exp(own - higher[..., None])
             total = total * shrink + jnp.sum(terms, axis=-1)
-            weighted = weighted * shrink + jnp.sum(terms * scores, axis=-1)
+            weighted = weighted * shrink + jnp.sum(terms * own, axis=-1)
             return (higher, total, weighted), scores if keep else None
 
-        start = (jnp.full_like(nothing, NEGATIVE), nothing, nothing)
-        (peak, total, weighted), scores = jax.lax.scan(one, start, blocks)
-        normalizer = peak + jnp.log(total)
+        zeros = jnp.zeros((len(hidden), vocab_shards), jnp.float32)
+        (peak, total, weighted), scores = jax.lax.scan(one, (zeros + NEGATIVE, zeros, zeros), blocks)
+        highest = jnp.max(peak, axis=1)
+        shrink = jnp.exp(peak - highest[:, None])
+        total, weighted = (jnp.sum(x * shrink, axis=1) for x in (total, weighted))
+        normalizer = highest + jnp.log(total)
         chosen = jnp.einsum("nd,nd->n", hidden, head[ids], preferred_element_type=jnp.float32) / temperature
         return (chosen - normalizer, normalizer - weighted / total, normalizer), scores
 
-    def chunk(part: tuple[jax.Array, jax.Array, jax.Array], *, keep: bool) -> tuple[tuple, jax.Array | None]:
-        hidden, ids, valid = part
+    def chunk(
+        part: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None], *, keep: bool
+    ) -> tuple[tuple, jax.Array | None]:
+        hidden, ids, valid, support = part
         empty = jnp.zeros((len(blocks[1]), len(ids), blocks[1].shape[1]), jnp.float32) if keep else None
         run = functools.partial(statistics, keep=keep)
-        return jax.lax.cond(jnp.any(valid), run, lambda *_: ((nothing, nothing, nothing), empty), hidden, ids)
+        return jax.lax.cond(jnp.any(valid), run, lambda *_: ((nothing, nothing, nothing), empty), hidden, ids, support)
 
-    (logprob, entropy, normalizer), kept = _over_chunks(chunk, (hidden, ids, valid), kept_chunks)
-    return (logprob, entropy), (hidden, head, ids, valid, entropy, normalizer, kept)
+    (logprob, entropy, normalizer), kept = _over_chunks(chunk, (hidden, ids, valid, support), kept_chunks)
+    return (logprob, entropy), (hidden, head, ids, valid, support, entropy, normalizer, kept)
 
 
 def _backward(
     temperature: float, vocab_shards: int, kept_chunks: int, saved: tuple, cotangents: Arrays
-) -> tuple[jax.Array, jax.Array, None, None]:
-    hidden, head, ids, valid, entropy, normalizer, kept = saved
+) -> tuple[jax.Array, jax.Array, None, None, None]:
+    hidden, head, ids, valid, support, entropy, normalizer, kept = saved
     blocks = _blocks(head, vocab_shards)
     # d log p(id) / d score = [this id] - p and d H / d score = -p (log p + H). The part of the id itself comes first.
     d_chosen = jnp.where(valid, cotangents[0], 0.0)[..., None] / temperature
     d_hidden = d_chosen * head[ids]
 
     def add_normalizer(
-        hidden: jax.Array, statistics: jax.Array, scores: jax.Array | None, d_blocks: jax.Array
+        hidden: jax.Array,
+        statistics: jax.Array,
+        scores: jax.Array | None,
+        support: jax.Array | None,
+        d_blocks: jax.Array,
     ) -> Arrays:
         """Add a chunk's part to d head [n, B, D]; also return d hidden [N, D]. ``statistics`` [4, N]."""
         d_logprob, d_entropy, entropy, normalizer = statistics[..., None]
 
         def one(d_hidden: jax.Array, part: tuple[Arrays, jax.Array | None, jax.Array]) -> Arrays:
             block, scores, d_block = part
-            logs = (_scores(hidden, block, len(head), temperature) if scores is None else scores) - normalizer
+            logs = _scores(hidden, block, len(head), temperature, support) if scores is None else scores
+            logs = logs - normalizer
             d_scores = jnp.exp(logs) * (d_logprob + d_entropy * (logs + entropy)) / -temperature
             d_scores = d_scores.astype(hidden.dtype)
             d_hidden = d_hidden + jnp.einsum("nb,bd->nd", d_scores, block[0], preferred_element_type=jnp.float32)
@@ -119,20 +137,22 @@ def _backward(
 
         return jax.lax.scan(one, jnp.zeros(hidden.shape, jnp.float32), (blocks, scores, d_blocks))
 
-    def chunk(d_blocks: jax.Array, part: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Arrays:
-        hidden, valid, statistics, scores = part
-        skip = lambda hidden, _, __, d_blocks: (jnp.zeros(hidden.shape, jnp.float32), d_blocks)  # noqa: E731
-        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), add_normalizer, skip, hidden, statistics, scores, d_blocks)
+    def chunk(d_blocks: jax.Array, part: tuple) -> Arrays:
+        hidden, valid, *others = part
+        skip = lambda hidden, *others: (jnp.zeros(hidden.shape, jnp.float32), others[-1])  # noqa: E731
+        d_hidden, d_blocks = jax.lax.cond(jnp.any(valid), add_normalizer, skip, hidden, *others, d_blocks)
         return d_blocks, d_hidden
 
     statistics = jnp.stack([*cotangents, entropy, normalizer], axis=1)  # [C, 4, N]
     d_blocks, parts = jnp.zeros(blocks[0].shape, jnp.float32), []
     for which, scores in ((slice(kept_chunks), kept), (slice(kept_chunks, None), None)):
         if len(hidden[which]):
-            d_blocks, part = jax.lax.scan(chunk, d_blocks, (hidden[which], valid[which], statistics[which], scores))
+            own = support if support is None else support[which]
+            some = (hidden[which], valid[which], statistics[which], scores, own)
+            d_blocks, part = jax.lax.scan(chunk, d_blocks, some)
             parts.append(part)
     d_head = _unblock(d_blocks, vocab_shards)[: len(head)].at[ids].add(d_chosen * hidden)
-    return (d_hidden + jnp.concatenate(parts)).astype(hidden.dtype), d_head.astype(head.dtype), None, None
+    return (d_hidden + jnp.concatenate(parts)).astype(hidden.dtype), d_head.astype(head.dtype), None, None, None
 
 
 linear_logprobs.defvjp(_forward, _backward)
@@ -142,7 +162,7 @@ def _over_chunks(chunk: Callable[..., tuple], parts: tuple, kept_chunks: int) ->
     """Map ``chunk`` over the parts' chunks; return all results stacked, and the kept logits of the first."""
     results, kept = [], None
     for which, keep in ((slice(kept_chunks), True), (slice(kept_chunks, None), False)):
-        some = tuple(x[which] for x in parts)
+        some = jax.tree.map(lambda x: x[which], parts)  # noqa: B023
         if len(some[0]):
             result, logits = jax.lax.map(functools.partial(chunk, keep=keep), some)
             results.append(result)
@@ -152,7 +172,7 @@ def _over_chunks(chunk: Callable[..., tuple], parts: tuple, kept_chunks: int) ->
 
 def _blocks(head: jax.Array, shards: int) -> Arrays:
     """Return the head [n, B, D], zero-padded, and the ids of its rows [n, B]. A block takes from every shard."""
-    count = -(-len(head) // BLOCK)
+    count = -(-len(head) // (BLOCK * shards))
     padded = jnp.pad(head, ((0, -len(head) % (count * shards)), (0, 0)))
     ids = jnp.arange(len(padded), dtype=jnp.int32)
 
@@ -168,8 +188,14 @@ def _unblock(blocks: jax.Array, shards: int) -> jax.Array:
     return blocks.reshape(count, shards, -1, hidden).swapaxes(0, 1).reshape(-1, hidden)
 
 
-def _scores(hidden: jax.Array, block: Arrays, vocab_size: int, temperature: float) -> jax.Array:
-    """Scaled logits float32 [N, B] of a block of the vocabulary."""
+def _scores(
+    hidden: jax.Array, block: Arrays, vocab_size: int, temperature: float, support: jax.Array | None
+) -> jax.Array:
+    """Return the scaled logits float32 [N, B] of a block of the vocabulary; of a support's bits [N, V / 32], if any."""
     weight, ids = block
     scores = jnp.einsum("nd,bd->nb", hidden, weight, preferred_element_type=jnp.float32) / temperature
-    return jnp.where(ids < vocab_size, scores, NEGATIVE)
+    kept = ids < vocab_size
+    if support is not None:
+        words = jnp.take(support, ids >> 5, axis=1, mode="clip")
+        kept &= (words >> (ids & 31).astype(jnp.uint32)) & 1 == 1
+    return jnp.where(kept, scores, NEGATIVE)

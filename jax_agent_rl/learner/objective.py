@@ -20,7 +20,9 @@ from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import load_balancing_loss
 
-TARGETS_PER_CHUNK = 256  # of a row
+TARGETS_PER_CHUNK = {"cpu": 256, "accelerator": 2048}
+"""Targets of a row whose logits are computed together. Each chunk reads and writes the head's whole gradient, which
+accelerators take longer for than for the products of a small chunk; on a CPU a chunk stays in the cache."""
 KEPT_LOGITS = 2**30  # bytes that a micro-batch may keep on a CPU
 
 
@@ -35,6 +37,7 @@ class ObjectiveConfig:
         on_policy: the old log-probs are this very pass's (one update per rollout batch).
         bypass: the old log-probs are the rollout's.
         kept_logits: bytes of logits that a micro-batch keeps for its backward pass; what is beyond is recomputed.
+        targets_per_chunk: targets of a row whose logits are computed together.
         kl_estimator: of the KL term in the loss; None without one.
         router_aux_loss_coef: of the load-balancing loss of a mixture of experts.
     """
@@ -46,6 +49,7 @@ class ObjectiveConfig:
     mesh: Mesh | None = None
     bypass: bool = False
     kept_logits: int = 0
+    targets_per_chunk: int = TARGETS_PER_CHUNK["cpu"]
     entropy_coeff: float = 0.0
     kl_estimator: str | None = None
     router_aux_loss_coef: float = 0.0
@@ -71,7 +75,7 @@ def objective_config(
         mesh: of parameters and batch; None on one device.
         scored: old log-probs come from elsewhere.
         on_cpu: the objective runs on a CPU. There arithmetic is dear and memory is not, so that more is kept for the
-            backward pass: logits, and with remat ``dots`` what attention made.
+            backward pass: logits, and with remat ``dots`` what attention made. Logits are computed in smaller chunks.
     """
     correction, kl = algorithm.rollout_correction, algorithm.kl
     needs_old = (
@@ -96,6 +100,7 @@ def objective_config(
         remat="dots_and_attention" if on_cpu and config.remat == "dots" else config.remat,
         mesh=mesh,
         kept_logits=KEPT_LOGITS if on_cpu and mesh is None else 0,
+        targets_per_chunk=TARGETS_PER_CHUNK["cpu" if on_cpu else "accelerator"],
         entropy_coeff=algorithm.entropy_coeff,
         kl_estimator=kl.estimator if kl.where == "loss" else None,
         router_aux_loss_coef=config.router_aux_loss_coef,
@@ -108,7 +113,7 @@ def routed(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[j
     images = encode_images(model, batch, **where)
     copies = batch["copies"] if objective.router_aux_loss_coef else None
     rows = (batch["token_ids"], batch["positions"], batch["subtree_end"])
-    return model(*rows, copies=copies, images=images, **where)
+    return model(*rows, copies=copies, routed_experts=batch.get("routed_experts"), images=images, **where)
 
 
 def router_loads(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> jax.Array:
@@ -130,7 +135,7 @@ def _at_targets(
     mesh = objective.mesh
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
     rows, count, _ = at_parents.shape
-    chunk = min(TARGETS_PER_CHUNK, count)
+    chunk = min(objective.targets_per_chunk, count)
     chunk += -chunk % (1 if mesh is None else mesh.shape["context"])
     padding = -count % chunk
 
@@ -145,7 +150,8 @@ def _at_targets(
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
     vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
     kept = min(len(ids), objective.kept_logits // (4 * ids.shape[1] * len(head)))
-    scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards, kept)
+    support = chunks(batch["target_support"]) if "target_support" in batch else None
+    scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards, kept, support)
     logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
     return logprob, entropy
 

@@ -62,6 +62,7 @@ class UpdatePrograms:
         accumulate: parameters, frozen ones, gradients (donated) and a micro-batch to gradients and statistics.
         apply: a state (donated), gradients and the number of finished training steps to the next state, the
             gradients' norm, whether that was finite, and the learning rate.
+        compiled_apply: ``apply`` once compiled.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class UpdatePrograms:
             donate_argnums=(0,),
             out_shardings=(self.places, everywhere, everywhere, everywhere),
         )
+        self.compiled_apply: jax.stages.Compiled | None = None
 
 
 class OptimizedParams:
@@ -117,7 +119,6 @@ class OptimizedParams:
         self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
         self.frozen = frozen
         self._programs = programs
-        self._compiled_apply: jax.stages.Compiled | None = None
 
     @property
     def weights(self) -> tuple[Params, Params]:
@@ -129,7 +130,7 @@ class OptimizedParams:
         """Distinct programs compiled so far."""
         called = (self._programs.zeros, self._programs.accumulate)
         sizes = (f._cache_size() for f in called)  # pyright: ignore[reportAttributeAccessIssue]  # not in jit's type
-        return sum(sizes) + (self._compiled_apply is not None)
+        return sum(sizes) + (self._programs.compiled_apply is not None)
 
     def gradients(
         self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
@@ -156,11 +157,12 @@ class OptimizedParams:
             StepCancelled: the state's buffers are intact.
         """
         arguments = (gradients, place(np.int32(step), self._programs.everywhere))
-        if self._compiled_apply is None:  # before the lock is taken, which must never wait for a compiler
-            self._compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
+        apply = self._programs.compiled_apply
+        if apply is None:  # before the lock is taken, which must never wait for a compiler
+            apply = self._programs.compiled_apply = self._programs.apply.lower(self.state, *arguments).compile()
         cancellation = cancellation or StepCancellation()
         with cancellation.update():
-            self.state, norm, finite, rate = self._compiled_apply(self.state, *arguments)
+            self.state, norm, finite, rate = apply(self.state, *arguments)
             if not finite:
                 cancellation.unchanged()
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))

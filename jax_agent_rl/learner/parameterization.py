@@ -30,6 +30,7 @@ from jax_agent_rl.learner.critic import Critic, critic_shapes
 from jax_agent_rl.learner.optimized_params import View
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.lora import LoRA, quantize
 from jax_agent_rl.models.sharding import adapter_shardings, parameter_shardings, place
 
@@ -50,7 +51,7 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
     """Return the names of the adapted weights in the parameter tree.
 
     Raises:
-        ConfigError: a target this model does not have.
+        ConfigError: a target this model does not have, or stores in one matrix with others.
     """
     names = [target.removesuffix("_proj") for target in lora.targets]
     there = model.parameter_shapes()["layers"]
@@ -59,6 +60,11 @@ def target_names(lora: LoraConfig, model: DecoderConfig) -> list[str]:
         raise ConfigError(
             f"learner.lora.targets: a {model.family} model of this kind has no {', '.join(missing)} "
             "(experts are not adapted); name others"
+        )
+    if packed := [f"{name}_proj" for name in names if name in FAMILIES[model.family].packed]:
+        raise ConfigError(
+            f"learner.lora.targets: a {model.family} model stores {', '.join(packed)} in one matrix, for which PEFT "
+            "has one adapter; name others"
         )
     return names
 

@@ -1,7 +1,8 @@
 """The trajectories of a step as the advantage estimators see them. Shapes: N trajectories, L ids of a response.
 
 The response of a trajectory with segments is that of all its sequences, one after another: it is estimated as a whole,
-in one piece or in many.
+in one piece or in many. What depends on time (returns, discounts, first turns) follows the order in which its turns
+were sampled, which is another where sub-agents answered between two turns of their caller.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jax_agent_rl.trajectory_graph import timeline
 from jax_agent_rl.types import Group, ToolCallRecord, Trajectory, Turn
 
 PerToken = list[np.ndarray]
@@ -23,10 +25,11 @@ class ScoredBatch:
 
     Attributes:
         trajectories: in order of their groups.
-        groups: int [N], number of each trajectory's group.
+        groups: int [N], number of each trajectory's group and role: whose rewards compare.
         masks: bool [L] each, ``loss_mask``: what was sampled, and observations that are trained on.
         rewards: token rewards; a turn's stand at its last sampled token, the final one at the last of all.
         greedy: float64 [N], reward of the greedy rollout of the same prompt (ReMax); NaN where there is none.
+        baselines: float64 [N], reward to expect of the same role (RAE); 0 where nothing is known.
         values: float64 [L + 1] each, the critic's value of the state before every id and after the last; or None.
     """
 
@@ -35,6 +38,7 @@ class ScoredBatch:
     masks: list[np.ndarray]
     rewards: PerToken
     greedy: np.ndarray
+    baselines: np.ndarray
     values: list[np.ndarray] | None = None
 
     @property
@@ -44,8 +48,16 @@ class ScoredBatch:
 
     @property
     def members(self) -> list[np.ndarray]:
-        """For each group the indices of its trajectories."""
+        """For each group and role the indices of its trajectories."""
         return [np.flatnonzero(self.groups == g) for g in range(int(self.groups.max(initial=-1)) + 1)]
+
+    @property
+    def orders(self) -> list[np.ndarray]:
+        """For each trajectory the places of its response in the order of time, int64 [L]."""
+        return [
+            np.concatenate([np.arange(at, at + len(t.output.token_ids) + len(t.appended_ids)) for at, t in turns])
+            for turns in map(timeline, self.trajectories)
+        ]
 
     def broadcast(self, per_trajectory: np.ndarray) -> PerToken:
         """Spread one number per trajectory over all its sampled tokens."""
@@ -66,15 +78,18 @@ def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
         own = turn_rewards(trajectory, turn_reward)
         own[-1] += trajectory.reward
         rewards.append(np.zeros(len(mask)))
-        np.add.at(rewards[-1], turn_ends(trajectory), own)
+        rewards[-1][[at + len(turn.output.token_ids) - 1 for at, turn in timeline(trajectory)]] = own
     counts = [len(g.trajectories) for g in groups]
-    baselines = [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups]
+    greedy = [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups]
+    parts = [(number, t.role) for number, group in enumerate(groups) for t in group.trajectories]
+    numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
     return ScoredBatch(
         trajectories=trajectories,
-        groups=np.repeat(np.arange(len(groups)), counts),
+        groups=np.array([numbers[part] for part in parts], np.intp),
         masks=masks,
         rewards=rewards,
-        greedy=np.repeat(np.asarray(baselines, np.float64), counts),
+        greedy=np.repeat(np.asarray(greedy, np.float64), counts),
+        baselines=np.array([g.baselines.get(t.role or "", 0.0) for g in groups for t in g.trajectories], np.float64),
     )
 
 
@@ -84,45 +99,46 @@ def mini_batches(groups: Sequence[Group], num_minibatches: int) -> list[list[Gro
     return [[groups[i] for i in part] for part in parts]
 
 
-def trained_lengths(groups: Sequence[Group], num_minibatches: int, *, masked: Collection[str]) -> list[list[int]]:
-    """Count, for each optimizer update, the trained tokens of each of its trajectories.
+def trained_lengths(
+    groups: Sequence[Group], num_minibatches: int, *, masked: Collection[str], segment_weight: str
+) -> list[list[int]]:
+    """Count, for each optimizer update, the trained tokens of each of its sequences.
 
     Args:
         groups: of the step.
         num_minibatches: optimizer updates of an epoch.
         masked: ids of trajectories that have none.
+        segment_weight: ``algorithm.segment_weight``, what a sequence is.
     """
     return [
         [
-            sum(sum(s.loss_mask) for s in t.sequences)
+            length
             for group in part
             for t in group.trajectories
             if t.trajectory_id not in masked
+            for lengths in (segment_lengths(t),)
+            for length in ([sum(lengths)] if segment_weight == "session" else lengths)
         ]
         for part in mini_batches(groups, num_minibatches)
     ]
 
 
+def segment_lengths(trajectory: Trajectory) -> list[int]:
+    """Count the trained tokens of each sequence of a trajectory."""
+    return [sum(sequence.loss_mask) for sequence in trajectory.sequences]
+
+
 def all_turns(trajectory: Trajectory) -> list[Turn]:
-    """Return the turns of all sequences of a trajectory."""
-    return [turn for sequence in trajectory.sequences for turn in sequence.turns]
+    """Return the turns of all sequences of a trajectory in the order of time."""
+    return [turn for _, turn in timeline(trajectory)]
 
 
 def turn_spans(trajectory: Trajectory) -> list[slice]:
     """Return each turn's span in the response: sampled ids, and appended ones if they are trained on."""
-    spans, at = [], 0
-    for turn in all_turns(trajectory):
-        appended = len(turn.appended_ids)
-        end = at + len(turn.output.token_ids)
-        spans.append(slice(at, end + appended * turn.learn_appended))
-        at = end + appended
-    return spans
-
-
-def turn_ends(trajectory: Trajectory) -> list[int]:
-    """Return the position of each turn's last sampled id in the response."""
-    lengths = [len(turn.output.token_ids) for turn in all_turns(trajectory)]
-    return [span.start + length - 1 for span, length in zip(turn_spans(trajectory), lengths, strict=True)]
+    return [
+        slice(at, at + len(turn.output.token_ids) + len(turn.appended_ids) * turn.learn_appended)
+        for at, turn in timeline(trajectory)
+    ]
 
 
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:

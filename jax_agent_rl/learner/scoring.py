@@ -50,7 +50,11 @@ class Scorer:
         self.rows = config.micro_batch_size * row_shards(self._mesh)
         """Rows of a micro-batch."""
         self._pack_rows = functools.partial(
-            pack, pack_length=config.pack_length, share_prefixes=config.share_prefixes, image_packing=images
+            pack,
+            pack_length=config.pack_length,
+            share_prefixes=config.share_prefixes,
+            image_packing=images,
+            vocab_size=programs.model.vocab_size,
         )
 
     def pack(self, groups: Sequence[Group]) -> list[MiniBatch]:

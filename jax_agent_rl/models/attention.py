@@ -32,25 +32,32 @@ SAVED = "attention"
 
 
 def sharded_tree_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, mesh: Mesh | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tree_mask: TreeMask,
+    mesh: Mesh | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Run :func:`tree_attention` on a mesh that splits rows, heads and, over ``context``, tokens."""
     if mesh is None:
-        return tree_attention(q, k, v, tree_mask)
+        return tree_attention(q, k, v, tree_mask, sinks)
 
-    def shard(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> jax.Array:
+    def shard(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None) -> jax.Array:
         if mesh.shape["context"] == 1:
-            return tree_attention(q, k, v, tree_mask)
+            return tree_attention(q, k, v, tree_mask, sinks)
         keys, values = (jax.lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
         offset = jax.lax.axis_index("context") * q.shape[2]
-        return tree_attention(q, keys, values, tree_mask._replace(offset=offset))
+        return tree_attention(q, keys, values, tree_mask._replace(offset=offset), sinks)
 
     copies = _head_copies(q.shape[1], k.shape[1], mesh.shape["tensor"])
     k, v = (jnp.repeat(x, copies or 1, axis=1) for x in (k, v))
-    split, whole = PartitionSpec(ROWS, "tensor" if copies else None, "context"), PartitionSpec(ROWS)
+    heads = "tensor" if copies else None
+    split, whole = PartitionSpec(ROWS, heads, "context"), PartitionSpec(ROWS)
     mask_specs = jax.tree.map(lambda x: whole if x.ndim else PartitionSpec(), tree_mask)
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(split, split, split, mask_specs), out_specs=split, check_vma=False)
-    return run(q, k, v, tree_mask)
+    specs = (split, split, split, mask_specs, PartitionSpec(heads))
+    run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+    return run(q, k, v, tree_mask, sinks)
 
 
 def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
@@ -60,7 +67,9 @@ def _head_copies(heads: int, kv_heads: int, shards: int) -> int:
 
 
 @jax.custom_vjp
-def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> jax.Array:
+def tree_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None = None
+) -> jax.Array:
     """Compute dot-product attention over token trees.
 
     Args:
@@ -69,16 +78,35 @@ def tree_attention(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask
         k: [B, K, T, h].
         v: [B, K, T, h].
         tree_mask: of the B rows.
+        sinks: [H], a further score of each head's softmax; None for none.
 
     Returns:
         [B, H, Q, h].
     """
-    return _forward(q, k, v, tree_mask)[0]
+    return _forward(q, k, v, tree_mask, sinks)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Return the output, and the log of each softmax's normalizer, float32 [B, H, Q]."""
-    return by_platform(q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks)
+    output, normalizer = by_platform(q, k, v, tree_mask, tpu=tree_kernel.forward, default=_forward_by_blocks)
+    return (output, normalizer) if sinks is None else add_sinks(output, normalizer, sinks)
+
+
+def add_sinks(output: jax.Array, normalizer: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Add sinks to finished softmaxes.
+
+    Args:
+        output: [B, H, Q, h].
+        normalizer: the log of each softmax's, float32 [B, H, Q].
+        sinks: [H].
+
+    Returns:
+        Both as if the sinks had been among the scores.
+    """
+    total = jnp.logaddexp(normalizer, sinks[:, None].astype(jnp.float32))
+    return (output * jnp.exp(normalizer - total)[..., None]).astype(output.dtype), total
 
 
 def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, jax.Array]:
@@ -95,16 +123,25 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: Tree
     return jnp.concatenate(outputs, axis=2), jnp.concatenate(normalizers, axis=2)[..., 0]
 
 
-def _save(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask) -> tuple[jax.Array, tuple]:
-    arrays = (q, k, v, *_forward(q, k, v, tree_mask))
+def _save(
+    q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
+) -> tuple[jax.Array, tuple]:
+    arrays = (q, k, v, *_forward(q, k, v, tree_mask, sinks))
     q, k, v, output, normalizer = (checkpoint_name(x, SAVED) for x in arrays)
-    return output, (q, k, v, tree_mask, output, normalizer)
+    return output, ((q, k, v, tree_mask, output, normalizer), sinks)
 
 
-def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(saved: tuple, d_output: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    saved, sinks = saved
+    # With the sinks in output and normalizer, weights and gradients of the other scores are right as they are.
     gradients = by_platform(*saved, d_output, tpu=tree_kernel.backward, default=_backward_by_blocks)
     d_q, d_k, d_v = gradients
-    return d_q, d_k, d_v, None
+    if sinks is None:
+        return d_q, d_k, d_v, None, None
+    output, normalizer = saved[-2:]
+    mean = jnp.sum(d_output * output, axis=-1, dtype=jnp.float32)
+    weights = jnp.exp(sinks[:, None].astype(jnp.float32) - normalizer)
+    return d_q, d_k, d_v, None, -jnp.sum(weights * mean, axis=(0, 2)).astype(sinks.dtype)
 
 
 def _backward_by_blocks(

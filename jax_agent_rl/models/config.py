@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +27,54 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): long wavelengths stretched, short ones kept, scores sharpened.
+
+    Attributes:
+        factor: by which long wavelengths are stretched.
+        original_max_position_embeddings: of the training before.
+        beta_fast: turns within these positions from which on a frequency is kept.
+        beta_slow: turns up to which it is divided by ``factor``.
+        attention_factor: multiplies rotated queries and keys; None for the paper's ``0.1 ln(factor) + 1``.
+        truncate: round the ends of the ramp between them to whole frequencies.
+    """
+
+    factor: float
+    original_max_position_embeddings: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cos and sin."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """Dynamic NTK: the base grows with the length of the context (Peng et al. 2023, arXiv 2309.00071, section 3.3).
+
+    Here it is that of the longest context at every length, as in vLLM: a key in a cache could not be rotated again when
+    the context grows. transformers has the same frequencies for contexts of up to ``trained_positions``, if
+    ``positions`` is equal, and of exactly ``positions``.
+
+    Attributes:
+        factor: of the growth.
+        trained_positions: positions the model was trained for.
+        positions: of the longest context.
+    """
+
+    factor: float
+    trained_positions: int
+    positions: int
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding.
 
@@ -34,11 +83,18 @@ class Rope:
         scaling: for long contexts.
         sections: number of frequencies for time, row and column of a token (M-RoPE: Wang et al. 2024, Qwen2-VL, arXiv
             2409.12191, section 2.1); None if all use its position.
+        partial_rotary: fraction of a head that rotates, its first numbers.
+        interleaved: neighbouring numbers rotate as a pair, instead of one of each half.
+        interleaved_sections: frequencies of the sections take turns, as long as row and column have any left, instead
+            of following each other (Bai et al. 2025, Qwen3-VL, arXiv 2511.21631, section 2).
     """
 
     theta: float = 10000.0
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: Scaling | None = None
     sections: tuple[int, int, int] | None = None
+    partial_rotary: float = 1.0
+    interleaved: bool = False
+    interleaved_sections: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +106,19 @@ class Experts:
         per_token: experts per token.
         intermediate_size: F of one expert.
         normalize: scale the chosen experts' probabilities to sum to 1.
+        bias: the router and the experts' matrices have one.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     normalize: bool
+    bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower of Qwen2.5-VL, which encodes image patches as features among the decoder's embeddings.
+    """The vision tower of a Qwen-VL, which encodes image patches as features among the decoder's embeddings.
 
     Attributes:
         num_layers: Hugging Face's ``depth``.
@@ -68,9 +126,15 @@ class VisionConfig:
         patch_size: pixels of a patch's side.
         temporal_patch_size: frames of a video in one patch; an image is repeated for all.
         merge_size: patches of a square's side that become one feature.
-        window_size: pixels of the side of a window; most layers attend within windows.
+        window_size: pixels of the side of a window; most layers attend within windows. None: all attend within frames.
         full_attention_layers: those that attend within a whole image, or group of frames.
-        tokens_per_second: rotary time steps per second of video.
+        tokens_per_second: rotary time steps per second of video; None if only images are read.
+        layer_norm: norms subtract the mean and have a bias, instead of RMS norms.
+        gated: layers have a gated network, instead of one of two matrices.
+        patch_bias: the embedding of patches has a bias.
+        position_grid: side of the square of learned positions, interpolated to each image; None for none.
+        deepstack_layers: after which further features are taken, that are added after the decoder's first layers (Meng
+            et al. 2024, DeepStack, arXiv 2406.04334).
         image_token_id: placeholder, one for each feature of an image.
         video_token_id: the same for videos.
         vision_start_token_id: before an item's placeholders in chat templates.
@@ -86,9 +150,14 @@ class VisionConfig:
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    window_size: int = 112
+    window_size: int | None = 112
     full_attention_layers: tuple[int, ...] = ()
-    tokens_per_second: int = 2
+    tokens_per_second: int | None = 2
+    layer_norm: bool = False
+    gated: bool = True
+    patch_bias: bool = False
+    position_grid: int | None = None
+    deepstack_layers: tuple[int, ...] = ()
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
@@ -105,7 +174,13 @@ class VisionConfig:
     @property
     def placeholders(self) -> dict[str, int]:
         """Placeholder ids by kind of item."""
-        return {"image": self.image_token_id, "video": self.video_token_id}
+        video = {} if self.tokens_per_second is None else {"video": self.video_token_id}
+        return {"image": self.image_token_id, **video}
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of a feature: for the embedding, and for each of the decoder's first layers."""
+        return self.out_size * (1 + len(self.deepstack_layers))
 
     @property
     def patch_dim(self) -> int:
@@ -114,18 +189,18 @@ class VisionConfig:
 
     @property
     def window_side(self) -> int:
-        """Features of a window's side."""
-        return self.window_size // (self.patch_size * self.merge_size)
+        """Features of a window's side; more than an image's without windows."""
+        return 1 << 20 if self.window_size is None else self.window_size // (self.patch_size * self.merge_size)
 
     @property
     def window_patches(self) -> int:
-        """Most patches of a window; numbers of patches are padded to multiples of it."""
-        return (self.window_side * self.merge_size) ** 2
+        """Most patches of a window, or 64 without windows; numbers of patches are padded to multiples of it."""
+        return 64 if self.window_size is None else (self.window_side * self.merge_size) ** 2
 
     def parameter_shapes(self) -> Params:
         """Return shapes as :meth:`DecoderConfig.parameter_shapes` does."""
         d, merged = self.hidden_size, self.hidden_size * self.merge_size**2
-        return {
+        shapes: Params = {
             "patch_embed": (d, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size),
             "layers": {name: (self.num_layers, *shape) for name, shape in self.layer_shapes().items()},
             "merger_norm": (d,),
@@ -134,12 +209,27 @@ class VisionConfig:
             "merger_out": (self.out_size, merged),
             "merger_out_bias": (self.out_size,),
         }
+        if self.patch_bias:
+            shapes["patch_embed_bias"] = (d,)
+        if self.layer_norm:
+            shapes["merger_norm_bias"] = (d,)
+        if self.position_grid is not None:
+            shapes["positions"] = (self.position_grid**2, d)
+        if count := len(self.deepstack_layers):
+            shapes |= {"deepstack_norm": (count, merged), "deepstack_norm_bias": (count, merged)}
+            shapes |= {"deepstack_in": (count, merged, merged), "deepstack_in_bias": (count, merged)}
+            shapes |= {"deepstack_out": (count, self.out_size, merged), "deepstack_out_bias": (count, self.out_size)}
+        return shapes
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter of one layer."""
         d, f = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {"qkv": (3 * d, d), "qkv_bias": (3 * d,), "o": (d, d), "o_bias": (d,)}
-        shapes |= {"gate": (f, d), "up": (f, d), "down": (d, f), "gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+        shapes |= {"up": (f, d), "down": (d, f), "up_bias": (f,), "down_bias": (d,)}
+        if self.gated:
+            shapes |= {"gate": (f, d), "gate_bias": (f,)}
+        if self.layer_norm:
+            shapes |= {"input_norm_bias": (d,), "post_attention_norm_bias": (d,)}
         return shapes | {"input_norm": (d,), "post_attention_norm": (d,)}
 
 
@@ -151,15 +241,18 @@ class DecoderConfig:
         family: Hugging Face's ``model_type``.
         rope: of full-attention layers.
         qkv_bias: q, k and v have a bias.
+        o_bias: o has one.
+        attention_sinks: each head's softmax has one more score, a parameter, whose weight goes to no value (Xiao et
+            al. 2023, arXiv 2309.17453; a learned one as in gpt-oss).
         qk_norm: q and k have an RMS norm per head.
         norm_offset: the norms multiply by ``offset + weight`` (Gemma stores weights around 0).
         sandwich_norms: outputs of attention and feed-forward are normed, too, before they are added.
-        activation: of the gate.
+        activation: of the gate, see ``models.layers.ACTIVATIONS``.
         embed_scale: embeddings are multiplied by it.
         attention_scale: of scores; None means 1/sqrt(head_dim).
         sliding_window: positions a windowed layer looks back, itself included.
         windowed_layers: which layers have that window (and ``local_rope``); empty means none.
-        local_rope: of windowed layers.
+        local_rope: of windowed layers; None for ``rope``.
         experts: None means a dense feed-forward network.
         vision: the vision tower; None for text models.
     """
@@ -179,10 +272,12 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = (2,)
     bos_token_id: int | None = 1
     qkv_bias: bool = False
+    o_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: bool = False
     norm_offset: float = 0.0
     sandwich_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     embed_scale: float = 1.0
     attention_scale: float | None = None
     sliding_window: int | None = None
@@ -199,6 +294,11 @@ class DecoderConfig:
     def is_windowed(self, layer: int) -> bool:
         """Return whether a layer attends to ``sliding_window`` positions only."""
         return bool(self.windowed_layers) and self.windowed_layers[layer]
+
+    @property
+    def attention_kinds(self) -> tuple[bool, ...]:
+        """Whether layers are windowed: one value, or both, False first."""
+        return tuple(sorted(set(self.windowed_layers))) or (False,)
 
     def parameter_shapes(self) -> Params:
         """Return the shape of every parameter, nested as the parameter tree; layers are stacked, [L, ...]."""
@@ -220,6 +320,10 @@ class DecoderConfig:
         shapes: dict[str, tuple[int, ...]] = {"q": (query, d), "k": (key, d), "v": (key, d), "o": (d, query)}
         if self.qkv_bias:
             shapes |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
+        if self.o_bias:
+            shapes["o_bias"] = (d,)
+        if self.attention_sinks:
+            shapes["sinks"] = (self.num_heads,)
         if self.qk_norm:
             shapes |= {"q_norm": (h,), "k_norm": (h,)}
         if self.experts is None:
@@ -228,6 +332,9 @@ class DecoderConfig:
         else:
             e, f = self.experts.count, self.experts.intermediate_size
             shapes |= {"router": (e, d), "expert_gate": (e, f, d), "expert_up": (e, f, d), "expert_down": (e, d, f)}
+            if self.experts.bias:
+                shapes |= {"router_bias": (e,), "expert_gate_bias": (e, f), "expert_up_bias": (e, f)}
+                shapes["expert_down_bias"] = (e, d)
         shapes |= {"input_norm": (d,), "post_attention_norm": (d,)}
         if self.sandwich_norms:
             shapes |= {"pre_feedforward_norm": (d,), "post_feedforward_norm": (d,)}

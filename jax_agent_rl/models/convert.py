@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.hf import LAYER, TOP, load_hf, save_hf
+from jax_agent_rl.models.hf import HEAD, LAYER, TOP, load_hf, save_hf
 
 _LAYER_NAMES = {
     "attn_q": LAYER["q"],
@@ -29,7 +29,7 @@ _LAYER_NAMES = {
     "attn_norm": LAYER["input_norm"],
     "ffn_norm": LAYER["post_attention_norm"],
 }
-_TOP_NAMES = {"token_embd": TOP["embed"], "output_norm": TOP["final_norm"], "output": TOP["lm_head"]}
+_TOP_NAMES = {"token_embd": f"model.{TOP['embed']}", "output_norm": f"model.{TOP['final_norm']}", "output": HEAD}
 _CONTROL_TOKEN = 3
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.models import moe
 from jax_agent_rl.models.attention import sharded_tree_attention
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
     ACTIVATIONS,
     REMAT_POLICIES,
     Module,
+    deepstack_features,
     embed,
     mrope_tables,
     place_features,
@@ -36,8 +38,8 @@ from jax_agent_rl.models.tree_mask import TreeMask
 from jax_agent_rl.models.vision.layout import ImageInputs
 from jax_agent_rl.models.vision.tower import VisionTower
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""From queries [B, H, T, h], keys and values [B, K, T, h] to their mixture [B, H, T, h]."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""From queries [B, H, T, h], keys and values [B, K, T, h] and sinks [H] to their mixture [B, H, T, h]."""
 
 
 class DecoderLayer(Module):
@@ -49,7 +51,7 @@ class DecoderLayer(Module):
     config: DecoderConfig
     q_norm: nnx.Param
     k_norm: nnx.Param
-    router: nnx.Param
+    sinks: nnx.Param
     input_norm: nnx.Param
     post_attention_norm: nnx.Param
     pre_feedforward_norm: nnx.Param
@@ -67,17 +69,19 @@ class DecoderLayer(Module):
         *,
         adapters: Mapping[str, LoRA] | None = None,
         copies: jax.Array | None = None,
+        routed: jax.Array | None = None,
         mesh: Mesh | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Apply the layer.
 
         Args:
             x: [B, T, D].
-            cos: [B, T, h/2], as ``sin``.
+            cos: [B, T, r/2] if r of a head's numbers rotate, as ``sin``.
             sin: of the rotary angles.
             attend: mixes values; queries are scaled.
             adapters: of this layer, by name of the matrix.
             copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
+            routed: [B, T, k], experts to take (``moe.route``); None chooses all.
             mesh: splits rows, tokens and experts; None on one device.
 
         Returns:
@@ -97,8 +101,8 @@ class DecoderLayer(Module):
             inputs = rms_norm(config, x, self.post_attention_norm[...])
         load = None
         if copies is not None and config.experts is not None:
-            load = moe.router_load(config.experts, self.router[...], inputs, copies)
-        out = self._feed_forward(inputs, linear, mesh)
+            load = moe.router_load(config.experts, self._experts(), inputs, copies, routed)
+        out = self._feed_forward(inputs, linear, mesh, routed)
         return x + (rms_norm(config, out, self.post_feedforward_norm[...]) if config.sandwich_norms else out), load
 
     def _attention(
@@ -115,18 +119,25 @@ class DecoderLayer(Module):
         q, k = heads("q"), heads("k")
         if config.qk_norm:
             q, k = rms_norm(config, q, self.q_norm[...]), rms_norm(config, k, self.k_norm[...])
-        q = rotate(q, cos, sin) * config.score_scale
-        mixed = attend(q, rotate(k, cos, sin), heads("v"))
+        q = rotate(config.rope, q, cos, sin) * config.score_scale
+        sinks = self.sinks[...] if config.attention_sinks else None
+        mixed = attend(q, rotate(config.rope, k, cos, sin), heads("v"), sinks)
         return linear("o", mixed.transpose(0, 2, 1, 3).reshape(rows, count, -1))
 
-    def _feed_forward(self, x: jax.Array, linear: Callable[..., jax.Array], mesh: Mesh | None) -> jax.Array:
+    def _feed_forward(
+        self, x: jax.Array, linear: Callable[..., jax.Array], mesh: Mesh | None, routed: jax.Array | None
+    ) -> jax.Array:
         experts, activation = self.config.experts, ACTIVATIONS[self.config.activation]
         if experts is None:
-            return linear("down", activation(linear("gate", x)) * linear("up", x))
-        weights = {name: getattr(self, name)[...] for name in moe.WEIGHTS}
+            return linear("down", activation(linear("gate", x), linear("up", x)))
         if mesh is not None:
-            return moe.sharded_mixture_of_experts(experts, weights, x, activation, mesh)
-        return moe.mixture_of_experts(experts, weights, x.reshape(-1, x.shape[-1]), activation).reshape(x.shape)
+            return moe.sharded_mixture_of_experts(experts, self._experts(), x, activation, mesh, routed)
+        flat, routed = x.reshape(-1, x.shape[-1]), None if routed is None else routed.reshape(-1, experts.per_token)
+        return moe.mixture_of_experts(experts, self._experts(), flat, activation, routed)[0].reshape(x.shape)
+
+    def _experts(self) -> Params:
+        """Return the parameters of router and experts."""
+        return {name: getattr(self, name)[...] for name in moe.WEIGHTS if name in self.config.layer_shapes()}
 
 
 class Decoder(Module):
@@ -157,6 +168,7 @@ class Decoder(Module):
         subtree_end: jax.Array | None = None,
         *,
         copies: jax.Array | None = None,
+        routed_experts: jax.Array | None = None,
         images: ImageInputs | None = None,
         remat: str = "none",
         mesh: Mesh | None = None,
@@ -169,6 +181,7 @@ class Decoder(Module):
             subtree_end: int32 [B, T], index one past the last descendant. Token i attends to j iff
                 ``j <= i < subtree_end[j]``: its ancestors and itself. None: T everywhere, plain causal rows.
             copies: int32 [B, T], how often each token counts in the load of the experts; None computes none.
+            routed_experts: [B, T, L, k], experts to take; a token of -1 chooses its own, as all do with None.
             images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
             remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products;
                 ``dots_and_attention``, all but them and attention; ``full``, each layer.
@@ -183,21 +196,30 @@ class Decoder(Module):
         if subtree_end is None:
             subtree_end = jnp.full(token_ids.shape, count, jnp.int32)
         views = _views(config, positions, subtree_end, images)  # computed once, for all layers
+        deep = 0 if config.vision is None else len(config.vision.deepstack_layers)
         graphdef, state = nnx.split((self.layers, self.adapters))
 
-        def body(x: jax.Array, scanned: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-            state, view = scanned
+        def body(x: jax.Array, scanned: tuple[Any, ...]) -> tuple[jax.Array, jax.Array | None]:
+            state, view, number, routed = scanned
             layer, adapters = nnx.merge(graphdef, state)
             cos, sin, tree_mask = views[0] if len(views) == 1 else jax.tree.map(lambda *x: jnp.stack(x)[view], *views)
-            attend = functools.partial(sharded_tree_attention, tree_mask=tree_mask, mesh=mesh)
-            return layer(x, cos, sin, attend, adapters=adapters, copies=copies, mesh=mesh)
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+                return sharded_tree_attention(q, k, v, tree_mask, mesh, sinks)
+
+            x, load = layer(x, cos, sin, attend, adapters=adapters, copies=copies, routed=routed, mesh=mesh)
+            if deep and images is not None:
+                more = functools.partial(deepstack_features, images, size=config.hidden_size)
+                x = jax.lax.cond(number < deep, lambda: x + more(number).astype(x.dtype), lambda: x)
+            return x, load
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
-        which = jnp.array([config.is_windowed(i) for i in range(config.num_layers)], jnp.int32)
+        kinds = [config.attention_kinds.index(config.is_windowed(i)) for i in range(config.num_layers)]
         x = embed(config, self.embed[...], token_ids)
         x = constrain(x if images is None else place_features(x, images), mesh, ROWS, "context", None)
-        x, loads = jax.lax.scan(body, x, (state, which))
+        routed = None if routed_experts is None else jnp.moveaxis(routed_experts, 2, 0)
+        x, loads = jax.lax.scan(body, x, (state, jnp.array(kinds, jnp.int32), jnp.arange(config.num_layers), routed))
         return rms_norm(config, x, self.final_norm[...]), None if loads is None else jnp.sum(loads, axis=0)
 
     @property
@@ -213,16 +235,15 @@ class Decoder(Module):
 def _views(
     config: DecoderConfig, positions: jax.Array, subtree_end: jax.Array, images: ImageInputs | None
 ) -> list[tuple[jax.Array, jax.Array, TreeMask]]:
-    """Return rotary tables [B, T, h/2] and mask of full layers and, if there are any, of windowed ones."""
-    if images is None:
-        full = rope_tables(config.rope, config.head_dim, positions)
-    else:
-        full = mrope_tables(config.rope, config.head_dim, images.rope_positions)
-    if config.sliding_window is None or config.local_rope is None:
-        return [(*full, TreeMask(subtree_end))]
-    local = rope_tables(config.local_rope, config.head_dim, positions)
-    everything = jnp.int32(positions.shape[1])  # no two positions of a row are that far apart
-    return [
-        (*full, TreeMask(subtree_end, positions, everything)),
-        (*local, TreeMask(subtree_end, positions, jnp.int32(config.sliding_window))),
-    ]
+    """Return rotary tables [B, T, r/2] and mask of each of ``config.attention_kinds``."""
+    if images is not None:
+        return [(*mrope_tables(config.rope, config.head_dim, images.rope_positions), TreeMask(subtree_end))]
+    kinds = config.attention_kinds
+    views = []
+    for windowed in kinds:
+        rope = config.local_rope or config.rope if windowed else config.rope
+        # Without a window: no two positions of a row are that far apart.
+        window = config.sliding_window if windowed else positions.shape[1]
+        mask = TreeMask(subtree_end) if kinds == (False,) else TreeMask(subtree_end, positions, jnp.int32(window))
+        views.append((*rope_tables(rope, config.head_dim, positions), mask))
+    return views

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.models.tensor_files import Names, Tensors, named_tensors, open_tensors, read_slice, tensor_name
 from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
 
-TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+TOP = {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
+HEAD = "lm_head.weight"
 LAYER = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -39,9 +41,6 @@ LAYER = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
 }
-
-Names = str | list[Any]  # a tensor's name, or those of a stack of tensors
-Tensors = dict[str, Callable[[], Any]]  # by name, what opens a tensor without reading it
 
 
 def load_config(path: str | Path) -> DecoderConfig:
@@ -100,15 +99,13 @@ def check_files(path: str | Path) -> DecoderConfig:
     tensors = _tensors(list(_weight_files(folder)), config)
 
     def check(names: Names, shape: tuple[int, ...]) -> None:
-        if isinstance(names, str):
-            _slice(tensors, names, tuple(slice(0, 0) for _ in shape), shape, str(folder))
-        else:
+        if isinstance(names, list):
             for inner in names:
                 check(inner, shape[1:])
+        else:
+            read_slice(tensors, names, tuple(slice(0, 0) for _ in shape), shape, str(folder))
 
-    jax.tree.map(
-        check, tensor_names(config), config.parameter_shapes(), is_leaf=lambda x: isinstance(x, (str, list, tuple))
-    )
+    jax.tree.map(check, tensor_names(config), config.parameter_shapes(), is_leaf=lambda x: isinstance(x, (list, tuple)))
     _require_none_left(tensors, config, str(folder))
     return config
 
@@ -136,7 +133,7 @@ def load_params(
         tensor_names(config),
         shapes,
         shardings,
-        is_leaf=lambda x: isinstance(x, (str, list)),
+        is_leaf=lambda x: isinstance(x, list),
     )
     _require_none_left(tensors, config, where)
     return params
@@ -198,38 +195,44 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def hf_tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every parameter on the host under its Hugging Face name, stacked ones layer by layer."""
-    for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True):
-        yield from _unstack(names, np.asarray(value))
+def hf_tensors(config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every tensor on the host under its Hugging Face name, stacked ones layer by layer.
 
-
-def _unstack(names: Names, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(names, str):
-        yield names, np.ascontiguousarray(array)
-    else:
-        for inner, part in zip(names, array, strict=True):
-            yield from _unstack(inner, part)
+    Args:
+        config: the model.
+        params: its parameters.
+        dtype: what they are rounded to, on their devices.
+    """
+    yield from named_tensors(
+        (names, np.asarray(rounded(value, dtype)))
+        for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True)
+    )
 
 
 def tensor_names(config: DecoderConfig) -> Params:
-    """Return Hugging Face tensor names in the shape of the parameter tree, lists (of lists: experts) if stacked."""
+    """Return where Hugging Face stores parameters, in the shape of their tree; lists (of lists: experts) if stacked."""
+    prefix = FAMILIES[config.family].prefix
     tree: Params = {
-        "embed": TOP["embed"],
+        "embed": prefix + TOP["embed"],
         "layers": {key: _layer_names(config, key) for key in config.parameter_shapes()["layers"]},
-        "final_norm": TOP["final_norm"],
+        "final_norm": prefix + TOP["final_norm"],
     }
     if not config.tie_word_embeddings:
-        tree["lm_head"] = TOP["lm_head"]
+        tree["lm_head"] = HEAD
     if config.vision is not None:
-        tree["vision"] = FAMILIES[config.family].vision_names(config.vision)
+        vision_names = FAMILIES[config.family].vision_names
+        assert vision_names is not None
+        tree["vision"] = vision_names(config.vision)
     return tree
 
 
 def _layer_names(config: DecoderConfig, key: str) -> Names:
     module, kind = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")
-    name = FAMILIES[config.family].NAMES.get(module, LAYER.get(module))
-    layers = [f"model.layers.{i}" for i in range(config.num_layers)]
+    family = FAMILIES[config.family]
+    layers = [f"{family.prefix}layers.{i}" for i in range(config.num_layers)]
+    if packed := family.packed.get(key):
+        return [replace(packed, name=f"{layer}.{packed.name}") for layer in layers]
+    name = family.names.get(module) or LAYER[module]
     if "{expert}" not in name:
         return [f"{layer}.{name}.{kind}" for layer in layers]
     assert config.experts is not None
@@ -241,36 +244,24 @@ def _leaves(names: Params) -> list[Names]:
 
 
 def _all_names(config: DecoderConfig) -> set[str]:
-    return set(jax.tree.leaves(tensor_names(config)))
+    return {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
 
 
 def _published(config: DecoderConfig, name: str) -> str:
     """Return a tensor's published name, whatever a newer file calls it."""
-    prefixes = FAMILIES[config.family].PREFIXES if config.vision is not None else {}
+    prefixes = FAMILIES[config.family].prefixes
     return next((old + name.removeprefix(new) for new, old in prefixes.items() if name.startswith(new)), name)
 
 
 def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
     """Open every tensor of the files, by its published name."""
-    return {_published(config, name): opened for name, opened in _open_tensors(files).items()}
+    return {_published(config, name): opened for name, opened in open_tensors(files).items()}
 
 
 def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> None:
-    left = sorted(tensors.keys() - _all_names(config) - ({TOP["lm_head"]} if config.tie_word_embeddings else set()))
+    left = sorted(tensors.keys() - _all_names(config) - ({HEAD} if config.tie_word_embeddings else set()))
     if left:
         raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
-
-
-def _open_tensors(files: Sequence[str | Path]) -> Tensors:
-    """Open every tensor of the files."""
-    found: Tensors = {}
-    for file in files:
-        try:
-            handle = safe_open(file, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
-        found |= {name: partial(handle.get_slice, name) for name in handle.keys()}
-    return found
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -297,9 +288,9 @@ def _read(
     """Read one parameter part by part: the host holds one at a time, read once for all devices that share it."""
 
     def part(names: Names, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-        if isinstance(names, str):
-            return _slice(tensors, names, index, shape, where).astype(dtype)
-        return np.stack([part(inner, index[1:], shape[1:]) for inner in names[index[0]]])
+        if isinstance(names, list):
+            return np.stack([part(inner, index[1:], shape[1:]) for inner in names[index[0]]])
+        return read_slice(tensors, names, index, shape, where).astype(dtype)
 
     sharing: dict[tuple, list[Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -310,23 +301,3 @@ def _read(
         value = part(names, tuple(slice(*ends) for ends in bounds), shape)
         parts += [jax.device_put(value, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
-
-
-def _slice(tensors: Tensors, name: str, index: tuple[slice, ...], shape: tuple[int, ...], where: str) -> np.ndarray:
-    """Read a slice of one tensor.
-
-    Raises:
-        ModelError: the tensor is missing, unreadable or of another shape.
-    """
-    if name not in tensors:
-        raise ModelError(
-            f"{where}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
-        )
-    try:
-        tensor = tensors[name]()
-        found = tuple(tensor.get_shape())
-        if found == shape:
-            return tensor[index]
-    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
-        raise ModelError(f"{where}: tensor {name!r} cannot be read ({error}); use float weights") from error
-    raise ModelError(f"{where}: {name} has shape {found}, config.json says {shape}; they are of different models")

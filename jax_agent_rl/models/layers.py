@@ -14,11 +14,32 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import SAVED
-from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Params, Rope, VisionConfig
+from jax_agent_rl.models.config import (
+    DecoderConfig,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Params,
+    Rope,
+    VisionConfig,
+    YarnScaling,
+)
 from jax_agent_rl.models.lora import LoRA, restore
 from jax_agent_rl.models.vision.layout import ImageInputs
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Apply gpt-oss's gate, from its published code: clamped inputs, a steeper sigmoid, and ``up + 1``."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}
+"""From the two products of a gated network to its hidden units."""
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
@@ -30,8 +51,9 @@ REMAT_POLICIES = {
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
-    """Return rotary frequencies float32 [h/2], scaled for long contexts if configured."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    """Return rotary frequencies float32 [r/2] of the r numbers that rotate, scaled for long contexts if configured."""
+    size = int(head_dim * rope.partial_rotary)
+    exponents = jnp.arange(0, size, 2, dtype=jnp.float32) / size
     frequencies = 1.0 / rope.theta**exponents
     match rope.scaling:
         case LinearScaling(factor=factor):
@@ -41,27 +63,70 @@ def rope_frequencies(rope: Rope, head_dim: int) -> jax.Array:
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
             return frequencies * (keep + (1 - keep) / scaling.factor)
+        case YarnScaling() as scaling:
+            keep = 1 - _yarn_ramp(scaling, rope.theta, size)
+            return frequencies * (keep + (1 - keep) / scaling.factor)
+        case DynamicScaling(factor=factor, trained_positions=trained, positions=longest):
+            theta = rope.theta * (factor * longest / trained - factor + 1) ** (size / (size - 2))
+            return 1.0 / theta**exponents
     return frequencies
 
 
+def _yarn_ramp(scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
+    """Return float32 [r/2], from 0 at the frequencies that YaRN keeps to 1 at those it divides."""
+
+    def index(turns: float) -> float:
+        """Return the (fractional) index of the frequency with this many turns in the original context."""
+        wavelength = scaling.original_max_position_embeddings / (2 * math.pi * turns)
+        return size * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001  # a step
+    return np.clip((np.arange(size // 2, dtype=np.float32) - low) / width, 0, 1)
+
+
 def rope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin float32 [.., h/2] of the rotary angles at int32 positions [..]."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    """Return cos and sin float32 [.., r/2] of the rotary angles at int32 positions [..]."""
+    return _tables(rope, positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim))
+
+
+def _tables(rope: Rope, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin of angles, in YaRN with its magnitude."""
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(rope.scaling, YarnScaling):
+        return cos * rope.scaling.magnitude, sin * rope.scaling.magnitude
+    return cos, sin
 
 
 def mrope_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return M-RoPE tables at int32 positions [.., 3]: time, row and column, each for its section of frequencies."""
     assert rope.sections is not None
     axis_of_frequency = np.repeat(np.arange(3), rope.sections)
-    angles = positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    if rope.interleaved_sections:
+        index = np.arange(sum(rope.sections))
+        axis_of_frequency = np.where(index < 3 * np.array(rope.sections)[index % 3], index % 3, 0)
+    return _tables(rope, positions[..., axis_of_frequency].astype(jnp.float32) * rope_frequencies(rope, head_dim))
 
 
 def place_features(x: jax.Array, images: ImageInputs) -> jax.Array:
-    """Replace the embeddings of placeholders in [B, T, D] by image features."""
-    features = rows_at(images.features, jnp.maximum(images.feature_index, 0))
+    """Replace the embeddings of placeholders in [B, T, D] by the first D numbers of image features."""
+    features = rows_at(images.features[..., : x.shape[-1]], jnp.maximum(images.feature_index, 0))
     return jnp.where(images.feature_index[..., None] >= 0, features.astype(x.dtype), x)
+
+
+def deepstack_features(images: ImageInputs, layer: jax.Array | int, size: int) -> jax.Array:
+    """Return what image features add after a layer of the decoder, [B, T, D], zeros at text.
+
+    Args:
+        images: features [B, N, (1 + n) D].
+        layer: below n.
+        size: D.
+    """
+    own = jax.lax.dynamic_slice_in_dim(images.features, (1 + layer) * size, size, axis=-1)
+    return jnp.where(images.feature_index[..., None] >= 0, rows_at(own, jnp.maximum(images.feature_index, 0)), 0)
 
 
 def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -69,11 +134,29 @@ def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, index: x[index])(x, index)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1) -> jax.Array:
-    """Rotate halves along ``axis`` (Hugging Face's layout); cos and sin broadcast against a half."""
-    first, second = jnp.split(x, 2, axis=axis)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
-    return rotated.astype(x.dtype)
+def rotate(rope: Rope, x: jax.Array, cos: jax.Array, sin: jax.Array, *, axis: int = -1) -> jax.Array:
+    """Rotate the first numbers along an axis.
+
+    Args:
+        rope: says which numbers are pairs.
+        x: heads.
+        cos: of the angle of each pair, broadcast against the pairs.
+        sin: as ``cos``.
+        axis: of a head's numbers.
+    """
+    axis %= x.ndim
+    pairs = cos.shape[axis - x.ndim]
+    turning, rest = jnp.split(x, [2 * pairs], axis=axis)
+    if rope.interleaved:
+        paired = turning.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :])
+        first, second = (jax.lax.index_in_dim(paired, i, axis + 1, keepdims=False) for i in range(2))
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis + 1)
+        turned = turned.reshape(turning.shape)
+    else:
+        first, second = jnp.split(turning, 2, axis=axis)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
+    turned = turned.astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=axis) if rest.shape[axis] else turned
 
 
 def rms_norm(config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Array, *, axis: int = -1) -> jax.Array:
@@ -86,6 +169,14 @@ def rms_norm(config: DecoderConfig | VisionConfig, x: jax.Array, weight: jax.Arr
     if config.norm_offset:
         return (scaled * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * scaled.astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, *, eps: float) -> jax.Array:
+    """Apply a layer norm over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (scaled * weight + bias).astype(x.dtype)
 
 
 def embed(config: DecoderConfig, table: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -135,7 +226,7 @@ class Module(nnx.Module):
     def _draw(self, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
         if name.endswith("norm"):
             return jnp.full(shape, 1.0 - self.config.norm_offset)
-        return jnp.zeros(shape) if name.endswith("bias") else 0.02 * jax.random.normal(rngs.params(), shape)
+        return jnp.zeros(shape) if name.endswith(("bias", "sinks")) else 0.02 * jax.random.normal(rngs.params(), shape)
 
     def linear(self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None) -> jax.Array:
         """Apply the matrix ``name``, and the bias ``name_bias`` if there is one; arguments as :func:`linear`."""

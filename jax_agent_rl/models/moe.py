@@ -4,6 +4,9 @@ On a mesh each shard of the axis ``expert`` holds its own experts::
 
     own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
 
+Choices may come from elsewhere (router replay, ``jax_agent_rl.routed_experts``): weights and gradients are then those
+of the layer's own scores over the given experts.
+
 No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert`` neighbours for one
 layer, [N k X, D] for X shards, and computes only its own.
 
@@ -13,7 +16,6 @@ Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,40 +25,69 @@ from jax_agent_rl.models.config import Experts, Params
 from jax_agent_rl.models.mesh import ROWS
 from jax_agent_rl.models.quantized import grouped_product, split_weight
 
-Activation = Callable[[jax.Array], jax.Array]
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+"""From the products with ``expert_gate`` and ``expert_up`` to hidden units."""
 
 WEIGHTS = {  # as in ``models.sharding``, without the axis of layers
     "router": PartitionSpec(None, "fsdp"),
+    "router_bias": PartitionSpec(None),
     "expert_gate": PartitionSpec("expert", "tensor", "fsdp"),
     "expert_up": PartitionSpec("expert", "tensor", "fsdp"),
     "expert_down": PartitionSpec("expert", "fsdp", "tensor"),
+    "expert_gate_bias": PartitionSpec("expert", "tensor"),
+    "expert_up_bias": PartitionSpec("expert", "tensor"),
+    "expert_down_bias": PartitionSpec("expert", None),
 }
+"""Shardings of a layer's parameters; biases are there if ``Experts.bias``."""
 
 
-def route(experts: Experts, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k]."""
-    scores = jnp.einsum("nd,ed->ne", x, router)
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), experts.per_token)
+def _scores(layer: Params, x: jax.Array) -> jax.Array:
+    """Return the router's scores float32 [.., E] of x [.., D]."""
+    scores = jnp.einsum("...d,ed->...e", x, layer["router"])
+    return (scores + layer["router_bias"] if "router_bias" in layer else scores).astype(jnp.float32)
+
+
+def route(experts: Experts, layer: Params, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Choose the experts of each token: weights float32 [N, k] and indices int32 [N, k].
+
+    Args:
+        experts: the mixture.
+        layer: ``router`` [E, D], and perhaps ``router_bias`` [E].
+        x: inputs of the router, [N, D].
+        given: [N, k], choices to take instead; a token of -1 chooses itself.
+    """
+    probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
+    weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    if given is not None:
+        chosen = _or_given(chosen, given)
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if experts.normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
 
 
-def router_load(experts: Experts, router: jax.Array, x: jax.Array, copies: jax.Array) -> jax.Array:
+def _or_given(chosen: jax.Array, given: jax.Array) -> jax.Array:
+    return jnp.where(given < 0, chosen, given.astype(chosen.dtype))
+
+
+def router_load(
+    experts: Experts, layer: Params, x: jax.Array, copies: jax.Array, given: jax.Array | None = None
+) -> jax.Array:
     """Compute the load of each expert, for :func:`load_balancing_loss`.
 
     Args:
         experts: the mixture.
-        router: [E, D].
+        layer: ``router`` [E, D], and perhaps ``router_bias`` [E].
         x: inputs of the router, [B, T, D].
         copies: int32 [B, T], how often each token counts.
+        given: [B, T, k], see :func:`route`.
 
     Returns:
         float32 [2, E]: tokens that chose an expert (without gradient), and the sum of its probabilities.
     """
-    scores = jnp.einsum("btd,ed->bte", x, router)
-    probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
+    probabilities = jax.nn.softmax(_scores(layer, x), axis=-1)
     _, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    chosen = chosen if given is None else _or_given(chosen, given)
     picked = jnp.sum(jax.nn.one_hot(chosen, experts.count), axis=2)
     weights = copies.astype(jnp.float32)
     return jnp.einsum("bt,sbte->se", weights, jnp.stack([jax.lax.stop_gradient(picked), probabilities]))
@@ -76,59 +107,75 @@ def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.
     return len(share) * jnp.sum(share * probabilities) / tokens
 
 
-def mixture_of_experts(experts: Experts, layer: Params, x: jax.Array, activation: Activation) -> jax.Array:
-    """Apply each token's experts, weighted, [N, D] -> [N, D].
+def mixture_of_experts(
+    experts: Experts, layer: Params, x: jax.Array, activation: Activation, given: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Apply each token's experts, weighted: [N, D] -> [N, D] and the choices int32 [N, k].
 
     Args:
         experts: the mixture.
         x: tokens.
         activation: of the gate.
-        layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F].
+        layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F]; and a
+            bias ``…_bias`` [E, out] of each, or none.
+        given: [N, k], see :func:`route`.
     """
-    return _weighted(layer, x, *route(experts, layer["router"], x), activation)
+    weights, chosen = route(experts, layer, x, given)
+    return _weighted(layer, x, weights, chosen, activation), chosen
 
 
 def sharded_mixture_of_experts(
-    experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
+    experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh, given: jax.Array | None = None
 ) -> jax.Array:
-    """Apply :func:`mixture_of_experts` to [B, T, D], with rows and tokens split over the mesh."""
+    """Apply :func:`mixture_of_experts` to [B, T, D] and ``given`` [B, T, k], rows and tokens split over the mesh."""
     here = experts.count // mesh.shape["expert"]
 
-    def shard(layer: Params, x: jax.Array) -> jax.Array:
-        layer = {
-            name: jax.lax.all_gather(weight, "fsdp", axis=WEIGHTS[name].index("fsdp"), tiled=True)
-            for name, weight in layer.items()
-        }
+    def shard(layer: Params, x: jax.Array, given: jax.Array | None) -> jax.Array:
+        def gather(name: str, weight: jax.Array) -> jax.Array:
+            spec = WEIGHTS[name]
+            return jax.lax.all_gather(weight, "fsdp", axis=spec.index("fsdp"), tiled=True) if "fsdp" in spec else weight
+
+        layer = _bias_once({name: gather(name, weight) for name, weight in layer.items()})
         flat = x.reshape(-1, x.shape[-1])
-        own = (flat, *route(experts, layer["router"], flat))
+        given = None if given is None else given.reshape(-1, experts.per_token)
+        own = (flat, *route(experts, layer, flat, given))
         tokens, weights, chosen = (jax.lax.all_gather(part, "expert", tiled=True) for part in own)
         mixed = _weighted(layer, tokens, weights, _own(chosen, here), activation)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return jax.lax.psum(mixed, "tensor").reshape(x.shape)
 
     tokens = PartitionSpec(ROWS, "context", None)
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(WEIGHTS, tokens), out_specs=tokens, check_vma=False)
-    return run({name: layer[name] for name in WEIGHTS}, x)
+    specs = {name: WEIGHTS[name] for name in layer}
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, tokens, tokens), out_specs=tokens, check_vma=False)
+    return run(layer, x, given)
 
 
 def replicated_mixture_of_experts(
     experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Apply :func:`mixture_of_experts` to [N, D] that is replicated.
 
     Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce their parts.
     """
     here = experts.count // mesh.shape["expert"]
 
-    def shard(layer: Params, x: jax.Array) -> jax.Array:
-        weights, chosen = route(experts, layer["router"], x)
-        chosen = _own(chosen, here)
-        return jax.lax.psum(_weighted(layer, x, weights, chosen, activation), ("expert", "tensor"))
+    def shard(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights, chosen = route(experts, layer, x)
+        mixed = _weighted(_bias_once(layer), x, weights, _own(chosen, here), activation)
+        return jax.lax.psum(mixed, ("expert", "tensor")), chosen
 
-    weights = {name: layer[name] for name in WEIGHTS}
-    specs = {name: split_weight(layer[name], spec) for name, spec in WEIGHTS.items()}
+    weights = {name: layer[name] for name in WEIGHTS if name in layer}
+    specs = {name: split_weight(weight, WEIGHTS[name]) for name, weight in weights.items()}
     run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
     return run(weights, x)
+
+
+def _bias_once(layer: Params) -> Params:
+    """Keep ``expert_down_bias`` on one shard of the axis ``tensor``, over which outputs are summed."""
+    if "expert_down_bias" not in layer:
+        return layer
+    bias = layer["expert_down_bias"]
+    return layer | {"expert_down_bias": jnp.where(jax.lax.axis_index("tensor") == 0, bias, 0)}
 
 
 def _own(chosen: jax.Array, here: int) -> jax.Array:
@@ -148,9 +195,11 @@ def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array
     present = (expert < count)[:, None]
     grouped = jnp.where(present, x[token], 0)
 
-    def product(values: jax.Array, weight: Any) -> jax.Array:
-        return grouped_product(values, weight, sizes, expert)
+    def product(values: jax.Array, name: str) -> jax.Array:
+        out = grouped_product(values, layer[name], sizes, expert)
+        bias = layer.get(f"{name}_bias")
+        return out if bias is None else out + bias.at[expert].get(mode="clip")
 
-    hidden = activation(product(grouped, layer["expert_gate"])) * product(grouped, layer["expert_up"])
-    outputs = product(hidden, layer["expert_down"]) * weights.reshape(-1)[order, None].astype(x.dtype)
+    hidden = activation(product(grouped, "expert_gate"), product(grouped, "expert_up"))
+    outputs = product(hidden, "expert_down") * weights.reshape(-1)[order, None].astype(x.dtype)
     return jnp.zeros_like(x).at[token].add(jnp.where(present, outputs, 0))

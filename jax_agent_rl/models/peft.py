@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
 
 ADAPTABLE = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
@@ -91,12 +92,12 @@ def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdap
         raise ConfigError(f"{where}: {file.name} cannot be read ({error}); save the adapter again") from None
     names, shapes = tensor_names(model)["layers"], model.parameter_shapes()["layers"]
     weights = {}
-    for name in ADAPTABLE.intersection(names):
+    for name in ADAPTABLE.intersection(names) - FAMILIES[model.family].packed.keys():
         layers, *shape = shapes[name]
         a = np.zeros((layers, settings["r"], shape[1]), np.float32)
         b = np.zeros((layers, shape[0], settings["r"]), np.float32)
         found = False
-        for i, module in enumerate(_modules(names[name], _inner(model))):
+        for i, module in enumerate(_modules(model, names[name])):
             for part, whole in (("A", a), ("B", b)):
                 x = tensors.pop(f"base_model.model.{module}.lora_{part}.weight", None)
                 if x is None:
@@ -115,6 +116,31 @@ def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdap
             f"{model.family} model; serve the model with the adapter merged into it"
         )
     return PeftAdapter(rank=settings["r"], weights=weights)
+
+
+def scaled_adapter(lora: LoraConfig, trained: Params) -> PeftAdapter:
+    """Return adapters in training as engines take them.
+
+    Args:
+        lora: the training configuration.
+        trained: as :func:`jax_agent_rl.learner.parameterization.new_adapters` returns them, on the host.
+    """
+    scale = np.float32(lora.alpha / lora.rank)
+    weights = {name: (np.asarray(ab["a"]), np.asarray(ab["b"]) * scale) for name, ab in trained["adapters"].items()}
+    return PeftAdapter(rank=lora.rank, weights=weights)
+
+
+def blank_adapter(lora: LoraConfig, model: DecoderConfig) -> PeftAdapter:
+    """Return an adapter that changes nothing, of the shapes that training will give it."""
+    shapes = model.parameter_shapes()["layers"]
+    weights = {}
+    for name in (target.removesuffix("_proj") for target in lora.targets):
+        layers, out, inputs = shapes[name]
+        weights[name] = (
+            np.zeros((layers, lora.rank, inputs), np.float32),
+            np.zeros((layers, out, lora.rank), np.float32),
+        )
+    return PeftAdapter(rank=lora.rank, weights=weights)
 
 
 def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Params, *, base: str) -> None:
@@ -136,7 +162,7 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         f"base_model.model.{module}.lora_{part.upper()}.weight": matrix
         for name, adapter in trained["adapters"].items()
         for part, stack in adapter.items()
-        for module, matrix in zip(_modules(names[name], inner), np.asarray(stack), strict=True)
+        for module, matrix in zip(_modules(model, names[name]), np.asarray(stack), strict=True)
     }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
@@ -158,6 +184,7 @@ def _inner(model: DecoderConfig) -> str:
     return "model." if model.vision is None else "model.language_model."
 
 
-def _modules(weights: Sequence[str], inner: str) -> list[str]:
-    """Return the modules of tensors that published files call ``model.….weight``."""
-    return [inner + weight.removeprefix("model.").removesuffix(".weight") for weight in weights]
+def _modules(model: DecoderConfig, weights: Sequence[str]) -> list[str]:
+    """Return the modules of a decoder's tensors, given by their published names."""
+    inner, prefix = _inner(model), FAMILIES[model.family].prefix
+    return [inner + weight.removeprefix(prefix).removesuffix(".weight") for weight in weights]

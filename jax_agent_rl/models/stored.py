@@ -29,7 +29,7 @@ import tensorstore as ts
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.mesh import Bounds, local_bounds, shard_bounds
-from jax_agent_rl.utils.weight_checks import check, digest
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, check, digest, rounded
 
 MANIFEST = "manifest.json"
 # A version that a power cut destroys is published again: no need to wait for the disk.
@@ -46,8 +46,14 @@ def version_folder(folder: str, version: int) -> str:
     return f"{address(folder)}v{version}/"
 
 
-def write_part(folder: str, params: Params, *, part: int) -> None:
+def write_part(folder: str, params: Params, *, part: int, dtype: str = AS_THEY_ARE) -> None:
     """Write this process's shards of all parameters into a version's folder, then its part file.
+
+    Args:
+        folder: address of the version.
+        params: the parameters.
+        part: number of this process.
+        dtype: what they are rounded to.
 
     Raises:
         OSError: they cannot be written.
@@ -55,7 +61,7 @@ def write_part(folder: str, params: Params, *, part: int) -> None:
     context = ts.Context(_CONTEXT)
     entries: dict[str, Any] = {}
     try:
-        for name, x in _named(params):
+        for name, x in ((name, rounded(x, dtype)) for name, x in _named(params)):
             chunk = x.sharding.shard_shape(x.shape)
             entries[name] = entry = {"shape": x.shape, "dtype": x.dtype.name, "chunk": chunk, "digests": {}}
             array = ts.open(_array(folder, name, entry), context=context, create=True, open=True).result()

@@ -95,7 +95,7 @@ class Progress:
             f"{record['step']:>3}/{self._total:<3} {record['reward_mean']:>6.3f} {accuracy:>8} "
             f"{record['tool_calls_mean']:>5.2f} {record['rollout_tokens_per_second']:>10.0f} "
             f"{record['learner_tokens_per_second']:>11.0f} {record['logprob_gap_max']:>8.1e} "
-            f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}"
+            f"{duration(record['step_seconds']):>6} {duration(seconds_left):>7}  {role_rewards(record)}".rstrip()
         )
 
     def warn(self, names: Sequence[str]) -> None:
@@ -136,3 +136,13 @@ def duration(seconds: float) -> str:
 def print_line(console: Console, text: str) -> None:
     """Print text with names chosen by users as it is: no markup or colours, and lines broken only by the terminal."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def role_rewards(record: Mapping[str, Any]) -> str:
+    """Return the mean reward of each role, for agents with several.
+
+    >>> role_rewards({"role/solver/reward_mean": 0.5, "role/checker/reward_mean": 0.25, "reward_mean": 0.375})
+    'solver 0.50, checker 0.25'
+    """
+    parts = {name.split("/")[1]: value for name, value in record.items() if name.endswith("/reward_mean")}
+    return ", ".join(f"{role} {value:.2f}" for role, value in parts.items())

@@ -120,7 +120,7 @@ def trajectory_record(
         step: its training step.
         split: ``train`` or ``heldout``.
         token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along
-            ``response_ids``, 0 where there is no loss, null where unknown.
+            ``response_ids``, 0 at inserted ids without loss, null at constrained ids and where unknown.
     """
     record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=(), prompt_media={}))}
     record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
@@ -130,15 +130,19 @@ def trajectory_record(
         part = {name: values[at:end] for name, values in token_values.items()}
         record["segments"].append(trajectory_record(segment, step=step, split=split, token_values=part))
         at = end
-    record |= {name: _expand(values[at:], trajectory.loss_mask) for name, values in token_values.items()}
+    record |= {name: _expand(values[at:], trajectory) for name, values in token_values.items()}
     record["turns"] = [
         {
             "sampled": len(turn.output.token_ids),
             "appended": len(turn.appended_ids),
             "learn_appended": turn.learn_appended,
+            "constrained": list(map(int, turn.output.constrained)),
+            "supports": list(turn.output.supports),
             "stop_reason": turn.output.stop_reason,
             "cached_tokens": turn.output.cached_tokens,
             "score": turn.score,
+            "number": turn.number,
+            "note": turn.note,
             "tool_calls": [
                 asdict(replace(call, media={})) | {"media": {kind: len(items) for kind, items in call.media.items()}}
                 for call in turn.tool_calls
@@ -152,7 +156,7 @@ def trajectory_record(
 
 
 def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from its record: ids, rewards and forks."""
+    """Restore a trajectory from its record: ids, rewards, forks and when turns were sampled, as far as it says."""
     return Trajectory.from_turns(
         prompt_ids=record["prompt_ids"],
         turns=list(_turns(record)),
@@ -164,6 +168,8 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
         segments=tuple(restore_trajectory(segment) for segment in record["segments"]),
         fork=Fork(**record["fork"]) if record["fork"] else None,
         history_window=record["history_window"],
+        role=record["role"],
+        adapter=record["adapter"],
     )
 
 
@@ -177,15 +183,21 @@ def _turns(record: Mapping[str, Any]) -> Iterator[Turn]:
             policy_versions=tuple(record["policy_versions"][at:end]),
             stop_reason=StopReason(turn["stop_reason"]),
             context_digest="",
+            # records of earlier versions omit both
+            constrained=tuple(map(bool, turn.get("constrained", ()))),
+            supports=tuple(turn.get("supports", ())),
         )
         at = end + turn["appended"]
-        yield Turn(output=output, appended_ids=tuple(record["response_ids"][end:at]))
+        appended = tuple(record["response_ids"][end:at])
+        # records of earlier versions have neither
+        yield Turn(output=output, appended_ids=appended, number=turn.get("number"), note=turn.get("note", ""))
 
 
-def _expand(values: Numbers, mask: Sequence[int]) -> list[float | None]:
+def _expand(values: Numbers, trajectory: Trajectory) -> list[float | None]:
     """Spread one number per id with loss to one per response id."""
     rest = iter(values)
-    placed = (float(next(rest)) if mine else 0.0 for mine in mask)
+    masks = zip(trajectory.loss_mask, trajectory.response_mask, strict=True)
+    placed = (float(next(rest)) if mine else math.nan if sampled else 0.0 for mine, sampled in masks)
     return [round(value, 6) if math.isfinite(value) else None for value in placed]
 
 

@@ -72,7 +72,8 @@ class TrajectoryFilter:
 
     def _matches_text(self, record: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> bool:
         sought = (self.text or "").lower()
-        return sought in record["trajectory_id"].lower() or sought in decode(record["response_ids"]).lower()
+        texts = (decode(part["response_ids"]) for part in contexts(record))
+        return sought in record["trajectory_id"].lower() or any(sought in text.lower() for text in texts)
 
     def _matches_tool_error(self, errors: list[str]) -> bool:
         match self.tool_error:
@@ -105,14 +106,24 @@ def _within(low: float | None, value: float, high: float | None) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
+def contexts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the records of a trajectory's segments, and its own."""
+    return [*record["segments"], record]
+
+
+def turns(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the turns of a record and of its segments."""
+    return [turn for part in contexts(record) for turn in part["turns"]]
+
+
 def tool_errors(record: Mapping[str, Any]) -> list[str]:
     """Return the error kinds of a record's tool calls, in order."""
-    return [call["error"] for turn in record["turns"] for call in turn["tool_calls"] if call["error"]]
+    return [call["error"] for turn in turns(record) for call in turn["tool_calls"] if call["error"]]
 
 
 def stop_reasons(record: Mapping[str, Any]) -> list[str]:
     """Return why a record's generations ended, each reason once."""
-    return list(dict.fromkeys(turn["stop_reason"] for turn in record["turns"]))
+    return list(dict.fromkeys(turn["stop_reason"] for turn in turns(record)))
 
 
 def sample(

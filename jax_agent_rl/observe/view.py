@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,15 @@ from typing import Any, get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.text import Text
 from rich.tree import Tree
 
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.report.run_data import decoder, read_run
+from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, tool_errors
+from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, turns
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
 
@@ -105,6 +108,21 @@ def render(
         whole_prompt: show the whole prompt instead of its end.
         colour: what the colour of sampled tokens shows, one of :data:`COLOURS`.
     """
+    draw = functools.partial(_body, decode=decode, whole_prompt=whole_prompt, colour=colour)
+    shown: list[RenderableType] = [_headline(record)]
+    for turn in (turn for part in contexts(record) for turn in part["turns"][1:] if turn.get("note")):
+        shown.append(Text(visible(f"call {turn['number'] + 1} was spliced: {turn['note']}"), "dim"))
+    if segments := session(record):
+        shown.append(_session_tree(segments))
+        for number, row in enumerate(segments, 1):
+            shown += [Rule(f"segment {number}", align="left", style="dim"), draw(contexts(record)[row["at"]])]
+    else:
+        shown.append(draw(record))
+    heading = Text(visible(title or record["trajectory_id"]))
+    return Panel(Group(*shown), title=heading, title_align="left")
+
+
+def _body(record: Mapping[str, Any], decode: Decode, *, whole_prompt: bool, colour: Colour) -> Text:
     body = Text()
     prompt = visible(decode(record["prompt_ids"]))
     if not whole_prompt and len(prompt) > 240:
@@ -119,8 +137,24 @@ def render(
         for style, part in groupby(span, key=lambda at: style_of(record, at)):
             body.append(visible(decode([ids[at] for at in part])), style)
         body.append("»", SAMPLED)
-    heading = Text(visible(title or record["trajectory_id"]))
-    return Panel(Group(_headline(record), body), title=heading, title_align="left")
+    return body
+
+
+def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
+    """Return the graph of a session, see :func:`~jax_agent_rl.observe.report.trajectories.session`."""
+    tree = Tree(Text(f"{len(segments)} segments"), highlight=False)
+    branches: list[Tree] = []
+    for number, row in enumerate(segments, 1):
+        label = Text(f"segment {number}", "bold")
+        label.append(f"  calls {row['calls']}" if row["calls"] else f"  turns: {row['turns']}", "not bold")
+        label.append(f"  {row['trained']} trained tokens ({row['share']:.0%})", "not bold")
+        if row["up"] >= 0:
+            place = f"after turn {row['after']}" if row["after"] else "in the prompt"
+            label.append(f"  leaves segment {row['up'] + 1} {place} (shared ids: {row['shared']})", "not bold cyan")
+        if row["note"]:
+            label.append(visible(f": {row['note']}"), "not bold dim")
+        branches.append((branches[row["up"]] if row["up"] >= 0 else tree).add(label))
+    return tree
 
 
 def outline(record: Mapping[str, Any], *, title: str) -> str:
@@ -148,15 +182,15 @@ def visible(text: str) -> str:
 
 
 def _headline(record: Mapping[str, Any]) -> Text:
-    calls = [call for turn in record["turns"] for call in turn["tool_calls"]]
+    calls = [call for turn in turns(record) for call in turn["tool_calls"]]
     failed = [call["error"] for call in calls if call["error"]]
     truth = (record["row"].get("reward_model") or {}).get("ground_truth")
     facts = (
         f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {truth}  "
-        f"turns {len(record['turns'])}  tool calls {len(calls)}"
+        f"turns {len(turns(record))}  tool calls {len(calls)}"
         + (f" ({', '.join(failed)})" if failed else "")
-        + f"  end {record['finish_reason']}  sampled {sum(record['response_mask'])} of "
-        f"{len(record['response_ids'])} response tokens"
+        + f"  end {record['finish_reason']}  sampled {sum(sum(part['response_mask']) for part in contexts(record))} of "
+        f"{sum(len(part['response_ids']) for part in contexts(record))} response tokens"
     )
     return Text(visible(facts), style="italic")
 

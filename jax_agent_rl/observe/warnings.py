@@ -27,13 +27,16 @@ tools_unused: not one call in a step, though tools are configured
     Our estimate: a missing agent_name, a prompt without schemas or the wrong tool format look like this.
 learner_idle >= 0.2 of a step's time that another trainer.mode would save (sync), >= 0.4 that the learner waits (others)
     See :func:`overlap_gain`: when both run at the same time, the shorter of rollout and learning is free.
+router_replay_missing >= 0.5 of a mixture's tokens (ends < 0.4)
+    Our estimate: an engine that reports experts leaves out the last token of each trajectory, and what its server lost.
+    Without replay, routers that round differently make ratios of MoE models spread (Ma et al. 2025, arXiv 2510.11370).
 recompilations >= 1 in a step
     Every shape is compiled before the first step; a new one costs seconds to minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.config import Config
@@ -44,7 +47,7 @@ SEQUENCE_RATIOS = ("gspo", "geo_mean")
 GAP_FLOOR = 0.005
 
 
-def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
+def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
     """Return the table; its advice names the keys that would help this configuration.
 
     Args:
@@ -99,6 +102,16 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
             "algorithm.policy_loss.loss_mode=clip_cov or kl_cov, or lower learner.learning_rate",
         ),
         Rule(
+            name="router_replay_missing",
+            value=lambda record: 1 - record["router_replay_share"] if "router_replay_share" in record else None,
+            begins=0.5,
+            ends=0.4,
+            message="{value:.0%} of the tokens were learned from without the engine's experts: it does not report them",
+            advice="take rollout.backend=jetstream without an engine_factory, or on CUDA "
+            'rollout.vllm.engine_args={"enable_return_routed_experts": true}; or correct the ratios with '
+            "algorithm.rollout_correction",
+        ),
+        Rule(
             name="recompilations",
             value=SinceLast("recompilations_after_warmup"),
             begins=1,
@@ -118,7 +131,7 @@ def rules(config: Config, rows: Sequence[Mapping[str, Any]] = ()) -> list[Rule]:
     return [*table, _idle_rule(config)]
 
 
-def missing_agent_warning(config: Config, rows: Sequence[Mapping[str, Any]]) -> RunWarning | None:
+def missing_agent_warning(config: Config, rows: Collection[Mapping[str, Any]]) -> RunWarning | None:
     """Return a warning if rows name no agent and run as plain generation, though tools are configured.
 
     It is printed when rows are loaded; this is for the summary.
@@ -148,7 +161,7 @@ def _free_share(record: Record, own_devices: bool) -> float:
     return idle if own_devices else idle * max(0.0, 1 - record["engine_busy_share"])
 
 
-def _has_tools(config: Config, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _has_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
     """Return whether trajectories are expected to call tools: functions are configured, or rows use a tool server.
 
     Environment steps need not be tool calls.

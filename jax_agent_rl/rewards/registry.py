@@ -9,7 +9,7 @@
 Arguments are passed by parameter name, looked up in this order:
 
 1. ``data_source, solution_str, ground_truth, extra_info`` (verl's four);
-2. the trajectory: ``trajectory, messages, finish_reason, num_turns, tool_rewards, tool_scores, turn_scores``;
+2. the trajectory: ``trajectory, role, messages, finish_reason, num_turns, tool_rewards, tool_scores, turn_scores``;
 3. services of the run, e.g. ``judge``;
 4. fields of the row, of its ``extra_info``, of its ``reward_model``.
 
@@ -37,7 +37,9 @@ Solution = Literal["last_turn", "assistant", "conversation"]
 
 _Function = TypeVar("_Function", bound=ComputeScore)
 CLASSIC = ("data_source", "solution_str", "ground_truth", "extra_info")
-FROM_TRAJECTORY = ("trajectory", "messages", "finish_reason", "num_turns", "tool_rewards", "tool_scores", "turn_scores")
+FROM_TRAJECTORY = (
+    "trajectory", "role", "messages", "finish_reason", "num_turns", "tool_rewards", "tool_scores", "turn_scores",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +114,7 @@ def available_arguments(trajectory: Trajectory, *, solution_str: str, services: 
         "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         "extra_info": {**(row.get("extra_info") or {}), **about},
     }
-    own = {"trajectory": trajectory, "messages": trajectory.messages, **about}
+    own = {"trajectory": trajectory, "role": trajectory.role, "messages": trajectory.messages, **about}
     return ChainMap(classic, own, dict(services), dict(row_fields(row)))
 
 

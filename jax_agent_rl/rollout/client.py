@@ -35,6 +35,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk
 from jax_agent_rl.rollout.server import AsyncServer, OnIds
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,11 @@ class LLMServerClient(ServerPool):
             stale_served=self._stale,
         )
 
+    def weight_dtype(self) -> str:
+        """Return ``Capabilities.weight_dtype`` of all started servers; float32 where they differ."""
+        (dtype, *others) = {backend.capabilities.weight_dtype for backend in self.backends} or {AS_THEY_ARE}
+        return AS_THEY_ARE if others else dtype
+
     def require_server(self) -> None:
         """Check that there is a server, or that one is worth waiting for.
 
@@ -135,7 +141,9 @@ class LLMServerClient(ServerPool):
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
         lora: str | None = None,
+        resumed: int = 0,
         on_ids: OnIds | None = None,
+        routed_experts_prompt_start: int = 0,
     ) -> TokenOutput:
         """Sample one continuation.
 
@@ -151,8 +159,10 @@ class LLMServerClient(ServerPool):
                 placeholder stands as often as the model reads it (``ChatCodec.expand_media``).
             video_data: videos, likewise.
             lora: name of the adapter to sample with, of an engine that serves it; None is the plain model.
+            resumed: see :class:`GenerateRequest`.
             on_ids: called with new ids as they are sampled. They are provisional: a stop string across an
                 interruption takes ids back.
+            routed_experts_prompt_start: see :class:`~jax_agent_rl.rollout.protocol.GenerateRequest`.
 
         Returns:
             The output; ``StopReason.ABORTED`` only if :meth:`abort` was called for it.
@@ -172,6 +182,8 @@ class LLMServerClient(ServerPool):
             priority=self.queue.balancer.priority(session_id),
             multi_modal={kind: tuple(items) for kind, items in (("image", image_data), ("video", video_data)) if items},
             lora=lora,
+            routed_experts_prompt_start=routed_experts_prompt_start,
+            resumed=resumed,
         )
         if request_id in self._in_flight:
             raise BackendError(f"a request called {request_id!r} is running already")

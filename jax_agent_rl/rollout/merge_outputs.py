@@ -57,6 +57,10 @@ def remaining_request(request: GenerateRequest, so_far: TokenOutput) -> Generate
         request,
         prompt_ids=request.prompt_ids + so_far.token_ids,
         sampling=replace(request.sampling, max_tokens=left),
+        resumed=request.resumed + len(so_far.token_ids),
+        routed_experts_prompt_start=so_far.routed_experts.end
+        if so_far.routed_experts
+        else request.routed_experts_prompt_start,
     )
 
 
@@ -85,6 +89,8 @@ def from_chunks(request: GenerateRequest, chunks: Sequence[TokenChunk]) -> Token
         policy_versions=tuple(version for chunk in chunks for version in chunk.policy_versions),
         stop_reason=StopReason.ABORTED,
         context_digest=digest_ids(request.prompt_ids + ids),
+        constrained=tuple(mark for chunk in chunks for mark in chunk.constrained),
+        supports=tuple(support for chunk in chunks for support in chunk.supports),
     )
 
 

@@ -268,7 +268,7 @@ class ServerPool:
                     f"server {server.name!r} has policy version {own}, newer than the run's {served}: it served "
                     "another run, or this one before it was resumed; restart it"
                 )
-            if served is not None and own < served and self._latest is not None:
+            if served is not None and own < served and self._latest is not None and server.takes(self._latest):
                 await server.update_weights(self._latest)
             if served is None or server.backend.policy_version == served:
                 self.add_server(server)

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, Support, TokenOutput
 from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
 
 
@@ -31,11 +31,16 @@ class Capabilities:
     Attributes:
         max_model_len: maximum ids of prompt + output in one context.
         max_concurrent: requests decoded at the same time (more may be queued).
-        logprobs: log-probs are those of the distribution sampled from (after temperature, top-p, top-k).
-        any_sampling: any temperature, top_p and top_k. False: only temperature 1 of the whole vocabulary, and 0; other
-            requests are a BackendError.
+        logprobs: log-probs are those of the distribution sampled from (after temperature, min-p, top-k, top-p).
+        any_sampling: any temperature, top_p, top_k and min_p. False: only temperature 1 of the whole vocabulary, and 0;
+            other requests are a BackendError.
+        sampling_replay: ``TokenOutput.supports`` has the ids that top-p, top-k, min-p and a grammar left at each draw,
+            and log-probs are normalized over them, so that a learner can score restricted draws exactly.
         seeds: a request's ``seed`` makes it reproducible whatever else is in the batch.
         stop_strings: ``SamplingParams.stop`` is honoured.
+        grammars: ``SamplingParams.grammar`` is honoured; a grammar that cannot be compiled is a BackendError.
+            Without ``sampling_replay`` all ids under a grammar are marked in ``TokenOutput.constrained``. Log-probs are
+            those of the distribution without what was excluded.
         streaming: ``stream`` yields chunks as they are sampled.
         abort: ``abort`` returns partial outputs.
         pause_modes: modes ``pause`` accepts.
@@ -46,9 +51,13 @@ class Capabilities:
         priorities: ``GenerateRequest.priority`` orders the queue.
         multi_modal: kinds of non-text input, e.g. ``{"image"}``.
         lora: adapters can be named per request.
+        routed_experts: outputs say which experts each position of the context chose, from
+            ``GenerateRequest.routed_experts_prompt_start`` to the last id but one: that id was never fed.
         sleep: ``sleep``/``wake`` release and restore device memory.
         precision: the coarsest rounding of weights, activations and KV: ``float32``, ``float16``, ``bfloat16``,
             ``int8`` or ``fp8``. How closely engine and learner have to agree follows from it.
+        weight_dtype: dtype to which the engine rounds all weights as it takes them, one by one: sent in it, they are
+            the same. ``float32`` sends them as they are.
         weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
             of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder),
             ``"object_store"`` (a reference into Ray's store), ``"mesh"`` (nothing: the engine's process has them).
@@ -58,8 +67,10 @@ class Capabilities:
     max_concurrent: int
     logprobs: bool = True
     any_sampling: bool = True
+    sampling_replay: bool = False
     seeds: bool = True
     stop_strings: bool = True
+    grammars: bool = False
     streaming: bool = True
     abort: bool = True
     pause_modes: frozenset[PauseMode] = frozenset()
@@ -69,8 +80,10 @@ class Capabilities:
     priorities: bool = False
     multi_modal: frozenset[str] = frozenset()
     lora: bool = False
+    routed_experts: bool = False
     sleep: bool = False
     precision: str = "float32"
+    weight_dtype: str = "float32"
     weight_payloads: frozenset[str] = frozenset()
 
 
@@ -90,6 +103,9 @@ class GenerateRequest:
             only kinds in ``Capabilities.multi_modal``. ``prompt_ids`` hold each placeholder as often as the model reads
             it: an engine that would condition on other ids raises ``TokenDriftError``.
         lora: adapter name, only with ``Capabilities.lora``.
+        resumed: how many of the last prompt ids an interrupted part of this generation sampled: its grammar, if any,
+            begins before them.
+        routed_experts_prompt_start: ids whose experts are not asked for, as earlier outputs reported them.
 
     Raises:
         ValueError: a value has the wrong type, or the prompt is empty.
@@ -103,6 +119,8 @@ class GenerateRequest:
     priority: int = 0
     multi_modal: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None
+    resumed: int = 0
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         check_str("request_id", self.request_id)
@@ -116,6 +134,9 @@ class GenerateRequest:
                 check_str(name, value)
         check_bool("session_ends", self.session_ends)
         check_int("priority", self.priority)
+        check_int("resumed", self.resumed, least=0, below=len(self.prompt_ids))
+        start = self.routed_experts_prompt_start
+        check_int("routed_experts_prompt_start", start, least=0, below=len(self.prompt_ids) + 1)
         if not isinstance(self.multi_modal, Mapping):
             raise ValueError(f"multi_modal={self.multi_modal!r}: must be a mapping of kinds to images or videos")
 
@@ -130,6 +151,8 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     policy_versions: tuple[int, ...]
+    constrained: tuple[bool, ...] = ()
+    supports: tuple[Support | None, ...] = ()
     final: TokenOutput | None = None
 
     @property
@@ -153,8 +176,12 @@ class WeightUpdate:
         partial: only some parameters are named; the others stay.
         lasting: the payload stays valid until the next update is made, so that a server that joins meanwhile can
             take it, too. Arrays are not lasting: the learner's next step reuses their memory.
+        dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they are for; ``float32``:
+            they are as the learner has them.
         digests: digests of the payload's files by name (``jax_agent_rl.utils.weight_checks``), checked before an engine
             takes anything; files without one are not checked.
+        adapters: the LoRA adapters in training by name (:class:`~jax_agent_rl.models.peft.PeftAdapter`), which change
+            together with the weights; only with ``kind="arrays"``.
     """
 
     version: int
@@ -162,7 +189,9 @@ class WeightUpdate:
     payload: Any
     partial: bool = False
     lasting: bool = False
+    dtype: str = "float32"
     digests: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +230,8 @@ class BackendMetrics:
         weight_update_seconds: time spent taking weights.
         slot_steps: slots of every decode step, idle ones included, so that ``generated_tokens / slot_steps`` is the
             occupancy; 0 if not counted.
+        offloaded_pages: pages of the KV cache copied to host memory.
+        restored_pages: pages of the KV cache copied back.
     """
 
     generated_tokens: int = 0
@@ -212,6 +243,8 @@ class BackendMetrics:
     recompilations: int = 0
     weight_update_seconds: float = 0.0
     slot_steps: int = 0
+    offloaded_pages: int = 0
+    restored_pages: int = 0
 
     def since(self, before: BackendMetrics) -> BackendMetrics:
         """Return the differences to an earlier reading; ``recompilations`` stays the total."""

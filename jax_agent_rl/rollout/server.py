@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
-from jax_agent_rl.errors import BackendError, EngineDiedError
+from jax_agent_rl.errors import BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -20,6 +20,7 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, TokenOutput
 from jax_agent_rl.utils.prometheus import PREFIX
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -168,6 +169,10 @@ class AsyncServer:
         """Wait until nothing runs; the caller keeps new requests away."""
         await self._idle.wait()
 
+    def takes(self, update: WeightUpdate) -> bool:
+        """Return whether the engine would round the weights to what they are rounded to, if they are."""
+        return update.dtype in (AS_THEY_ARE, self.backend.capabilities.weight_dtype)
+
     async def update_weights(self, update: WeightUpdate, *, mode: PauseMode | None = None) -> None:
         """Pause, take the weights, and resume (also if the weights were refused).
 
@@ -180,6 +185,11 @@ class AsyncServer:
             WeightUpdateError: refused; the old weights still serve.
             EngineDiedError: the backend died, or the server was abandoned.
         """
+        if not self.takes(update):
+            raise WeightUpdateError(
+                f"server {self.name} takes weights in {self.backend.capabilities.weight_dtype}, but those of version "
+                f"{update.version} are rounded to {update.dtype}: it joined after they were made; it gets the next ones"
+            )
         self._updating = True
         try:
             async with self._until_abandoned():
@@ -215,6 +225,8 @@ COUNTED = {
     "recompilations": "Programs compiled since warm-up ended.",
     "weight_update_seconds": "Time spent taking weights.",
     "slot_steps": "Slots of every decode step, idle ones included.",
+    "offloaded_pages": "Pages of the KV cache copied to host memory.",
+    "restored_pages": "Pages of the KV cache copied back from host memory.",
 }
 """Description of every field of :class:`~jax_agent_rl.rollout.protocol.BackendMetrics`."""
 

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jax_agent_rl.agents import select_agents
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.conditions import Facts, unused
-from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.config.rollout import restricts_sampling
+from jax_agent_rl.data.cursor import DataCursor, Mixture
+from jax_agent_rl.data.dataset import RowOutlines
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.learner import Learner, ScoreContexts
+from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
-from jax_agent_rl.runtime.engines import backend_factories, check_turns, engine_mesh, one_program, read_model
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_here
+from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
 from jax_agent_rl.runtime.multihost_engines import (
     host_engine,
@@ -33,11 +41,14 @@ from jax_agent_rl.runtime.multihost_engines import (
 )
 from jax_agent_rl.runtime.placement import FleetMetrics, first_version, open_places, place_engines, room_for_learning
 from jax_agent_rl.runtime.publishers import make_publisher
-from jax_agent_rl.runtime.sampling import open_agents, prepare
+from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
 from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
+
+logger = logging.getLogger(__name__)
 
 
-def require_used(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+def require_used(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     """Refuse keys that neither the agents of these rows nor the model use.
 
     Raises:
@@ -65,33 +76,42 @@ async def build(
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
     """
+    sources = training_sources(config)
     heldout_source = [(config.data.eval, config.data.eval_limit)] if config.data.eval else []
     async with AsyncExitStack() as stack:
-        prepared = await stack.enter_async_context(prepare(config, [(config.data.train, None), *heldout_source]))
-        train, heldout = prepared.rows[0], [row for rows in prepared.rows[1:] for row in rows]
-        require_used(config, [*train, *heldout])
-        refuse_adapters(config, [*train, *heldout])
+        prepared = await stack.enter_async_context(prepare(config, [*sources, *heldout_source]))
+        train, heldout = prepared.rows[: len(sources)], prepared.rows[len(sources) :]
+        weights = [source.weight or 1.0 for source in config.data.train[: len(train)]]
+        training_rows, every_row = RowOutlines(*train), RowOutlines(*prepared.rows)
+        require_used(config, every_row)
+        refuse_adapters(config, every_row)
         codec = prepared.codec
         places = await stack.enter_async_context(open_places(config))
         mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
-        if config.rollout.backend == "jetstream" and config.rollout.placement == "colocated":
-            check_turns(config, mesh, engine_mesh(config))
+        embedded = config.rollout.backend == "jetstream" and config.rollout.placement != "separate"
+        sampling = engine_mesh(config) if embedded else None
+        if sampling is not None:
+            check_turns(config, mesh, sampling)
+        for line in idle_here(config, sampling, mesh):
+            logger.warning(line)
         tracer = await stack.enter_async_context(open_tracer(config.trace, RunDir(Path(config.run_dir))))
         client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
-        agents.collector.require_branching(train)
-        await agents.preflight([*train, *heldout])
+        agents.collector.require_branching(training_rows)
+        await agents.preflight(every_row)
         print_line(f"loading {config.model.path}")
-        probe_ids = codec.encode_prompt(train[0]["prompt"])
+        probe_ids = encode_text_of(codec, train[0][0])
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
         learner = make_learner(config, model, score_by=shared and shared.score, channel=channel)
         weight_buffer = make_weight_buffer(config) if on_every_host(config) else None
-        publisher = make_publisher(config, model, probe_ids=probe_ids, weight_buffer=weight_buffer)
+        publisher = make_publisher(
+            config, model, probe_ids=probe_ids, find_dtype=client.weight_dtype, weight_buffer=weight_buffer
+        )
         stack.callback(publisher.close)
         here = backend_factories(
             config,
             codec,
-            weights=lambda: (model, learner.params),  # the learner's copy: with adapters it may be quantized
+            weights=lambda: (model, initial_weights(config, learner.params)),
             print_line=print_line,
             version=first_version(config),
             table=shared and shared.table,
@@ -101,6 +121,8 @@ async def build(
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
         await client.start(place_engines(config, places, here))
+        require_replay(config, client)
+        require_grammars(config, client)
         beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
         yield RunComponents(
             config=config,
@@ -111,13 +133,23 @@ async def build(
             evaluator=agents.evaluator,
             learner=learner,
             publisher=publisher,
-            cursor=DataCursor(train, seed=config.seed),
-            heldout=heldout,
+            cursor=DataCursor(Mixture(train, weights), seed=config.seed),
+            heldout=heldout[0] if heldout else [],
+            outlines=training_rows,
             room_for_learning=room_for_learning(config, client, beside),
         )
 
 
-def refuse_adapters(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+def initial_weights(config: Config, params: Params) -> Params:
+    """Return the learner's weights in the dtype of the updates that follow: with adapters, the model may be quantized.
+
+    An engine of this process that takes its updates from the object store gets them rounded.
+    """
+    dtype = parameter_dtype(config) if config.rollout.placement == "hybrid" else AS_THEY_ARE
+    return jax.tree.map(lambda x: rounded(x, dtype), params)
+
+
+def refuse_adapters(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     """Refuse to train on samples of other policies than the learner's.
 
     Raises:
@@ -132,14 +164,34 @@ def refuse_adapters(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def require_replay(config: Config, client: LLMServerClient) -> None:
+    """Refuse to train on draws from a part of the vocabulary where an engine does not say which part.
+
+    Raises:
+        ConfigError: the configuration restricts sampling, and an engine cannot replay it.
+    """
+    lacking = [server.name for server in client.servers if not server.backend.capabilities.sampling_replay]
+    rollout, settings = config.rollout, []
+    if restricts_sampling(rollout):
+        settings.append(f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}")
+    if config.agent.constrain_tool_calls:
+        settings.append("agent.constrain_tool_calls=true")
+    if settings and lacking:
+        raise ConfigError(
+            f"{' and '.join(settings)}: {lacking[0]} (rollout.backend={rollout.backend}) does not report which ids its "
+            "draws were made from, so the learner cannot score them; leave them out, or sample with the built-in "
+            "jetstream engine"
+        )
+
+
 def make_learner(
     config: Config,
     model: DecoderConfig,
     *,
     score_by: ScoreContexts | None = None,
     channel: ControlChannel | None = None,
-) -> Learner | LeadingLearner:
-    """Return the learner of ``model.path``, with a critic if configured.
+) -> Learner | LeadingLearner | MultiAdapterLearner:
+    """Return the learner of ``model.path``, with a critic or several adapters if configured.
 
     Args:
         config: the resolved configuration.
@@ -163,6 +215,13 @@ def make_learner(
         total_steps=config.trainer.steps,
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
     )
+    names = sorted(set(config.agent.role_adapters.values()))
+    if names and config.learner.lora is not None:
+        if channel is not None:
+            raise ConfigError(
+                f"agent.role_adapters trains {names} on one host; remove learner.multihost, or agent.role_adapters"
+            )
+        return MultiAdapterLearner(learner, config.learner.lora, names)
     return learner if channel is None else LeadingLearner(learner, channel)
 
 

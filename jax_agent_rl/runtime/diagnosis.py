@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jax_agent_rl.agreement.subject import MAX_CONTEXT_LEN, MAX_CONTEXTS, Contex
 from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.mesh import MeshConfig
-from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.learner.learner import Learner
@@ -58,8 +58,11 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
 
     Raises:
         CheckpointError: not a run folder, or no version has both trajectories and parameters.
+        ConfigError: the run trained several adapters.
     """
     config = run_config(run)
+    if names := sorted(set(config.agent.role_adapters.values())):
+        raise ConfigError(f"{run} trained the adapters {names}; diagnose compares runs of one policy")
     place = config.trainer.checkpoint_dir or run / "checkpoints"
     steps = sorted({0, *complete_steps(place)})
     evidence = Evidence.read(run) if version is None else None
@@ -68,7 +71,7 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
         if version not in steps:
             raise CheckpointError(f"{run} has no checkpoint of version {version}, which the breach is about")
     else:
-        kept = _folder_contexts(run)
+        kept = _folder_contexts(run, frozen=config.agent.role_models.keys())
         known = [step for step in steps if kept.get(step)]
         if version is None and known:
             version = known[-1]
@@ -121,11 +124,14 @@ def _precision(config: Config) -> str:
     return eight_bits[0] if eight_bits else engine.dtype
 
 
-def _folder_contexts(run: Path) -> dict[int, list[Context]]:
-    """Return the contexts without media in ``trajectories.jsonl``, by version; log-probs have six digits there."""
+def _folder_contexts(run: Path, *, frozen: Container[str] = ()) -> dict[int, list[Context]]:
+    """Return the contexts without media in ``trajectories.jsonl``, by version; log-probs have six digits there.
+
+    Those of ``frozen`` roles were sampled by other models.
+    """
     found: dict[int, list[Context]] = {}
     for record in read_trajectories(run / "trajectories.jsonl"):
-        if record["split"] == "train" and record["history_window"] is None:
+        if record["split"] == "train" and record["history_window"] is None and record["role"] not in frozen:
             for part in (record, *record["segments"]):
                 for version, context in _record_contexts(part):
                     found.setdefault(version, []).append(context)
@@ -140,12 +146,17 @@ def _record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
         return
     prompt, versions = record["prompt_ids"], record["policy_versions"]
     by_version: dict[int, list[int]] = {}
+    supports: dict[int, str] = {}
     begin = 0
     for turn in record["turns"]:
-        for at in range(begin, begin + turn["sampled"]):
+        marks = turn.get("constrained") or [0] * turn["sampled"]
+        for at, constrained in enumerate(marks, begin):
             if versions[at] != versions[begin]:
                 break
+            if constrained:
+                continue
             by_version.setdefault(versions[at], []).append(at)
+        supports |= {at: support for at, support in enumerate(turn.get("supports", ()), begin) if support}
         begin += turn["sampled"] + turn["appended"]
     for version, places in by_version.items():
         at = np.asarray(places, np.int64)
@@ -157,6 +168,7 @@ def _record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
             at=len(prompt) + at,
             rollout=np.asarray(record["rollout_logprobs"], np.float64)[at],
             learner=None if old is None else np.asarray(old, np.float64)[at],
+            supports=tuple(map(supports.get, places)) if supports else (),
         ).cut(MAX_CONTEXT_LEN)
         if len(context.at):
             yield version, context

@@ -2,7 +2,7 @@
 
 ::
 
-    jetstream   one engine in this process, on its devices
+    jetstream   engines in this process, on its devices, as one (``runtime.engine_devices``)
     vllm        one vLLM engine in child processes of this one
     remote      a client per rollout server of ``rollout.urls``, each with an engine of its own
 
@@ -27,18 +27,17 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
-from jax_agent_rl.models.peft import read_peft, read_settings
+from jax_agent_rl.models.peft import blank_adapter, read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import RolloutBackend
 from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, resolve_engine_mesh
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import token_from
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.external_engine import MakeEngine
     from jax_agent_rl.jetstream.programs import ProgramTable
 
@@ -46,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 UNTRAINED = -1
 """Policy version of the model's files: any run's first weights (version 0) are newer."""
+
+SHORTEST_SERVED_SPAN = 256
+"""Positions that the programs for the shortest contexts attend to, where requests are of all lengths."""
 
 DecodeText = Callable[[Sequence[int]], str]
 Weights = Callable[[], tuple[DecoderConfig, Params]]
@@ -125,6 +127,7 @@ def backend_factories(
     print_line: Callable[[str], None],
     version: int = 0,
     table: ProgramTable | None = None,
+    serving: bool = False,
 ) -> dict[str, BackendFactory]:
     """Return the factories of the engines of ``rollout.backend``, by name; :func:`check_engine` comes first.
 
@@ -135,6 +138,8 @@ def backend_factories(
         print_line: takes a line of progress.
         version: policy version of the initial parameters.
         table: see :func:`one_program`.
+        serving: an embedded engine compiles a program when a request first needs it, and more of them for short
+            contexts: it answers sooner, and requests of many lengths are as fast as their own length allows.
     """
     match config.rollout.backend:
         case "remote":
@@ -142,7 +147,7 @@ def backend_factories(
         case "vllm":
             return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
-            return {"jetstream": lambda: _jetstream(config, codec, *weights(), print_line, version, table)}
+            return {"jetstream": lambda: _jetstream(config, codec, *weights(), print_line, version, table, serving)}
 
 
 def recovery_seconds(config: Config) -> float:
@@ -151,8 +156,20 @@ def recovery_seconds(config: Config) -> float:
     return 0.0 if alone and jax.process_count() == 1 else config.rollout.recovery_seconds
 
 
+def make_client(config: Config, codec: ChatCodec) -> LLMServerClient:
+    """Return the client of the configured engines, still without servers."""
+    return LLMServerClient(
+        decode_text=_decoder(codec),
+        max_in_flight_per_server=config.rollout.max_in_flight_per_server,
+        wait_for_server_seconds=config.rollout.wait_for_server_seconds,
+        recovery_seconds=recovery_seconds(config),
+        stall_seconds=config.rollout.stall_seconds,
+        seed=config.seed,
+    )
+
+
 def make_engine(
-    config: Config, *, version: int, print_line: Callable[[str], None] = logger.info, dtype: str = "float32"
+    config: Config, *, version: int, print_line: Callable[[str], None] = logger.info, dtype: str | None = None
 ) -> RolloutBackend:
     """Return the one engine of ``rollout.backend`` with the model's files, for a process without a learner.
 
@@ -160,11 +177,11 @@ def make_engine(
         config: the resolved configuration.
         version: policy version of those files.
         print_line: takes a line of progress.
-        dtype: dtype of the parameters given to an embedded engine, now and later.
+        dtype: dtype of the parameters given to an embedded engine, now and later; None: :func:`parameter_dtype`.
     """
     use_compilation_cache()
     codec = ChatCodec.from_pretrained(config.model.path, tool_format=config.agent.tool_format)
-    weights = functools.partial(load_model, config, codec, dtype=dtype)
+    weights = functools.partial(load_model, config, codec, dtype=dtype or parameter_dtype(config))
     (make,) = backend_factories(config, codec, weights=weights, print_line=print_line, version=version).values()
     return make()
 
@@ -195,20 +212,12 @@ def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
     )
 
 
-def engine_shapes(config: Config) -> EngineShapes:
-    """Return the shapes that an embedded engine compiles."""
-    from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens, prefill_buckets
+def parameter_dtype(config: Config) -> str:
+    """Return the dtype in which an embedded engine takes parameters without loss, ``Capabilities.weight_dtype``."""
+    from jax_agent_rl.jetstream.weights import weight_dtype
 
-    engine, longest = config.rollout.jetstream, config.rollout.max_model_len
-    slots = min(engine.max_concurrent_decodes, config.rollout.max_in_flight)
-    return EngineShapes(
-        max_model_len=longest,
-        max_concurrent_decodes=slots,
-        kv_cache_tokens=engine.kv_cache_tokens or kv_cache_tokens(longest, slots, config.rollout.max_in_flight),
-        decode_steps=engine.decode_steps,
-        prefill_buckets=engine.prefill_buckets or prefill_buckets(config.agent.max_prompt_length),
-        patch_buckets=engine.patch_buckets,
-    )
+    precision = engine_precision(config)
+    return weight_dtype(precision["dtype"], precision["quantize"], config.rollout.jetstream.engine_factory)
 
 
 def engine_precision(config: Config) -> dict[str, Any]:
@@ -221,42 +230,6 @@ def engine_precision(config: Config) -> dict[str, Any]:
     }
 
 
-def engine_mesh(config: Config) -> Mesh:
-    """Return the mesh of this process's embedded engine.
-
-    Raises:
-        ConfigError: there are too few devices.
-    """
-    from jax_agent_rl.jetstream.sharding import make_engine_mesh
-
-    return make_engine_mesh(config.rollout.jetstream.mesh, device_offset=config.rollout.jetstream.device_offset)
-
-
-def check_turns(config: Config, learner: Mesh, engine: Mesh) -> None:
-    """Refuse a concurrent engine and learner on several common devices, which would deadlock.
-
-    Collectives run in launch order on each device. Programs of engine and learner launched concurrently have no common
-    order, so each could wait for a device that is in the other.
-
-    Args:
-        config: the resolved configuration.
-        learner: mesh of the learner.
-        engine: mesh of a colocated engine.
-
-    Raises:
-        ConfigError: both span several of the same devices, and the trainer does not alternate them.
-    """
-    mode, shared = config.trainer.mode, set(learner.devices.flat) & set(engine.devices.flat)
-    if mode == "sync" or config.rollout.placement != "colocated" or len(shared) < 2:
-        return
-    raise ConfigError(
-        f"trainer.mode={mode}: engine and learner work at the same time, and both exchange data over the same "
-        f"{len(shared)} devices, where they would deadlock; give the engine devices of its own (a "
-        "smaller learner.mesh, and rollout.jetstream.device_offset behind it), let it take one "
-        "(rollout.jetstream.mesh), or set trainer.mode=sync or rollout.placement=hybrid"
-    )
-
-
 def _jetstream(
     config: Config,
     codec: ChatCodec,
@@ -265,29 +238,35 @@ def _jetstream(
     print_line: Callable[[str], None],
     version: int,
     table: ProgramTable | None,
+    serving: bool,
 ) -> RolloutBackend:
-    from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.jetstream.data_parallel import make_backend
     from jax_agent_rl.jetstream.programs import ProgramTable
 
+    config = resolve_engine_mesh(config, model)
     if config.rollout.deterministic and table is None:  # serving, without a learner
         table = ProgramTable()
 
-    return JetStreamBackend(
+    lora = config.learner.lora
+    return make_backend(
         model,
         params,
-        engine_shapes(config),
+        replace(engine_shapes(config), shortest_span=SHORTEST_SERVED_SPAN) if serving else engine_shapes(config),
         **engine_precision(config),
         mesh=engine_mesh(config),
         deterministic=table,
         external_engine=_engine_factory(config),
-        adapters={
+        adapters={name: blank_adapter(lora, model) for name in config.agent.role_adapters.values() if lora}
+        | {
             name: read_peft(folder, model, key=f"rollout.adapters.{name}")
             for name, folder in config.rollout.adapters.items()
         },
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
+        compile_ahead=False if serving else None,
         version=version,
         seed=config.seed,
         decode_text=_decoder(codec),
+        grammars=codec.grammar_compiler(eos_ids=model.eos_token_ids, vocab_size=model.vocab_size),
         print_line=print_line,
     )
 

@@ -27,7 +27,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
@@ -48,8 +47,8 @@ from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered
-from jax_agent_rl.rollout.http.requests import decode_media, encode_media
-from jax_agent_rl.types import Group, Trajectory, Turn
+from jax_agent_rl.runtime.multihost_groups import decode_groups, encode_groups
+from jax_agent_rl.types import Group
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.multihost_engines import WeightBuffer
@@ -60,8 +59,6 @@ ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COMMAND_TIMEOUT = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
 STOP_TIMEOUT = 120  # seconds the leader waits for followers that may be gone
 COMMANDS = ("update", "params", "weights", "store", "open", "save", "wait", "restore", "close", "stop")
-
-_GROUPS = TypeAdapter(list[Group])
 
 
 def initialize(config: MultihostConfig) -> int:
@@ -96,40 +93,6 @@ def initialize(config: MultihostConfig) -> int:
         # than a compiled one: the processes would deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
     return jax.process_index()
-
-
-# --- messages -----------------------------------------------------------------------------------------------------
-
-
-def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return what the learner reads of groups, for JSON; floats are exact."""
-    return [asdict(replace(group, trajectories=tuple(map(_lean, group.trajectories)))) for group in groups]
-
-
-def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
-    """Invert :func:`encode_groups`."""
-    groups = _GROUPS.validate_python(encoded)
-    return [replace(group, trajectories=tuple(map(_with_images, group.trajectories))) for group in groups]
-
-
-def _lean(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory without texts and records, which only users and rewards read."""
-
-    def lean(turn: Turn) -> Turn:
-        calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
-        return replace(turn, tool_calls=calls, appended_media=encode_media(turn.appended_media))
-
-    turns = tuple(map(lean, trajectory.turns))
-    segments = tuple(map(_lean, trajectory.segments))
-    media = encode_media(trajectory.prompt_media)
-    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={}, prompt_media=media)
-
-
-def _with_images(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory with its PNG decoded."""
-    turns = tuple(replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns)
-    segments = tuple(map(_with_images, trajectory.segments))
-    return replace(trajectory, turns=turns, segments=segments, prompt_media=decode_media(trajectory.prompt_media))
 
 
 class ControlChannel:
@@ -246,11 +209,11 @@ class LeadingLearner:
         with self._channel.command("weights", {"version": version}):
             weight_buffer.put(version, self._learner.params)
 
-    def store(self, folder: str) -> str:
+    def store(self, folder: str, dtype: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
-        with self._channel.command("store", {"folder": folder}):
+        with self._channel.command("store", {"folder": folder, "dtype": dtype}):
             try:
-                stored.write_part(folder, self._learner.params, part=0)
+                stored.write_part(folder, self._learner.params, part=0, dtype=dtype)
             finally:  # the others will arrive there
                 self._channel.barrier("store")
             return stored.publish(folder, parts=jax.process_count())
@@ -375,7 +338,7 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                     weight_buffer.put(payload["version"], learner.params)
                 case "store":
                     try:
-                        stored.write_part(payload["folder"], learner.params, part=jax.process_index())
+                        stored.write_part(**payload, params=learner.params, part=jax.process_index())
                     finally:  # process 0 notices what is missing
                         channel.barrier("store")
                 case _:

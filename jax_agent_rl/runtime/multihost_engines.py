@@ -40,7 +40,8 @@ from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
-from jax_agent_rl.runtime.engines import UNTRAINED, engine_mesh, make_engine
+from jax_agent_rl.runtime.engine_devices import engine_mesh
+from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
 
 logger = logging.getLogger(__name__)
 

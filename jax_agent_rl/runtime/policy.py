@@ -51,7 +51,7 @@ class PolicyChoice:
     model: Path | None = None
     run: Path | None = None
     step: int | None = None
-    data: Path | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,16 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
         return
     step = saved_step(choice.run, choice.step)
     folder = make_folder("weights-", choice.run)
+    names = set(config.agent.role_adapters.values())
     try:
-        export_run(choice.run, folder, step=step)
-        model = config.model.model_copy(update={"path": str(folder)})
+        export_run(choice.run, folder, step=step, adapter=bool(names))
+        if names:
+            adapters = {name: str(folder / name) for name in names}
+            served = {"rollout": config.rollout.model_copy(update={"adapters": adapters})}
+        else:
+            served = {"model": config.model.model_copy(update={"path": str(folder)})}
         yield ServedPolicy(
-            config=config.model_copy(update={"model": model}),
+            config=config.model_copy(update=served),
             recorded=config,
             name=f"{choice.run}, step {step}",
             step=step,
@@ -129,7 +134,7 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
         return run_config(choice.run).model_dump(mode="json")
     if choice.model is None:
         raise ConfigError("nothing says which policy; give a YAML configuration, --model FOLDER or --run RUN")
-    rows = {"train": str(choice.data or NO_ROWS)}
+    rows = {"train": choice.data or NO_ROWS}
     model = {"path": str(choice.model)}
     name = choice.model.expanduser().resolve().name
     return {"run_dir": f"runs/{name}", "model": model, "data": rows, "learner": {"pack_length": _NO_LEARNER_ROW}}
@@ -143,29 +148,36 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
         out: the folder to write.
         step: step of the checkpoint; None: the newest.
         dtype: dtype of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.
-        adapter: write only the adapters, for PEFT.
+        adapter: write only the adapters, for PEFT; those of ``agent.role_adapters`` to a folder each.
 
     Raises:
         CheckpointError: not a run folder, or its checkpoint is missing or damaged.
         ModelError: an unknown ``dtype``.
-        ConfigError: ``adapter`` for a run that trained the whole model.
+        ConfigError: ``adapter`` for a run that trained the whole model, or a whole model of one that trained several
+            adapters.
     """
     target = named_dtype(dtype)
     config = run_config(run)
     lora = config.learner.lora
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
+    names = sorted(set(config.agent.role_adapters.values()))
+    if names and not adapter:
+        raise ConfigError(f"{run} trained the adapters {names} over one model; export them with --adapter")
     model, params = load_hf(config.model.path)
     start = Parameterization.policy(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
     checkpointer = Checkpointer(_checkpoints(run, config), keep=config.trainer.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)
-        trained = checkpointer.restore_part({"policy": {"params": placed}}, step=step)["policy"]["params"]
+        part = {"policy": {"params": placed}}
+        saved = checkpointer.restore_part({name: part for name in names} if names else part, step=step)
     finally:
         checkpointer.close()
     if adapter and lora is not None:
-        save_peft(out, lora, model, trained, base=config.model.path)
+        for folder, state in [(out / name, saved[name]) for name in names] or [(out, saved)]:
+            save_peft(folder, lora, model, state["policy"]["params"], base=config.model.path)
         return out
+    trained = saved["policy"]["params"]
     params = jax.tree.map(lambda x: x.astype(target), start.merge(trained, start.frozen))
     save_hf(out, model, params, tokenizer_from=config.model.path)
     return out

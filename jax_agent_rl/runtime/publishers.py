@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -19,6 +20,10 @@ PROBE_LENGTH = 96
 """Length of the context that verifies an update: touches every parameter and is cheap to recompute."""
 
 
+FindDtype = Callable[[], str]
+"""Returns ``Capabilities.weight_dtype`` of the engines that will take the next update."""
+
+
 class ArrayPublisher:
     """Publishes the arrays themselves, to an engine of this process."""
 
@@ -29,17 +34,36 @@ class ArrayPublisher:
         pass
 
 
-class FilePublisher:
-    """Publishes safetensors files with a log-prob probe, to engines of other processes and machines."""
+class AdapterPublisher:
+    """Publishes adapters in training and the model below them, to an engine of this process."""
 
-    def __init__(self, files: WeightFiles) -> None:
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
+        assert isinstance(learner, MultiAdapterLearner)  # with agent.role_adapters
+        return WeightUpdate(version=version, kind="arrays", payload=learner.params, adapters=learner.adapters)
+
+    def close(self) -> None:
+        pass
+
+
+class FilePublisher:
+    """Publishes safetensors files with a log-prob probe, to engines of other processes and machines.
+
+    Args:
+        files: writes them.
+        find_dtype: see :data:`FindDtype`.
+    """
+
+    def __init__(self, files: WeightFiles, find_dtype: FindDtype) -> None:
         self._files = files
+        self._find_dtype = find_dtype
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Write all parameters, after removing the previous version's files."""
-        files = self._files.write(learner.params, version)
+        dtype = self._find_dtype()
+        files = self._files.write(learner.params, version, dtype=dtype)
+        digests = self._files.digests
         return WeightUpdate(
-            version=version, kind="safetensors", payload=files, lasting=True, digests=self._files.digests
+            version=version, kind="safetensors", payload=files, lasting=True, dtype=dtype, digests=digests
         )
 
     def close(self) -> None:
@@ -70,17 +94,19 @@ class ObjectStorePublisher:
 
     Args:
         inner: makes the update in the engines' form.
+        find_dtype: see :data:`FindDtype`.
     """
 
-    def __init__(self, inner: Publisher) -> None:
+    def __init__(self, inner: Publisher, find_dtype: FindDtype) -> None:
         self._inner = inner
+        self._find_dtype = find_dtype
         self._newest: WeightUpdate | None = None
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Store all parameters once; the previous version is freed when no engine reads it."""
         import ray
 
-        self._newest = store(self._inner.make(learner, version), ray.put)
+        self._newest = store(self._inner.make(learner, version), ray.put, dtype=self._find_dtype())
         return self._newest
 
     def close(self) -> None:
@@ -93,9 +119,11 @@ class TensorstorePublisher:
 
     Args:
         folder: gets a subfolder for the run.
+        find_dtype: see :data:`FindDtype`.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, find_dtype: FindDtype) -> None:
+        self._find_dtype = find_dtype
         self._root = f"{stored.address(folder)}weights-{secrets.token_hex(8)}/"
         self._served: str | None = None
 
@@ -106,12 +134,14 @@ class TensorstorePublisher:
             OSError: a process of the learner could not write.
         """
         folder, before = stored.version_folder(self._root, version), self._served
-        digest = learner.store(folder)
+        dtype = self._find_dtype()
+        digest = learner.store(folder, dtype)
         self._served = folder
         if before not in (None, folder):
             stored.remove(before)
+        digests = {stored.MANIFEST: digest}
         return WeightUpdate(
-            version=version, kind="tensorstore", payload=folder, lasting=True, digests={stored.MANIFEST: digest}
+            version=version, kind="tensorstore", payload=folder, lasting=True, dtype=dtype, digests=digests
         )
 
     def close(self) -> None:
@@ -119,7 +149,12 @@ class TensorstorePublisher:
 
 
 def make_publisher(
-    config: Config, model: DecoderConfig, *, probe_ids: Sequence[int], weight_buffer: WeightBuffer | None = None
+    config: Config,
+    model: DecoderConfig,
+    *,
+    probe_ids: Sequence[int],
+    find_dtype: FindDtype,
+    weight_buffer: WeightBuffer | None = None,
 ) -> Publisher:
     """Return the publisher for the engines of ``rollout.backend`` and ``rollout.placement``.
 
@@ -127,6 +162,7 @@ def make_publisher(
         config: the resolved configuration.
         model: the policy's hyperparameters.
         probe_ids: a typical context, with which weights are verified after a transfer.
+        find_dtype: see :data:`FindDtype`; for engines of this process, nothing is rounded on the way.
         weight_buffer: this process's buffer, where every process of the learner has an engine.
 
     Raises:
@@ -134,15 +170,17 @@ def make_publisher(
     """
     if weight_buffer is not None:
         return MeshPublisher(weight_buffer)
-    form = _form(config, model, probe_ids)
-    return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form)
+    if config.agent.role_adapters:
+        return AdapterPublisher()
+    form = _form(config, model, probe_ids, find_dtype)
+    return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form, find_dtype)
 
 
-def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int]) -> Publisher:
+def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int], find_dtype: FindDtype) -> Publisher:
     if config.rollout.backend == "jetstream":
         return ArrayPublisher()
     if config.rollout.weight_transport == "tensorstore":
         assert config.rollout.weight_dir is not None  # checked with the configuration
-        return TensorstorePublisher(config.rollout.weight_dir)
+        return TensorstorePublisher(config.rollout.weight_dir, find_dtype)
     probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
-    return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir))
+    return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir), find_dtype)

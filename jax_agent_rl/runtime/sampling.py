@@ -13,32 +13,37 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-from jax_agent_rl.agents import AgentContext, EnvironmentAgent, agent_names, get_agent, load_agents
+from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
 from jax_agent_rl.collect.strategies import make_strategy
-from jax_agent_rl.config import Config
+from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.default_agent import report_idle_tools
-from jax_agent_rl.data.rows import Row, load_rows
+from jax_agent_rl.data.dataset import Dataset, RowOutlines, open_dataset
+from jax_agent_rl.data.rows import Row, RowChecks
 from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environments
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
-from jax_agent_rl.errors import DataError
+from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, read_model, recovery_seconds
+from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, make_client, read_model
+from jax_agent_rl.runtime.frozen_models import open_role_models
 from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
 from jax_agent_rl.tools.registry import ToolRegistry, open_tools
 from jax_agent_rl.tracing import Tracer
+from jax_agent_rl.utils.media import text_content
 
 logger = logging.getLogger(__name__)
+_NO_MODELS: Mapping[str, FrozenModel] = MappingProxyType({})
 
-Source = tuple[str, int | None]
-"""A file of rows, and how many of them are used from the start (None: all)."""
+Source = tuple[tuple[DataSource, ...], int | None]
+"""Files of rows, and how many of the rows are used from the start (None: all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ class Prepared:
     """
 
     tools: ToolRegistry
-    rows: list[list[Row]]
+    rows: list[Dataset]
     services: set[str]
     codec: ChatCodec
 
@@ -74,7 +79,7 @@ class Rollouts:
     client: LLMServerClient
     agents: AgentSide
     codec: ChatCodec
-    rows: list[Row]
+    rows: Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ class AgentSide:
     interactions: InteractionRegistry
     environments: EnvironmentPools
 
-    async def preflight(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check, before a run, what these rows need: simulated users and the servers of their agents.
 
         Raises:
@@ -120,18 +125,27 @@ async def prepare(config: Config, sources: Sequence[Source]) -> AsyncIterator[Pr
         load_agents(config.agent.module)
         load_environments(config.environments.path)
         rows = [read_rows(config, tools, source) for source in sources]
-        for (file, _), part in zip(sources, rows, strict=True):
-            warn_of_idle_tools(config, file, part)
-        services = needed_services(config, [row for part in rows for row in part])
+        for (files, _), part in zip(sources, rows, strict=True):
+            warn_of_idle_tools(config, files, RowOutlines(part))
+        services = needed_services(config, RowOutlines(*rows))
         codec = open_codec(config)
+        _require_modalities(config, codec, rows)
         check_engine(config)
         yield Prepared(tools=tools, rows=rows, services=services, codec=codec)
 
 
-def warn_of_idle_tools(config: Config, file: str, rows: Sequence[Row]) -> None:
-    """Log a warning if these rows of ``file`` use none of the configured tools."""
+def training_sources(config: Config) -> list[Source]:
+    """Return the sources of ``data.train`` that are shuffled by themselves: each one that has a weight, else all."""
+    if config.data.train[0].weight is None:
+        return [(config.data.train, None)]
+    return [((source,), None) for source in config.data.train]
+
+
+def warn_of_idle_tools(config: Config, files: Sequence[DataSource], rows: Collection[Row]) -> None:
+    """Log a warning if these rows of ``files`` use none of the configured tools."""
     if idle := report_idle_tools(config, rows):
-        logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", file, *idle)
+        named = ", ".join(map(str, files))
+        logger.warning("TOOLS ARE CONFIGURED BUT NOT USED: %s: %s. What to do: %s", named, *idle)
 
 
 def open_codec(config: Config) -> ChatCodec:
@@ -158,17 +172,13 @@ async def open_agents(
     Raises:
         ConfigError, ModelError: a service, the default agent or an interaction is missing or wrong.
     """
-    client = LLMServerClient(
-        decode_text=functools.partial(prepared.codec.decode, skip_special_tokens=False),
-        max_in_flight_per_server=config.rollout.max_in_flight_per_server,
-        wait_for_server_seconds=config.rollout.wait_for_server_seconds,
-        recovery_seconds=recovery_seconds(config),
-        stall_seconds=config.rollout.stall_seconds,
-        seed=config.seed,
-    )
-    async with open_scorer(config, prepared.services, client=client, codec=prepared.codec) as score:
+    client = make_client(config, prepared.codec)
+    async with (
+        open_scorer(config, prepared.services, client=client, codec=prepared.codec) as score,
+        open_role_models(config) as frozen,
+    ):
         agents = make_agents(
-            config, client=client, codec=prepared.codec, tools=prepared.tools, score=score, tracer=tracer
+            config, client=client, codec=prepared.codec, tools=prepared.tools, score=score, tracer=tracer, frozen=frozen
         )
         try:
             yield client, agents
@@ -184,6 +194,7 @@ def make_agents(
     tools: ToolRegistry,
     score: Score,
     tracer: Tracer | None = None,
+    frozen: Mapping[str, FrozenModel] = _NO_MODELS,
 ) -> AgentSide:
     """Build the collectors; the client's engines may be added later.
 
@@ -206,6 +217,7 @@ def make_agents(
         search=config.search,
         interactions=interactions,
         environments=environments,
+        frozen=frozen,
     )
     parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed, "tracer": tracer}
     return AgentSide(
@@ -236,40 +248,69 @@ async def open_rollouts(
         (rows,), codec = prepared.rows, prepared.codec
         places = await stack.enter_async_context(open_places(config, learner=False))
         client, agents = await stack.enter_async_context(open_agents(config, prepared))
-        await agents.preflight(rows)
+        await agents.preflight(RowOutlines(rows))
         print_line(f"loading {config.model.path}")
         if config.rollout.backend != "remote":
-            read_model(config, codec, codec.encode_prompt(rows[0]["prompt"]) if rows[0]["prompt"] else ())
+            read_model(config, codec, encode_text_of(codec, rows[0]))
         here = backend_factories(
             config, codec, weights=functools.partial(load_model, config, codec), print_line=print_line, version=version
         )
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
         await client.start(place_engines(config, places, here))
+        require_grammars(config, client)
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 
-def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> list[Row]:
-    """Read the rows of a file, and check the names in them.
+def require_grammars(config: Config, client: LLMServerClient) -> None:
+    """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that an engine cannot follow."""
+    lacking = [server.name for server in client.servers if not server.backend.capabilities.grammars]
+    if config.agent.constrain_tool_calls and lacking:
+        raise ConfigError(
+            f"agent.constrain_tool_calls=true, but {lacking[0]} cannot follow grammars; set it to false, or sample "
+            "with the built-in jetstream engine (without rollout.deterministic) or vllm"
+        )
+
+
+def encode_text_of(codec: ChatCodec, row: Row) -> list[int]:
+    """Return ids of a row's prompt without its images and videos; none if its environment writes the prompt."""
+    return codec.encode_prompt([{**m, "content": text_content(m)} for m in row["prompt"]]) if row["prompt"] else []
+
+
+def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> Dataset:
+    """Open the rows of a source, and check the names in them.
 
     Args:
         config: the resolved configuration.
         tools: the tools that rows may name; None: any.
-        source: file and count.
+        source: files and count.
 
     Raises:
         ConfigError, DataError: the file is missing, or a row is malformed or names something unknown.
     """
-    file, limit = source
+    files, limit = source
     adapters = None if config.rollout.backend == "remote" else list(config.rollout.adapters)  # only its servers know
     names = None if tools is None else list(tools)
-    rows = load_rows(file, agents=agent_names(), tools=names, adapters=adapters)[:limit]
+    checks = RowChecks(agents=agent_names(), tools=names, adapters=adapters)
+    rows = open_dataset(files, checks, limit=limit, row_groups=config.data.shuffle_row_groups)
     default = config.agent.default_agent
-    require_environments([row for row in rows if (row.get("agent_name") or default) == EnvironmentAgent.name])
+    outlines = RowOutlines(rows)
+    require_environments(row for row in outlines if (row.get("agent_name") or default) == EnvironmentAgent.name)
     return rows
 
 
-def _check_interactions(rows: Sequence[Mapping[str, Any]], known: InteractionRegistry) -> None:
+def _require_modalities(config: Config, codec: ChatCodec, datasets: Sequence[Dataset]) -> None:
+    """Refuse images and videos that the model's chat template cannot show."""
+    shown = frozenset[str]().union(*(rows.modalities for rows in datasets))
+    if shown and (unseen := sorted(shown - codec.modalities)):
+        raise ConfigError(
+            f"prompts of data.train or data.eval show {' and '.join(f'{kind}s' for kind in unseen)}, which the chat "
+            f"template of model.path={config.model.path!r} does not; choose a model that reads them (Qwen2-VL, "
+            "Qwen2.5-VL), or other data"
+        )
+
+
+def _check_interactions(rows: Iterable[Mapping[str, Any]], known: InteractionRegistry) -> None:
     """Refuse rows that name an unknown simulated user."""
     for row in rows:
         name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")

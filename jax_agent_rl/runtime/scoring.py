@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import Score
 from jax_agent_rl.config import Config, JudgeConfig, RewardConfig
-from jax_agent_rl.jetstream.backend import JetStreamBackend
-from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
-from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import (
     ModelJudge,
     RemoteReward,
@@ -24,6 +21,7 @@ from jax_agent_rl.rewards import (
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.runtime.frozen_models import open_frozen_model
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.types import SamplingParams
 
@@ -51,7 +49,7 @@ async def reward_server(config: Config) -> AsyncIterator[None]:
         await remote.close()
 
 
-def needed_services(config: Config, rows: Sequence[Mapping[str, Any]]) -> set[str]:
+def needed_services(config: Config, rows: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the services that the rows' reward functions need, and check that they exist.
 
     Raises:
@@ -86,7 +84,8 @@ async def open_scorer(
         if "judge" not in needed or config.reward.judge is None:
             yield functools.partial(scorer, services=services)
             return
-        async with _open_judge(config.reward.judge, client=client, codec=codec) as judge:
+        stall_seconds = config.rollout.stall_seconds
+        async with _open_judge(config.reward.judge, client=client, codec=codec, stall_seconds=stall_seconds) as judge:
             yield functools.partial(scorer, services=services | {"judge": judge})
 
 
@@ -104,26 +103,20 @@ def _function_workers(config: RewardConfig) -> Iterator[FunctionWorkers | None]:
 
 
 @asynccontextmanager
-async def _open_judge(config: JudgeConfig, *, client: LLMServerClient, codec: ChatCodec) -> AsyncIterator[ModelJudge]:
+async def _open_judge(
+    config: JudgeConfig, *, client: LLMServerClient, codec: ChatCodec, stall_seconds: float | None
+) -> AsyncIterator[ModelJudge]:
     """Yield the policy as its own judge, or a frozen model in its own engine."""
     sampling = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
     if config.model == POLICY:
         yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
         return
     codec = ChatCodec.from_pretrained(config.model, tool_format="hermes", tool_prompt="none")
-    model, params = load_hf(config.model)
-    shapes = EngineShapes(
+    async with open_frozen_model(
+        config.model,
+        codec,
         max_model_len=config.max_model_len,
-        max_concurrent_decodes=config.max_in_flight,
-        kv_cache_tokens=kv_cache_tokens(config.max_model_len, config.max_in_flight, config.max_in_flight),
-        decode_steps=16,
-        prefill_buckets=(128, 512),
-    )
-    decode = functools.partial(codec.decode, skip_special_tokens=False)
-    backend = JetStreamBackend(model, params, shapes, seed=0, decode_text=decode)
-    judge_client = LLMServerClient(decode_text=decode)
-    try:
-        await judge_client.start({"judge-0": lambda: backend})
+        max_concurrent=config.max_in_flight,
+        stall_seconds=stall_seconds,
+    ) as judge_client:
         yield ModelJudge(judge_client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
-    finally:
-        await judge_client.close()

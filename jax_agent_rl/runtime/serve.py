@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.endpoint.app import Endpoint
 from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.recorder import ChatRecorder
-from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream.shapes import page_size
+from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.server import AsyncServer, engine_families
-from jax_agent_rl.runtime.engines import UNTRAINED, backend_factories, check_engine, load_model, make_engine
+from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, idle_here
+from jax_agent_rl.runtime.engines import (
+    UNTRAINED,
+    backend_factories,
+    check_engine,
+    load_model,
+    make_client,
+    make_engine,
+)
+from jax_agent_rl.runtime.sampling import open_codec
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.http_server import HttpServer
 from jax_agent_rl.utils.network import token_from
@@ -38,6 +47,7 @@ async def serve_openai(
     port: int,
     token_env: str | None,
     model_name: str,
+    fixed_length: bool,
     print_line: Callable[[str], None],
 ) -> None:
     """Serve the model to OpenAI clients until cancelled (``jax-agent-rl serve``).
@@ -49,6 +59,7 @@ async def serve_openai(
         port: 0 takes a free one.
         token_env: environment variable with the API key; None: no key, on loopback only.
         model_name: the name under ``/v1/models``.
+        fixed_length: keep ``rollout.max_model_len``, see :func:`serving_config`.
         print_line: takes a line of progress.
 
     Raises:
@@ -56,16 +67,24 @@ async def serve_openai(
         ModelError: the model cannot be read.
     """
     api_key = token_from(token_env, key="--token-env")
-    print_line(f"loading {policy}")
-    async with _context(config, print_line) as (context, servers, start):
-        server = open_endpoint(context, servers, config, host=host, port=port, api_key=api_key, model_name=model_name)
-        try:
-            await start()
-            await server.start()
-            print_line(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
-            await asyncio.Event().wait()
-        finally:
-            await server.close()
+    config = serving_config(config, fixed_length=fixed_length)
+    length = config.rollout.max_model_len
+    print_line(f"loading {policy}, for contexts of {length:,} tokens")
+    check_engine(config)
+    codec = open_codec(config)
+    weights = functools.partial(load_model, config, codec)
+    factories = backend_factories(config, codec, weights=weights, print_line=print_line, serving=True)
+    client = make_client(config, codec)
+    context = AgentContext(client=client, codec=codec, limits=config.agent, max_model_len=length)
+    server = open_endpoint(context, client, config, host=host, port=port, api_key=api_key, model_name=model_name)
+    try:
+        await client.start(factories)
+        await server.start()
+        print_line(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
+        await asyncio.Event().wait()
+    finally:
+        await server.close()
+        await client.close()
 
 
 async def serve_rollouts(
@@ -88,6 +107,8 @@ async def serve_rollouts(
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     check_engine(config)
     print_line(f"loading {policy}")
+    for line in idle_here(config, engine_mesh(config), None) if config.rollout.backend == "jetstream" else ():
+        print_line(line)
     backend = make_engine(config, version=UNTRAINED, print_line=print_line)
     folder = config.rollout.weight_dir
     # A bad address is refused before minutes of compiling.
@@ -104,7 +125,7 @@ async def serve_rollouts(
 
 def open_endpoint(
     context: AgentContext,
-    servers: Sequence[AsyncServer],
+    client: LLMServerClient,
     config: Config,
     *,
     host: str,
@@ -136,8 +157,9 @@ def open_endpoint(
         port=port,
         api_key=api_key,
         stateless=lambda: create(f"once-{uuid.uuid4().hex}"),
-        able=lambda: [server.backend.capabilities for server in servers],
-        engines=functools.partial(read_engines, servers),
+        able=lambda: [server.backend.capabilities for server in client.servers],
+        require_engine=client.require_server,
+        engines=lambda: read_engines(client.servers),
     )
     endpoint.server.listen()
     return endpoint.server
@@ -151,6 +173,29 @@ async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:
         reading = await backend.metrics(), await backend.health(), backend.capabilities
         families += engine_families(*reading, engine=server.name)
     return families
+
+
+def serving_config(config: Config, *, fixed_length: bool) -> Config:
+    """Return a configuration for clients instead of training: its lengths and turns are no budgets.
+
+    A context of an embedded engine may be as long as the model reads and the KV cache holds. The cache and the chunks
+    of prompts keep the sizes they have in training.
+
+    Args:
+        config: the resolved configuration.
+        fixed_length: keep ``rollout.max_model_len`` instead.
+    """
+    rollout, engine = config.rollout, config.rollout.jetstream
+    if rollout.backend == "jetstream":
+        shapes, longest = engine_shapes(config), rollout.max_model_len
+        if not (fixed_length or rollout.deterministic or engine.engine_factory):
+            held = shapes.kv_cache_tokens - shapes.kv_cache_tokens % page_size(shapes.kv_cache_tokens)
+            longest = max(longest, min(held, load_config(config.model.path).max_position_embeddings))
+        sizes = {"kv_cache_tokens": shapes.kv_cache_tokens, "prefill_buckets": shapes.prefill_buckets}
+        jetstream = engine.model_copy(update=sizes)
+        rollout = rollout.model_copy(update={"max_model_len": longest, "jetstream": jetstream})
+    agent = serving_limits(config.agent, rollout.max_model_len)
+    return config.model_copy(update={"rollout": rollout, "agent": agent})
 
 
 def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
@@ -168,26 +213,3 @@ def serving_limits(agent: AgentConfig, max_model_len: int) -> AgentConfig:
             "tool_prompt": "template",
         }
     )
-
-
-@asynccontextmanager
-async def _context(
-    config: Config, print_line: Callable[[str], None]
-) -> AsyncIterator[tuple[AgentContext, list[AsyncServer], Callable]]:
-    """Yield the loaded engine as agents see it, its servers, and the function that starts them."""
-    length = config.rollout.max_model_len
-    agent = serving_limits(config.agent, length)
-    codec = ChatCodec.from_pretrained(config.model.path, tool_format=agent.tool_format, tool_prompt=agent.tool_prompt)
-    check_engine(config)
-    weights = functools.partial(load_model, config, codec)
-    factories = backend_factories(config, codec, weights=weights, print_line=print_line)
-    servers = [AsyncServer(make(), name=f"engine-{i}") for i, make in enumerate(factories.values())]
-    client = LLMServerClient(servers, decode_text=functools.partial(codec.decode, skip_special_tokens=False))
-
-    async def start() -> None:
-        await asyncio.gather(*(server.start() for server in servers))
-
-    try:
-        yield AgentContext(client=client, codec=codec, limits=agent, max_model_len=length), servers, start
-    finally:
-        await asyncio.gather(*(server.close() for server in servers))

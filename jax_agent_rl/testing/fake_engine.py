@@ -29,7 +29,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
+from jax_agent_rl.types import PauseMode, StopReason, Support, TokenOutput, digest_ids
 
 
 class FakeBackend(ABC):
@@ -104,6 +104,7 @@ class Run:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    supports: list[Support | None] = field(default_factory=list)
     events: asyncio.Queue[TokenChunk | Exception] = field(default_factory=asyncio.Queue)
 
     @property
@@ -248,7 +249,12 @@ class BatchingEngine(FakeBackend):
             self.finish(run, reason)
         else:
             run.events.put_nowait(
-                TokenChunk(token_ids=(token,), log_probs=(log_prob,), policy_versions=(self._version,))
+                TokenChunk(
+                    token_ids=(token,),
+                    log_probs=(log_prob,),
+                    policy_versions=(self._version,),
+                    supports=tuple(run.supports[-1:]),
+                )
             )
 
     def reason(self, run: Run) -> StopReason | None:
@@ -271,6 +277,7 @@ class BatchingEngine(FakeBackend):
             stop_match=self.stop_match(run) if reason is StopReason.STOP else None,
             context_digest=digest_ids(run.context),
             cached_tokens=run.cached,
+            supports=tuple(run.supports),
         )
 
     def finish(self, run: Run, reason: StopReason) -> None:
@@ -284,6 +291,7 @@ class BatchingEngine(FakeBackend):
                 token_ids=output.token_ids[last],
                 log_probs=output.log_probs[last],
                 policy_versions=output.policy_versions[last],
+                supports=output.supports[last],
                 final=output,
             )
         )

@@ -17,14 +17,14 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
-from typing import Any, ClassVar, SupportsFloat
+from typing import Any, SupportsFloat
 
 from jax_agent_rl.errors import ToolDefinitionError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ToolResponse:
     """Result of a tool call.
 
@@ -39,6 +39,7 @@ class ToolResponse:
     """
 
     text: str = ""
+    _: KW_ONLY
     image: tuple[Any, ...] = ()
     video: tuple[Any, ...] = ()
     reward: float = 0.0
@@ -147,7 +148,7 @@ class BaseTool(ABC):
         ToolDefinitionError: no name, or ``parameters`` is not an object schema.
     """
 
-    stateful: ClassVar[bool] = True
+    stateful: bool = True
     """Whether the result of a call may depend on the trajectory's earlier calls. When a trajectory branches (tree
     rollouts), the earlier calls are then repeated for the branch. Set it to False where repeating them would be
     wasteful or wrong: for a search, or a server whose state all trajectories share."""
@@ -211,3 +212,11 @@ class BaseTool(ABC):
         """Free the resources of ``create`` and ``execute``. The default takes no arguments and does nothing."""
         if release_kwargs:
             raise TypeError(f"tool {self.name!r} takes no release_kwargs, got {sorted(release_kwargs)}")
+
+    def waits_for(self, instance_id: str) -> str | None:
+        """Return what a call is waiting for, to explain its timeout; None (the default): it is running."""
+        return None
+
+    async def close(self) -> None:
+        """Free what the tool holds for all trajectories, at the end of the run. The default does nothing."""
+        return None

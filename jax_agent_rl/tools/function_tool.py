@@ -23,7 +23,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, overload
 
 from pydantic import BaseModel
@@ -47,6 +47,7 @@ class FunctionTool(BaseTool):
         schema: ``{type: function, function: {name, description, parameters}}`` or a pydantic model of it, instead of
             the derived one. Parameters of the function that it does not name are left to ``execute_kwargs``.
         threads: where a synchronous function runs.
+        given: parameters that a subclass passes, no part of the schema.
 
     Raises:
         ToolDefinitionError: not a function; no or unsupported annotation, ``*args``, ``**kwargs``, positional-only
@@ -64,6 +65,7 @@ class FunctionTool(BaseTool):
         description: str | None = None,
         schema: Mapping[str, Any] | BaseModel | None = None,
         threads: DaemonThreads = THREADS,
+        given: Collection[str] = (),
     ):
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
             raise ToolDefinitionError(f"@function_tool needs a function, got {function!r}; give a name as name=…")
@@ -71,10 +73,13 @@ class FunctionTool(BaseTool):
         self._threads = threads
         self._is_async = inspect.iscoroutinefunction(function)
         summary, documented = _parse_docstring(inspect.getdoc(function) or "")
-        annotations = _annotations(function)
+        annotations, documented = (
+            {key: value for key, value in part.items() if key not in given}
+            for part in (_annotations(function), documented)
+        )
         declared: dict[str, Any] = {"name": function.__name__, "description": summary}
         if schema is None:
-            declared["parameters"] = _parameters(function, annotations, documented)
+            declared["parameters"] = _parameters(function, annotations, documented, given)
         else:
             declared |= _check_schema(schema, function, name)
         parameters = declared["parameters"]
@@ -161,12 +166,17 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _parameters(
-    function: Callable[..., Any], annotations: Mapping[str, Any], documented: Mapping[str, str]
+    function: Callable[..., Any],
+    annotations: Mapping[str, Any],
+    documented: Mapping[str, str],
+    given: Collection[str],
 ) -> dict[str, Any]:
-    """Build the ``parameters`` schema of a function."""
+    """Build the ``parameters`` schema of a function, without those ``given``."""
     properties: dict[str, Any] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
+        if name in given:
+            continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ToolDefinitionError(
                 f"{_where(function)}: a tool cannot take {parameter}: name every parameter, passable by keyword"

@@ -8,6 +8,7 @@
         tool_schema:                                    # optional, if the class has a schema of its own
           type: function
           function: {name: …, description: …, parameters: {type: object, properties: …}}
+                                                        # verl's own classes run as they are, see tools.verl
       - config: {type: mcp, timeout: 20}                # every tool of some MCP servers, see tools.mcp
         mcp:
           mcp_servers_config_path: mcp_servers.json     # or servers: {name: {url: …} | {command: …, args: […]}}
@@ -30,6 +31,7 @@ from jax_agent_rl.errors import ConfigError, DataError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.schema import check_parameters, unwrap_function
+from jax_agent_rl.tools.verl import VerlTool, is_verl_tool, verl_modules
 from jax_agent_rl.utils.plugins import load_user_module
 
 _KEY = "tools.tool_config_path"
@@ -79,7 +81,8 @@ class ToolRegistry:
             ConfigError: it cannot be imported.
             ToolDefinitionError: it holds no tool, or a tool is wrongly declared or has a name in use.
         """
-        module = load_user_module(path, key="tools.function_tool_path")
+        with verl_modules():
+            module = load_user_module(path, key="tools.function_tool_path")
         tools = {id(value): value for value in vars(module).values() if isinstance(value, BaseTool)}
         if not tools:
             raise ToolDefinitionError(f"{path} defines no tool; put @function_tool above a function")
@@ -115,7 +118,7 @@ def list_schemas(tools: Mapping[str, BaseTool]) -> tuple[dict[str, Any], ...]:
 
 @asynccontextmanager
 async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
-    """Open all tools of a run; connections to MCP servers are closed at the end.
+    """Open all tools of a run; tools and connections to MCP servers are closed at the end.
 
     Raises:
         ConfigError: a file is missing or malformed, a class cannot be imported, or an MCP server cannot be reached.
@@ -131,6 +134,8 @@ async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
                     await _add_servers(registry, entry, path, place, stack)
                 else:
                     registry.add(_native_tool(entry, place), place=place)
+        for tool in registry.select().values():
+            stack.push_async_callback(tool.close)
         yield registry
 
 
@@ -167,11 +172,13 @@ def _is_mcp(entry: Any, place: str) -> bool:
 
 def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
     cls = _import_class(entry.get("class_name"), place)
-    config = {key: value for key, value in (entry.get("config") or {}).items() if key != "type"}
-    schema = entry.get("tool_schema")
-    schema = None if schema is None else unwrap_function(schema, f"{place}: tool_schema")
+    config, schema = entry.get("config") or {}, entry.get("tool_schema")
+    function = None if schema is None else unwrap_function(schema, f"{place}: tool_schema")
     try:
-        tool = cls.from_config(config, schema)
+        if issubclass(cls, BaseTool):
+            tool = cls.from_config({key: value for key, value in config.items() if key != "type"}, function)
+        else:
+            tool = VerlTool.make(cls, config, schema)
     except ToolDefinitionError as error:
         raise ToolDefinitionError(f"{place}: {error}") from None
     except Exception as error:
@@ -183,16 +190,17 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
     return tool
 
 
-def _import_class(name: Any, place: str) -> type[BaseTool]:
+def _import_class(name: Any, place: str) -> type:
     """Import ``package.module.Class`` or ``file.py:Class``."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}")
     where, _, leaf = name.rpartition(":" if ".py:" in name else ".")
-    module = load_user_module(where, key=f"{_KEY} class_name") if where else None
+    with verl_modules():
+        module = load_user_module(where, key=f"{_KEY} class_name") if where else None
     cls = getattr(module, leaf, None)
-    if not (isinstance(cls, type) and issubclass(cls, BaseTool)):
+    if not (isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))):
         raise ToolDefinitionError(
-            f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool (found {cls!r:.80})"
+            f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found {cls!r:.80})"
         )
     return cls
 

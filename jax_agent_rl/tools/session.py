@@ -161,7 +161,7 @@ class ToolSession:
         except ToolArgumentError as error:
             raise ToolArgumentError(f"wrong arguments for {name}: {error}") from None
         call = tool.execute(self._id, checked, **self._kwargs_for(name, "execute_kwargs"))
-        response = as_response(await self._in_time(call, f"{name} did not answer"))
+        response = as_response(await self._in_time(call, f"{name} did not answer", tool))
         if unseen := sorted(response.media.keys() - set(self._modalities)):
             logger.warning(
                 "tool %s returned %s, which this model, its chat template or its engine cannot take", name, unseen
@@ -205,12 +205,19 @@ class ToolSession:
     def _kwargs_for(self, name: str, kind: str) -> Mapping[str, Any]:
         return (self._kwargs.get(name) or {}).get(kind) or {}
 
-    async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
-        """Await ``work``, and raise ToolTimeoutError on timeout."""
+    async def _in_time(self, work: Awaitable[Any], what: str, tool: BaseTool | None = None) -> Any:
+        """Await ``work``, and raise ToolTimeoutError on timeout, which says what ``tool`` was waiting for."""
+
+        def late() -> ToolTimeoutError:
+            reason = tool.waits_for(self._id) if tool else None
+            if reason:
+                logger.warning("%s within agent.tool_timeout=%g seconds: %s", what, self._timeout, reason)
+            return ToolTimeoutError(f"{what} within {self._timeout:g} seconds{f': {reason}' if reason else ''}")
+
         return await in_time(
             work,
             self._timeout,
-            late=lambda: ToolTimeoutError(f"{what} within {self._timeout:g} seconds"),
+            late=late,
             error=lambda problem: ToolError(f"{what}: it {problem}"),
         )
 

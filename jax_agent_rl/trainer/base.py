@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.collect.collector import RolloutCollector
@@ -27,7 +27,13 @@ from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
-from jax_agent_rl.trainer.groups import all_trajectories, evaluation_sampling, gather
+from jax_agent_rl.trainer.groups import (
+    all_trajectories,
+    evaluation_sampling,
+    gather,
+    update_role_baselines,
+    with_role_baselines,
+)
 from jax_agent_rl.trainer.observing import RunReporter
 from jax_agent_rl.trainer.record import RunRecord, account
 from jax_agent_rl.trainer.step import InterruptibleUpdate, RolloutBatch, Step
@@ -178,6 +184,8 @@ class Trainer:
         record.step, record.accuracy_after = step.number, None
         record.cursor = self.runtime.cursor.state()
         record.lost_batches = self._guard.lost_batches
+        if self.runtime.config.algorithm.adv_estimator == "rae":
+            record.role_baselines = update_role_baselines(record.role_baselines, batch.groups)
         self.learner_idle_seconds = 0.0
         self.reporter.show_step(line)
 
@@ -186,7 +194,10 @@ class Trainer:
         selection = select(groups, self.runtime.config.algorithm)
         for reason, ids in selection.dropped.items():
             self.runtime.collector.accounting.drop(ids, reason)
-        return selection
+        if self.runtime.config.algorithm.adv_estimator != "rae":
+            return selection
+        known = self.record.role_baselines
+        return replace(selection, groups=tuple(with_role_baselines(group, known) for group in selection.groups))
 
     async def update(self, step: Step, selection: Selection) -> None:
         """Train on the selection: advantages, losses, optimizer; the result is ``step.learning.result``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics, WeightUpdate
@@ -29,8 +28,13 @@ class WeightSource(Protocol):
         """The whole parameters, on device."""
         ...
 
-    def store(self, folder: str) -> str:
-        """Write the parameters as ``models.stored`` does, each process its shards; return the manifest's digest."""
+    def store(self, folder: str, dtype: str) -> str:
+        """Write the parameters as ``models.stored`` does, each process its shards; return the manifest's digest.
+
+        Args:
+            folder: address of the version.
+            dtype: what they are rounded to, see ``WeightUpdate.dtype``.
+        """
         ...
 
 
@@ -48,10 +52,12 @@ class TrainableLearner(WeightSource, Protocol):
     """A :class:`~jax_agent_rl.learner.learner.Learner`, on one host or on several."""
 
     @property
-    def state(self) -> LearnerState: ...
+    def state(self) -> Any:
+        """What a checkpoint holds: a LearnerState, or one per adapter in training."""
+        ...
 
     @state.setter
-    def state(self, state: LearnerState) -> None: ...
+    def state(self, state: Any) -> None: ...
 
     @property
     def programs_compiled(self) -> int:
@@ -100,6 +106,7 @@ class RunComponents:
         learner: parameters and optimizer.
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
+        outlines: the training rows, without their prompts.
         room_for_learning: a context in which engines on the learner's devices make room for its update.
     """
 
@@ -112,5 +119,6 @@ class RunComponents:
     learner: TrainableLearner
     publisher: Publisher
     cursor: DataCursor
-    heldout: list[dict[str, Any]]
+    heldout: Sequence[dict[str, Any]]
+    outlines: Collection[Mapping[str, Any]] = ()
     room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import shape
 from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.advantages.step import running_baseline
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
 
 def training_sampling(config: Config) -> SamplingParams:
     """Return the sampling of every turn of a training rollout."""
-    return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.temperature)
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_model_len,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
 
 
 def evaluation_sampling(config: Config) -> SamplingParams:
@@ -66,8 +75,44 @@ def shaped(group: Group, config: Config) -> Group:
 
 
 def with_baseline(group: Group, greedy: Group) -> Group:
-    """Add the reward of a greedy rollout of the same prompt, if there is one (ReMax)."""
+    """Add the reward of a greedy rollout of the same prompt, if there is one (ReMax).
+
+    Raises:
+        ConfigError: the agent plays several roles.
+    """
+    if any(t.role for t in greedy.trajectories):
+        raise ConfigError(
+            "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of several roles has "
+            "several; set algorithm.adv_estimator=grpo or rae"
+        )
     return replace(group, greedy_reward=greedy.rewards[0] if greedy.rewards else None)
+
+
+def with_role_baselines(group: Group, known: Mapping[str, float]) -> Group:
+    """Add the rewards to expect of each role (RAE).
+
+    Args:
+        group: scored trajectories.
+        known: the baselines before this step, by data source and role.
+    """
+    return replace(group, baselines={t.role or "": known.get(_game(t), 0.0) for t in group.trajectories})
+
+
+def update_role_baselines(known: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
+    """Return the baselines after a step, with the rewards of all its trajectories."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in all_trajectories(groups):
+        rewards.setdefault(_game(trajectory), []).append(trajectory.reward)
+    return {**known, **{game: running_baseline(known.get(game, 0.0), new) for game, new in rewards.items()}}
+
+
+def _game(trajectory: Trajectory) -> str:
+    return f"{trajectory.row.get('data_source')}/{trajectory.role or ''}"
+
+
+def recorded(groups: Sequence[Group]) -> list[Trajectory]:
+    """Return the members of each group, and after them the trajectories of its frozen roles."""
+    return [t for g in groups for t in (*g.trajectories, *g.frozen)]
 
 
 def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:

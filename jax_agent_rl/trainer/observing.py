@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,14 +21,14 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.scored_batch import trained_lengths
-from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.progress import Progress, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
 from jax_agent_rl.observe.warnings import missing_agent_warning, rules
 from jax_agent_rl.observe.watch import Watch
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.components import RunComponents
-from jax_agent_rl.trainer.groups import all_trajectories
+from jax_agent_rl.trainer.groups import recorded
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
 from jax_agent_rl.trainer.timing import Phases
 from jax_agent_rl.types import Group
@@ -89,7 +89,7 @@ class RunReporter:
             pipeline=pipeline,
         )
         self._write(line)
-        self.folder.add_trajectories(number, "train", all_trajectories(groups), token_values=result.tokens)
+        self.folder.add_trajectories(number, "train", recorded(groups), token_values=result.tokens)
         return line
 
     def show_step(self, line: dict[str, Any]) -> None:
@@ -105,11 +105,12 @@ class RunReporter:
         step = self.record.step
         line = evaluation_record(step, groups, seconds=seconds)
         self._write(line)
-        self.folder.add_trajectories(step, "heldout", all_trajectories(groups))
+        self.folder.add_trajectories(step, "heldout", recorded(groups))
         accuracy = self.record.latest_accuracy = line["accuracy"]
         self.record.evaluated = step
+        roles = f"; reward {by_role}" if (by_role := role_rewards(line)) else ""
         self.progress.print_line(
-            f"  held-out accuracy after step {step}: {accuracy:.1%} of {len(groups)} ({line['seconds']:.0f} s)"
+            f"  held-out accuracy after step {step}: {accuracy:.1%} of {len(groups)}{roles} ({line['seconds']:.0f} s)"
         )
         self._notify(line)
         return accuracy
@@ -122,7 +123,9 @@ class RunReporter:
         config, done = self.runtime.config, [0, 0]
         minis = config.learner.num_minibatches
         if not self._aggregation_described and aggregation.depends_on_lengths(config.algorithm, minis):
-            lengths = trained_lengths(selection.groups, minis, masked=selection.masked)
+            lengths = trained_lengths(
+                selection.groups, minis, masked=selection.masked, segment_weight=config.algorithm.segment_weight
+            )
             self.progress.print_line(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
         self._aggregation_described = True
         self.progress.phase(
@@ -169,7 +172,7 @@ def check_observers(config: Config) -> None:
 
 @contextmanager
 def observers(
-    config: Config, folder: RunDir, *, step: int, rows: Sequence[Mapping[str, Any]], progress: Progress
+    config: Config, folder: RunDir, *, step: int, rows: Collection[Mapping[str, Any]], progress: Progress
 ) -> Iterator[Observers]:
     """Open the observers of a run, and close them at its end.
 

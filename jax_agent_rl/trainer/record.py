@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.buffer import versions
-from jax_agent_rl.collect.filters import Selection
+from jax_agent_rl.collect.filters import Selection, by_role
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
@@ -37,6 +37,7 @@ class RunRecord:
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
         buffer: of asynchronous trainers, what became of every group.
+        role_baselines: running means of the rewards, by data source and role (RAE).
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class RunRecord:
     cursor: dict[str, Any] = field(default_factory=dict)
     accounting: dict[str, Any] = field(default_factory=dict)
     buffer: dict[str, Any] = field(default_factory=dict)
+    role_baselines: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,18 +124,21 @@ def step_record(
         pipeline: overlap of rollout and learner: waiting times, ages of tokens.
     """
     trajectories = [t for g in groups for t in g.trajectories]
-    calls = [call for t in trajectories for call in t.tool_calls]
+    contexts = [(*t.segments, t) for t in trajectories]
+    calls = [call for parts in contexts for part in parts for call in part.tool_calls]
     errors = Counter(call.error for call in calls if call.error)
-    sampled = sum(t.num_sampled - t.num_inherited for t in trajectories)  # what branches share was sampled once
+    sampled = [sum(part.num_sampled for part in parts) for parts in contexts]
+    inherited = sum(t.num_inherited for t in trajectories)  # what branches share was sampled once
     defaults = {name: 0.0 for name in ("learner_tokens_per_second", "logprob_gap_max", "logprob_gap_mean", "loss")}
     return {
         "kind": "step",
         "step": step,
         **_statistics("reward", [t.reward for t in trajectories]),
         **_part_means(trajectories),
-        **_statistics("turns", [t.num_turns for t in trajectories]),
-        **_statistics("response_tokens", [len(t.response_ids) for t in trajectories]),
-        **_statistics("sampled_tokens", [t.num_sampled for t in trajectories]),
+        **_statistics("turns", [sum(part.num_turns for part in parts) for parts in contexts]),
+        **_statistics("response_tokens", [sum(len(part.response_ids) for part in parts) for parts in contexts]),
+        **_statistics("sampled_tokens", sampled),
+        **_session_counts(trajectories),
         **_tree_counts(groups),
         "tool_calls_mean": len(calls) / max(1, len(trajectories)),
         "tool_errors": sum(errors.values()),
@@ -141,9 +146,10 @@ def step_record(
         "tool_errors_by_kind": dict(errors),
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
         "truncated_share": _share(t.finish_reason.truncated for t in trajectories),
-        "zero_variance_share": _share(len(set(g.rewards)) == 1 for g in groups if len(g.rewards) > 1),
+        "zero_variance_share": _zero_variance_share(groups),
+        **_role_metrics(groups),
         "rollout_seconds": rollout_seconds,
-        "rollout_tokens_per_second": sampled / rollout_seconds,
+        "rollout_tokens_per_second": (sum(sampled) - inherited) / rollout_seconds,
         "engine_busy_share": engine.busy_seconds / rollout_seconds,
         "slot_occupancy": engine.generated_tokens / engine.slot_steps if engine.slot_steps else None,
         "prefill_tokens": engine.prefill_tokens,
@@ -206,6 +212,7 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
         "step": step,
         "accuracy": sum(t.reward_parts.get("accuracy", t.reward) for t in trajectories)
         / max(1, len(trajectories) + sum(lost.values())),
+        **_role_metrics(groups),
         "rows": len(groups),
         "lost": dict(lost),
         "tool_calls_mean": sum(len(t.tool_calls) for t in trajectories) / max(1, len(trajectories)),
@@ -213,8 +220,40 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
     }
 
 
+def _zero_variance_share(groups: Sequence[Group]) -> float:
+    """Return the share of groups, each role by itself, whose rewards are equal."""
+    parts = [part.rewards for group in groups for part in by_role(group)]
+    return _share(len(set(rewards)) == 1 for rewards in parts if len(rewards) > 1)
+
+
+def _role_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return ``role/<name>/<metric>`` of each role, the frozen ones included; nothing for agents of one role."""
+    by_role: dict[str, list[Trajectory]] = {}
+    for trajectory in (t for g in groups for t in (*g.trajectories, *g.frozen)):
+        if trajectory.role is not None:
+            by_role.setdefault(trajectory.role, []).append(trajectory)
+    metrics: dict[str, float] = {}
+    for role, members in sorted(by_role.items()):
+        metrics |= {
+            f"role/{role}/reward_mean": float(np.mean([t.reward for t in members])),
+            f"role/{role}/turns_mean": float(np.mean([t.num_turns for t in members])),
+            f"role/{role}/sampled_tokens_mean": float(np.mean([t.num_sampled for t in members])),
+            f"role/{role}/trajectories": float(len(members)),
+        }
+    return metrics
+
+
 def _mean_age(ages: Mapping[int, int]) -> float:
     return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
+
+
+def _session_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean number of segments, and the sums of calls that left the recorded history; nothing without any."""
+    recorded = [t.metrics for t in trajectories if "segments" in t.metrics]
+    if not recorded:
+        return {}
+    counts = {name: sum(metrics[name] for metrics in recorded) for name in ("unmatched_calls", "spliced_calls")}
+    return {"segments_mean": 1 + sum(metrics["segments"] for metrics in recorded) / len(recorded), **counts}
 
 
 def _tree_counts(groups: Sequence[Group]) -> dict[str, float]:

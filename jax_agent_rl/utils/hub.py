@@ -1,4 +1,4 @@
-"""A model's files: a local folder, or a repository of the Hugging Face Hub, downloaded once.
+"""Files of models and data sets: in a local folder, or of a repository of the Hugging Face Hub, downloaded once.
 
 ``model.path: Qwen/Qwen3-8B`` names a repository, ``Qwen/Qwen3-8B@REVISION`` its branch, tag or commit, unless a local
 folder has that name. Downloads are kept in the Hub's cache (``HF_HOME``); ``HF_TOKEN`` opens gated repositories, and
@@ -7,12 +7,15 @@ folder has that name. Downloads are kept in the Hub's cache (``HF_HOME``); ``HF_
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from jax_agent_rl.errors import ModelError
+from jax_agent_rl.errors import DataError, JaxAgentRLError, ModelError
 
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _DESCRIBING = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -34,34 +37,120 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     named = hub_name(path)
     if named is None:
         return folder
+    repository, revision = named
+    with _explained(repository, revision, kind="model", key="model.path", error=ModelError):
+        described = _download("model", repository, revision, _DESCRIBING)
+        # A snapshot's folder is named by its commit: take the same one even if the branch has moved on.
+        return _download("model", repository, described.name, _WEIGHTS) if weights else described
+
+
+def dataset_files(
+    repository: str,
+    revision: str | None,
+    *,
+    pattern: str | None = None,
+    name: str | None = None,
+    split: str = "train",
+    suffixes: Sequence[str],
+) -> list[Path]:
+    """Return the files of a Hub dataset, downloaded if need be.
+
+    Args:
+        repository: ``owner/name``.
+        revision: branch, tag or commit.
+        pattern: a glob of the files; None: they are found by name and split, like ``datasets.load_dataset`` does, from
+            the dataset card's ``configs``, else by their names (``data/train-00000-of-00001.parquet``).
+        name: the configuration (subset); None: the only or default one.
+        split: the split.
+        suffixes: of files that can be used.
+
+    Raises:
+        DataError: there is no such repository, revision, configuration or file, or the Hub cannot be reached.
+    """
+    with _explained(repository, revision, kind="dataset", key="data.train / data.eval", error=DataError):
+        folder = _download("dataset", repository, revision, ("README.md",))
+        patterns = (pattern,) if pattern else _split_patterns(folder / "README.md", repository, name, split)
+        complete = [glob for glob in patterns if glob.endswith(tuple(suffixes))]
+        begun = [glob.removesuffix(".*") for glob in patterns if glob not in complete]
+        wanted = (*complete, *(glob + suffix for glob in begun for suffix in suffixes))
+        folder = _download("dataset", repository, folder.name, wanted)
+    names = (str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file())
+    found = [folder / name for name in names if any(fnmatch.fnmatch(name, glob) for glob in wanted)]
+    if not found:
+        raise DataError(
+            f"dataset {repository} has no files ({', '.join(suffixes)}) that match {', '.join(patterns)}; name them, "
+            f"like hf://datasets/{repository}/data/*.parquet. Of most public datasets the Hub keeps Parquet files in "
+            f"hf://datasets/{repository}@refs/convert/parquet/NAME/SPLIT/*.parquet"
+        )
+    return found
+
+
+def _split_patterns(card: Path, repository: str, name: str | None, split: str) -> tuple[str, ...]:
+    """Return globs of the files of a split."""
+    from huggingface_hub import DatasetCard
+
+    configs = DatasetCard.load(card).data.get("configs") if card.is_file() else None
+    if not configs:
+        if name is not None:
+            raise DataError(f"the card of dataset {repository} names no configurations; leave out name={name!r}")
+        return tuple(start + split + end for start in ("", "*/") for end in (".*", "-*", "/*"))
+    by_name = {str(config.get("config_name")): config for config in configs}
+    default = next((key for key, config in by_name.items() if config.get("default")), None)
+    chosen = name or default or (next(iter(by_name)) if len(by_name) == 1 else "default")
+    if chosen not in by_name:
+        raise DataError(f"dataset {repository} has no configuration {chosen!r}; set name to one of {sorted(by_name)}")
+    listed = by_name[chosen].get("data_files") or ()
+    if isinstance(listed, str) or not all(isinstance(one, Mapping) for one in listed):
+        listed = [{"split": "train", "path": listed}]
+    paths = {str(one["split"]): one["path"] for one in listed}
+    if split not in paths:
+        raise DataError(f"dataset {repository}, configuration {chosen}: no split {split!r}; there are {sorted(paths)}")
+    return (paths[split],) if isinstance(paths[split], str) else tuple(paths[split])
+
+
+@contextmanager
+def _explained(
+    repository: str, revision: str | None, *, kind: str, key: str, error: type[JaxAgentRLError]
+) -> Iterator[None]:
+    """Turn failures of a download into one error that says what to do.
+
+    Args:
+        repository: on the Hub.
+        revision: of it.
+        kind: ``model`` or ``dataset``.
+        key: of the configuration that names it.
+        error: class of the error.
+    """
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    repository, revision = named
-    neither = f"there is no folder {str(folder)!r} here, and "
     try:
-        described = _download(repository, revision, _DESCRIBING)
-        # A snapshot's folder is named by its commit: take the same one even if the branch has moved on.
-        return _download(repository, described.name, _WEIGHTS) if weights else described
+        yield
+        return
     except GatedRepoError:
         problem = f"{repository} is gated: accept its licence on the Hub and set HF_TOKEN"
     except RepositoryNotFoundError:
-        problem = f"the Hub has no model {repository!r} for you; correct model.path, or set HF_TOKEN if it is private"
+        problem = f"the Hub has no {kind} {repository!r} for you; correct {key}, or set HF_TOKEN if it is private"
     except RevisionNotFoundError:
-        problem = f"{repository} has no revision {revision!r}; leave @{revision} out of model.path, or correct it"
-    except (HfHubHTTPError, OSError) as error:  # OSError: no connection, and a full disk
-        said = [*filter(None, [_unreachable()]), *str(error).strip().splitlines(), type(error).__name__]
-        problem = f"{repository!r} could not be downloaded from the Hub ({said[0]}); set model.path to a folder"
-    raise ModelError(neither + problem)
+        problem = f"{repository} has no revision {revision!r}; leave @{revision} out of {key}, or correct it"
+    except (HfHubHTTPError, OSError) as failure:  # OSError: no connection, and a full disk
+        said = [*filter(None, [_unreachable()]), *str(failure).strip().splitlines(), type(failure).__name__]
+        local = "a folder" if kind == "model" else "files here"
+        problem = f"{repository!r} could not be downloaded from the Hub ({said[0]}); set {key} to {local}"
+    raise error(f"there is no {'folder' if kind == 'model' else 'file'} {repository!r} here, and {problem}")
 
 
 @functools.cache
-def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _download(kind: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     """Ask the Hub once per process; if it does not answer, use its local cache alone."""
     from huggingface_hub import snapshot_download
 
     return Path(
         snapshot_download(
-            repository, revision=revision, allow_patterns=list(patterns), local_files_only=_unreachable() is not None
+            repository,
+            repo_type=kind,
+            revision=revision,
+            allow_patterns=list(patterns),
+            local_files_only=_unreachable() is not None,
         )
     )
 

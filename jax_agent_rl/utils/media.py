@@ -1,18 +1,22 @@
-"""Images and videos in one normal form, whatever a tool returned.
+"""Images and videos in one normal form, whatever a tool returned, a client sent or a dataset holds.
 
 An image is upright and RGB; a video is RGB frames of one size. Engines, the wire format and the count of ids all start
 from these, so that they agree.
+
+A message shows them as parts of its ``content``, in the notation of OpenAI or of Qwen (:func:`media_source`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 KINDS = ("image", "video")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -23,6 +27,12 @@ MAX_IMAGES = 64
 """Limit of images in one answer."""
 MAX_TOTAL_PIXELS = 32_000_000
 """Limit of all images in one answer: a small file can hold many pixels of one colour."""
+MAX_FRAMES = 768
+"""Limit of frames of one video in a prompt, as in Qwen's processor."""
+MAX_VIDEO_PIXELS = 200_000_000
+"""Limit of all frames of one video in a prompt: 600 megabytes."""
+VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,gif"
+"""FFmpeg's names of the containers that are read."""
 FRAMES_PER_SECOND = 2.0
 """Frame rate of videos: tools return frames without times, and Qwen's models were trained at this rate."""
 
@@ -54,35 +64,129 @@ def as_image(item: Any) -> Image:
     return Image.alpha_composite(white, item).convert("RGB")
 
 
-def read_images(texts: Sequence[str]) -> tuple[Image, ...]:
-    """Read images from untrusted ``data:`` URLs or base64.
+def media_source(part: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return kind and source of a content part that shows an image or a video; None for any other part.
+
+    >>> media_source({"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}})
+    ('image', 'data:image/png;base64,iVBO')
+    >>> media_source({"type": "input_image", "image_url": "data:image/png;base64,iVBO"})
+    ('image', 'data:image/png;base64,iVBO')
+    >>> media_source({"type": "video", "video": ["1.png", "2.png"]}), media_source({"type": "text", "text": "hi"})
+    (('video', ['1.png', '2.png']), None)
+    """
+    kind, _, _ = str(part.get("type")).removeprefix("input_").partition("_")
+    if kind not in KINDS:
+        return None
+    source = part.get(kind)
+    if source is None:
+        source = part.get(f"{kind}_url")
+    return kind, source["url"] if isinstance(source, Mapping) and "url" in source else source
+
+
+def text_content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message without what it shows."""
+    content = message.get("content") or ""
+    return "".join(part["text"] for part in content if "text" in part) if isinstance(content, list) else content
+
+
+def text_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as text, with the kinds of what it shows under ``media``."""
+    if not isinstance(content := message.get("content"), list):
+        return dict(message)
+    kinds = [part["type"] for part in content if part["type"] in KINDS]
+    return {**message, "content": text_content(message), "media": kinds}
+
+
+def without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose parts say that they show something, but not what; a chat template takes these."""
+    if not isinstance(content := message.get("content"), list):
+        return message
+    return {**message, "content": [{"type": p["type"]} if p["type"] in KINDS else p for p in content]}
+
+
+def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """Read what messages show, by kind, in order.
+
+    Args:
+        messages: their parts are ``{"type": kind, kind: source}``; a source is bytes, a ``data:`` URL or a path, or for
+            videos a list of such frames.
 
     Raises:
-        ValueError: one cannot be read, or they exceed ``MAX_PIXELS`` each or ``MAX_TOTAL_PIXELS``; none is
+        ValueError: an item cannot be read or is too large; names it.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if (kind := part["type"]) in KINDS:
+                item = _read_video(part[kind]) if kind == "video" else _read_image(part[kind])
+                found[kind] = (*found.get(kind, ()), item)
+    return found
+
+
+def data_url(source: str | bytes) -> str:
+    """Return an image's file, given as in :func:`read_media`, as a ``data:`` URL; raise ValueError if it is none."""
+    import base64
+
+    if isinstance(source, str) and source.startswith("data:"):
+        return source
+    with _damage():
+        file = source if isinstance(source, bytes) else Path(source).read_bytes()
+        kind = _open_image(file).get_format_mimetype()
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+
+
+def _read_image(source: str | bytes) -> Image:
+    if isinstance(source, bytes) or source.startswith("data:"):
+        return read_images([source])[0]
+    try:
+        return read_images([Path(source).read_bytes()])[0]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _read_video(source: Sequence[str | bytes] | str | bytes) -> np.ndarray:
+    frames, pixels = [], 0
+    for frame in _decoded(source) if isinstance(source, str | bytes) else map(_read_image, source):
+        frames.append(frame)
+        pixels += frame.width * frame.height
+        if pixels > MAX_VIDEO_PIXELS or len(frames) > MAX_FRAMES:
+            raise ValueError(
+                f"a video has more than {MAX_FRAMES} frames or {MAX_VIDEO_PIXELS} pixels; shorten or scale it down"
+            )
+    return as_frames(frames)
+
+
+def read_images(files: Sequence[str | bytes], *, max_total_pixels: int = MAX_TOTAL_PIXELS) -> tuple[Image, ...]:
+    """Read images from untrusted files: their bytes, ``data:`` URLs or base64.
+
+    Raises:
+        ValueError: one cannot be read, or they exceed ``MAX_PIXELS`` each or ``max_total_pixels``; none is
             unpacked then.
     """
-    if len(texts) > MAX_IMAGES:
-        raise ValueError(f"{len(texts)} images are more than {MAX_IMAGES}")
+    if len(files) > MAX_IMAGES:
+        raise ValueError(f"{len(files)} images are more than {MAX_IMAGES}")
     with _damage():
-        opened = [_open_image(text) for text in texts]
+        opened = [_open_image(file) for file in files]
     together = sum(image.width * image.height for image in opened)
-    if together > MAX_TOTAL_PIXELS:
-        raise ValueError(f"the images have {together} pixels together, more than {MAX_TOTAL_PIXELS}")
+    if together > max_total_pixels:
+        raise ValueError(f"the images have {together} pixels together, more than {max_total_pixels}")
     with _damage():
         for image in opened:
             image.load()
     return tuple(map(as_image, opened))
 
 
-def _open_image(text: str) -> Image:
+def _open_image(file: str | bytes) -> ImageFile:
     """Open an image without reading its pixels."""
     import base64
     import io
 
     from PIL import Image
 
-    encoded = text.partition(",")[2] if text.startswith("data:") else text
-    image = Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=FORMATS)
+    if isinstance(file, str):
+        encoded = file.partition(",")[2] if file.startswith("data:") else file
+        file = base64.b64decode(encoded, validate=True)
+    image = Image.open(io.BytesIO(file), formats=FORMATS)
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
     return image
@@ -99,6 +203,29 @@ def _damage() -> Iterator[None]:
         raise ValueError(f"an image cannot be read: it is none of {', '.join(FORMATS)}") from None
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from None
+
+
+def _decoded(source: str | bytes) -> Iterator[Image]:
+    """Yield the frames of a video file, :data:`FRAMES_PER_SECOND`."""
+    import base64
+    import io
+
+    import av
+    import av.error
+
+    if isinstance(source, str):
+        is_url = source.startswith("data:")
+        source = base64.b64decode(source.partition(",")[2], validate=True) if is_url else Path(source).read_bytes()
+    due = 0.0
+    try:
+        # By its bytes, and no playlists: FFmpeg would fetch what a path or a playlist names, from anywhere.
+        with av.open(io.BytesIO(source), "r", options={"format_whitelist": VIDEO_FORMATS}) as file:
+            for frame in file.decode(video=0):
+                if frame.time is None or frame.time >= due:
+                    yield frame.to_image()
+                    due = (frame.time or due) + 1 / FRAMES_PER_SECOND
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"a video cannot be read: {error}") from None
 
 
 def as_frames(item: Any) -> np.ndarray:

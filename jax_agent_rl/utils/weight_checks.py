@@ -14,13 +14,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from jax_agent_rl.errors import WeightUpdateError
 
+AS_THEY_ARE = "float32"
+"""``WeightUpdate.dtype`` of weights that were not rounded."""
+
 METADATA_KEY = "logprob_probe"
 """Key of the probe in a safetensors file's metadata."""
+
+
+def rounded(x: Any, dtype: str) -> Any:
+    """Return a NumPy or device array in the dtype of a transfer, see ``WeightUpdate.dtype``."""
+    return x if dtype == AS_THEY_ARE else x.astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,10 @@
 """The conformance suite on every backend of the package."""
 
 import importlib.util
+import json
 import shutil
+import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +14,22 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
-from jax_agent_rl.testing.conformance.models import prepare_folders
+from jax_agent_rl.testing.conformance.models import prepare_folders, write_tiny_model
 from jax_agent_rl.testing.conformance.reference import TransformersReference, log_softmax
 from jax_agent_rl.testing.conformance.runner import SUITE, BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
+from tests.simulated import environment_with
 from tests.toy_backend import ToyBackend, served_toy, toy_files, toy_subject
+from tests.warm import python
 
 # The last test of control closes the backend.
 # isort: off
 from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_grammars import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_media_and_adapters import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_routed_experts import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_weights import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_control import *  # noqa: F403
 # isort: on
@@ -132,6 +140,17 @@ def backend_session(request):
         yield session
 
 
+def test_data_parallel_engines_obey_the_protocol_as_one(tmp_path: Path):
+    pytest.importorskip("torch")
+    command = [*python(), "-m", "jax_agent_rl.cli", "conformance", "--backend", "jetstream", "--data-parallel", "3"]
+    made = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=580, env=environment_with(3), cwd=Path.cwd()
+    )
+    assert made.returncode == 0, made.stdout[-3000:] + made.stderr[-2000:]
+    counts = Counter(result["outcome"] for result in json.loads(made.stdout.splitlines()[-1])["results"])
+    assert counts["passed"] > 30 and not counts["failed"]
+
+
 def test_every_file_of_the_suite_runs_here():
     modules = {value.__module__ for name, value in globals().items() if name.startswith("test_")} - {__name__}
     assert {name.rpartition(".")[2] for name in modules} == {file.stem for file in SUITE.glob("test_*.py")}
@@ -156,6 +175,18 @@ def test_engines_serve_adapters(backend: str, options: BackendOptions):
     subject = select_backend(backend, replace(options, adapters=True, max_concurrent=2))
     report = run_suite(subject, only=checks)
     assert [r.outcome for r in report.results] == ["passed"] * 5, report.results
+
+
+@pytest.mark.parametrize("backend", ["jetstream", "remote"])
+def test_engines_report_experts(backend: str, tmp_path: Path):
+    """The checks of experts and a few that a mixture could fail, on a tiny random Qwen3 MoE."""
+    pytest.importorskip("torch")
+    model = write_tiny_model(tmp_path / "model", experts=True)
+    options = BackendOptions(folders=prepare_folders(model, tmp_path), max_concurrent=2)
+    checks = ["experts-match-reference", "experts-of-a-next-turn", "experts-survive-an-abort", "experts-of-new-weights"]
+    checks += ["greedy-matches-reference", "prefix-reuse"]
+    report = run_suite(select_backend(backend, options), only=checks)
+    assert [r.outcome for r in report.results] == ["passed"] * 6, report.results
 
 
 @pytest.mark.parametrize("backend", ["jetstream", pytest.param("vllm", marks=pytest.mark.vllm)])

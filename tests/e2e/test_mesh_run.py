@@ -54,3 +54,24 @@ def test_learner_and_engine_on_meshes_side_by_side(tmp_path: Path, mode: str):
     fresh = [step for step in steps if not step.get("staleness_max")]  # what is stale differs by what was learnt since
     assert len(fresh) == 4 if mode == "sync" else fresh
     assert max(step["logprob_gap_max"] for step in fresh) < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_an_engine_on_each_of_the_learners_devices(tmp_path: Path, mode: str):
+    """Asynchronous modes, too: an engine of one device exchanges nothing that could wait for the learner."""
+    recipe = tiny_recipe(
+        tmp_path,
+        trainer={"steps": 2, "mode": mode},
+        learner={"mesh": {"fsdp": 4}},
+        rollout={
+            "max_in_flight": 16,
+            "sleep_during_update": mode == "sync",
+            "jetstream": {"mesh": {"data": 4}, "prefill_buckets": [32], "decode_steps": 4},
+        },
+    )
+    train(recipe, devices=4)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["recompilations_after_warmup"] == 0
+    steps = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    fresh = [step for step in steps if not step.get("staleness_max")]
+    assert fresh and max(step["logprob_gap_max"] for step in fresh) < 1e-3

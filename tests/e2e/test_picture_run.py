@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import yaml
 
+from jax_agent_rl.agents import loop
 from jax_agent_rl.config import load
 from jax_agent_rl.models.hf import load_config, save_hf
+from jax_agent_rl.rewards import registry
 from jax_agent_rl.runtime.build import build
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.types import Group, SamplingParams
-from tests.gpu_backend.vision import IMAGE, VisionReference, write_model
+from tests.gpu_backend.vision import IMAGE, VisionReference, picture, write_model
 
 pytest.importorskip("torch")
 
@@ -80,7 +82,9 @@ SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, stop=STOPS)
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(loop, "_AGENTS", dict(loop._AGENTS))  # the plugin registers its names once a test
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
     schema = {"name": "camera", "description": "", "parameters": {"type": "object", "properties": {}}}
     tool = {"class_name": f"{tmp_path / 'plugin.py'}:Camera", "tool_schema": {"type": "function", "function": schema}}
     (tmp_path / "plugin.py").write_text(PLUGIN)
@@ -111,8 +115,8 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-async def collected(runtime: RunComponents, step: int) -> list[Group]:
-    stream = runtime.collector.collect(ROWS, group_size=4, sampling=SAMPLING, step=step)
+async def collected(runtime: RunComponents, step: int, rows: Sequence[dict] = ROWS) -> list[Group]:
+    stream = runtime.collector.collect(rows, group_size=4, sampling=SAMPLING, step=step)
     return [group async for group in stream]
 
 
@@ -154,3 +158,22 @@ async def test_engine_learner_and_transformers_agree_before_and_after_an_update(
         assert runtime.learner.programs_compiled == compiled
         metrics = await runtime.metrics()
         assert metrics.recompilations == 0 and metrics.cached_tokens > 0
+
+
+async def test_pictures_of_prompts_and_of_tools_are_read_by_engine_learner_and_transformers_alike(
+    recipe: Path, tmp_path: Path
+):
+    for seed in (7, 8):
+        picture(seed).save(tmp_path / f"{seed}.png")
+    placeholder, parts = ({**row, "images": ["7.png"]} for row in ROWS)
+    placeholder["prompt"] = [{"role": "user", "content": "is <image> it?"}]
+    first = {"type": "image", "image": "8.png"}
+    parts["prompt"] = [{"role": "user", "content": [first, {"type": "text", "text": "or"}, {"type": "image"}]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (placeholder, parts)))
+    longer = ["agent.max_prompt_length=64", "rollout.max_model_len=168", "learner.row_patches=64"]
+    async with build(load(recipe, longer), print_line=lambda line: None) as runtime:
+        groups = await collected(runtime, 1, runtime.cursor.next_rows(2))
+        assert_said_by(VisionReference(tmp_path / "model"), groups)
+        assert sorted(len(group.trajectories[0].prompt_media["image"]) for group in groups) == [1, 2]
+        result = runtime.learner.update(groups)
+        assert not result.skipped and result.metrics["logprob_gap_max"] < 1e-4

@@ -33,6 +33,14 @@ def test_a_deterministic_run_has_a_gap_of_exactly_zero_and_compiles_nothing_late
     assert all(step["trained_tokens"] > 0 for step in steps_of(tmp_path / "run"))
 
 
+def test_a_run_with_restricted_sampling_agrees_to_rounding_and_learns(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 2, "checkpoint_every": 0})
+    cli("train", recipe, "rollout.top_p=0.8", "rollout.top_k=20", "rollout.min_p=0.02")
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and all(step["trained_tokens"] > 0 for step in steps)
+    assert max(step["logprob_gap_max"] for step in steps) < 1e-3
+
+
 def test_engine_and_learner_in_bfloat16_agree_to_its_rounding(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, trainer={"steps": 2, "checkpoint_every": 0})
     cli("train", recipe, "learner.compute_dtype=bfloat16", "rollout.jetstream.dtype=bfloat16")

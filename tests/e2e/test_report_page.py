@@ -10,7 +10,7 @@ from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import RunDir
 from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
-from tests.trajectories import trajectory
+from tests.trajectories import session, trajectory
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,24 @@ def test_a_gap_that_rounding_would_make_is_hardly_painted(browser, tmp_path: Pat
     assert painted[0] == painted[1] and "0%" in painted[0]
     spans.first.hover()
     assert "(gap 1.0e-6)" in page.texts("#tip")[0]
+    assert page.troubles == []
+
+
+def test_a_session_shows_which_segment_left_which_and_then_their_tokens(browser, tmp_path: Path):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.add_metrics(step_line(1))
+    run_dir.add_trajectories(1, "train", [session()])
+    page = Page(browser, write_report(run_dir.path).as_uri() + "#trajectory=g-0")
+    first, second, third = page.texts(".session li")
+    assert first == "segment 1 calls 1, 5 · 3 trained tokens (43 %)"
+    assert second.endswith("leaves segment 1 after turn 1 (shared ids: 4)")
+    assert third.endswith(
+        "in the prompt (shared ids: 1): message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'"
+    )
+    assert page.texts(".detail h3") == ["segment 1", "segment 2", "segment 3"]
+    indents = page.tab.locator(".session li").evaluate_all("all => all.map((one) => one.getBoundingClientRect().left)")
+    assert indents[0] < indents[1] == indents[2]
+    assert [text.strip() for text in page.texts(".toks")[:4]] == ["[1][3]", "[4][2]", "[7]", "[5]"]
     assert page.troubles == []
 
 

@@ -25,9 +25,11 @@ SMALL = [
     "trainer.steps=2",
 ]
 EXAMPLES = {
-    "gsm8k_tool": ([], None, []),
+    "gsm8k_tool": (["--source", "examples/gsm8k_tool/sample.jsonl"], None, []),
     "reasoning_gym": (["--train", "8", "--heldout", "2"], "reasoning_gym", ["agent.max_response_length=16"]),
     "textworld": (["--train", "2", "--heldout", "1"], "textworld", ["agent.max_response_length=300"]),
+    "kuhn_poker": (["--train", "6", "--heldout", "2"], None, []),
+    "solver_checker": (["--train", "4", "--heldout", "2"], None, ["learner.lora.rank=4"]),
 }
 
 # Settings of the server, the key of its address, the path there, and how the run's calls are named.
@@ -65,7 +67,8 @@ def test_an_example_runs(name: str, tmp_path: Path, small_model: Path):
     where = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", *data]
     run("-m", "jax_agent_rl.cli", "train", f"examples/{name}/config.yaml", *where, *SMALL, *overrides)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["trained"] == summary["started"] == 8
+    assert summary["steps"] == 2 and summary["trained"] == summary["started"]
+    assert summary["started"] >= 8  # more with roles: a trajectory of each that took a turn
     assert summary["token_drift"] == 0 and summary["recompilations_after_warmup"] == 0
     assert summary["max_logprob_gap"] <= 1e-3
 

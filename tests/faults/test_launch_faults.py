@@ -59,7 +59,14 @@ def test_the_environment_is_made_once_and_the_quickstart_brings_its_model_and_da
 
 
 def test_an_environment_that_cannot_be_made_is_named_with_its_host(machines: Machines):
-    machines.write("venv/bin/python", "#!/usr/bin/env bash\necho 'no space left' >&2; exit 1\n")
+    # It has pip, so that the two hosts, which share a disk here, do not both create it.
+    machines.write(
+        "venv/bin/python",
+        """#!/usr/bin/env bash
+        [ "$2" = "import pip" ] && exit 0
+        echo "no space left" >&2; exit 1
+        """,
+    )
     result = machines.launch("--hosts", TWO_HOSTS)
     assert result.returncode == 1 and "[127.0.0.3] no space left" in result.stdout
     for host in ("127.0.0.2", "127.0.0.3"):

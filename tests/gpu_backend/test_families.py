@@ -47,6 +47,19 @@ def qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
 
 
+def mistral() -> Any:
+    """A window shorter than the prompt in every layer."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16, tie_word_embeddings=False))
+
+
+def glm4() -> Any:
+    from transformers import Glm4Config, Glm4ForCausalLM
+
+    return Glm4ForCausalLM(Glm4Config(**SIZES, tie_word_embeddings=False))
+
+
 def gemma3() -> Any:
     """A layer with a window shorter than the prompt, one without; tied."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -91,7 +104,7 @@ async def test_other_families_take_updates(tmp_path: Path, family: Any):
     np.testing.assert_allclose(after.log_probs, new.logprobs(PROMPT, after.token_ids), atol=5e-4)
 
 
-@pytest.mark.parametrize("family", [qwen3_moe, gemma3])
+@pytest.mark.parametrize("family", [qwen3_moe, gemma3, glm4, mistral])
 async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(tmp_path: Path, family: Any):
     """The learner's own probe and file; then the same tensors with two of one shape exchanged."""
     make(tmp_path / "old", family, 0)
@@ -119,5 +132,8 @@ async def test_what_the_learner_writes_is_served_and_wrong_weights_are_not(tmp_p
 
 def exchangeable(tensors: dict[str, np.ndarray]) -> tuple[str, str]:
     """Gate and up of one layer (or of its first expert): of one shape, easily mistaken for each other."""
-    first = next(name for name in tensors if "gate_proj" in name)
+    first = next((name for name in tensors if "gate_proj" in name), None)
+    if first is None:  # they are one: take those of two layers
+        first = next(name for name in tensors if "layers.0.mlp.gate_up_proj" in name)
+        return first, first.replace("layers.0", "layers.1")
     return first, first.replace("gate_proj", "up_proj")

@@ -29,7 +29,7 @@ def test_a_run_needs_only_another_backend(recipe: Path, tmp_path: Path, placemen
 def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):
     command = [sys.executable, "-m", "jax_agent_rl.cli", "eval", str(recipe), *VLLM, "-n", "2"]
     done = subprocess.run(
-        [*command, "--data", str(load(recipe).data.train), "--out", str(tmp_path / "out"), "--json"],
+        [*command, "--data", load(recipe).data.train[0].path, "--out", str(tmp_path / "out"), "--json"],
         capture_output=True,
         text=True,
     )

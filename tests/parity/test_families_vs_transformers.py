@@ -3,6 +3,7 @@ and the engine's decoding. Weights and reference values are transformers' own.""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,16 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "initializer_range": 0.2,
 }
+DYNAMIC = {"max_trained_positions": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 8}),
+    "llama yarn": ("LlamaConfig", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 4.0}}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2 yarn": (
+        "Qwen2Config",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}},
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -46,6 +54,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 16,
             "norm_topk_prob": True,
+        },
+    ),
+    "mistral": ("MistralConfig", {"head_dim": 12, "sliding_window": 9}),
+    "mistral without a window": ("MistralConfig", {"head_dim": 8, "sliding_window": None}),
+    "ministral": (
+        "MinistralConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "pad_token_id": None}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 7.0,
         },
     ),
     "gemma3": (
@@ -75,7 +104,7 @@ def peer(request, tmp_path: Path):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "norm" in key or "bias" in key:  # random too: at their start values a wrong one would not show
+            if "norm" in key or "bias" in key or "sinks" in key:  # random too: else a wrong one would not show
                 parameter += torch.randn_like(parameter) * 0.2
     model.save_pretrained(tmp_path)
     return model, tmp_path
@@ -151,10 +180,32 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     slots.positions[:] = [len(ids) - 1 for ids in prompts]
     slots.remaining[:] = 12
     slots.stop_ids[:] = -1
-    _, decoded, _ = engine.decode(weights, cache, slots, 12, 3)
+    _, sampled = engine.decode(weights, cache, slots, 12, 3)
     for row, ids in enumerate(prompts):
         expected = _greedy(model, ids, 12)
-        assert decoded[:, row].tolist() == expected
+        assert sampled.ids[:, row].tolist() == expected
+
+
+def test_dynamic_scaling_is_that_of_the_longest_context(tmp_path: Path):
+    """transformers' base grows with the context; ours is always that of ``max_position_embeddings``."""
+    import transformers
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e3}
+    settings = SMALL | {"head_dim": 8, "max_position_embeddings": 16, "rope_parameters": rope}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**settings)).eval()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    ids = np.random.default_rng(0).integers(0, 89, (2, 40))
+    for length, fields in {16: {}, 40: {"max_position_embeddings": 40, "rope_parameters": DYNAMIC | rope}}.items():
+        file.write_text(json.dumps(raw | fields))
+        config, params = load_hf(tmp_path)
+        save_hf(tmp_path / "ours", config, params)
+        assert load_hf(tmp_path / "ours")[0] == config
+        with torch.no_grad():
+            expected = model(torch.tensor(ids[:, :length])).logits.numpy()
+        np.testing.assert_allclose(forward(config, params, ids[:, :length]), expected, atol=1e-4)
 
 
 def _greedy(model: Any, ids: list[int], count: int) -> list[int]:

@@ -191,7 +191,7 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
         here = slice(start, start + 15)
         chunk = ImageInputs(places[None, here], seen, index[None, here])
         layers = prefill(config, weights, cache, jnp.asarray(IDS[None, here]), jnp.array([start]), chunk)
-        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv in layers])))
+        cache = KVCache(tuple(map(functools.partial(placed, start), cache.layers, [kv for _, kv, _ in layers])))
     with torch.no_grad():
         expected = theirs(model).numpy()
     assert offset and prompt % 15 == 0

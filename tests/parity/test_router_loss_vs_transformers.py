@@ -23,7 +23,10 @@ def test_value_and_gradient_of_masked_rows_equal_those_of_transformers(count: in
     experts = Experts(count=count, per_token=2, intermediate_size=4, normalize=True)
 
     def loss(routers: jax.Array) -> jax.Array:
-        load = sum(router_load(experts, routers[i], jnp.asarray(x[i]), jnp.asarray(mask, jnp.int32)) for i in range(3))
+        load = sum(
+            router_load(experts, {"router": routers[i]}, jnp.asarray(x[i]), jnp.asarray(mask, jnp.int32))
+            for i in range(3)
+        )
         total = jnp.float32(layers * mask.sum())
         return load_balancing_loss(load[1], load[0] / total, total)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.trajectory_graph import TrajectoryGraph
+from jax_agent_rl.trajectory_graph import TrajectoryGraph, session_graph, timeline
 from jax_agent_rl.types import Fork, Trajectory
-from tests.trajectories import trajectory
+from tests.trajectories import session, trajectory
 
 
 def fork(turns: int, tokens: int = 0) -> Fork:
@@ -59,6 +59,33 @@ def test_segments_are_part_of_their_trajectorys_path():
 def test_a_group_of_nobody_has_an_empty_graph():
     graph = TrajectoryGraph.of([])
     assert (graph.nodes, graph.paths, graph.ends) == ((), (), ())
+
+
+def test_a_sessions_turns_are_in_the_order_of_their_calls_and_stand_where_its_sequences_put_them():
+    made = session()
+    assert [turn.output.token_ids for _, turn in timeline(made)] == [(4, 2), (8, 2), (20,), (21,), (5,)]
+    laid_out = [i for sequence in made.sequences for i in sequence.response_ids]
+    assert all(
+        laid_out[at : at + len(turn.output.token_ids)] == [*turn.output.token_ids] for at, turn in timeline(made)
+    )
+
+
+def test_a_segment_leaves_the_one_that_begins_with_most_of_its_ids():
+    graph = session_graph(session())
+    assert [s.sequence.turns[0].number for s in graph] == [0, 1, 2]
+    # the prompt 1 3 and 4 2, the first turn; the first id of the prompt
+    assert [(s.parent, s.shared, s.turns) for s in graph] == [(None, 0, 0), (0, 4, 1), (0, 1, 0)]
+
+
+def test_a_segment_that_goes_on_after_a_turn_is_its_child():
+    graph = TrajectoryGraph.of([session()])
+    assert [(node.ids, node.parent) for node in graph.nodes] == [
+        ((4, 2), None),
+        ((8, 2), 0),
+        ((20,), None),
+        ((21,), 2),
+        ((5,), 0),
+    ]
 
 
 @st.composite

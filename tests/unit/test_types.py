@@ -1,6 +1,7 @@
 """The data types: the module's worked example, and what they refuse."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,20 @@ def test_a_resumed_output_keeps_both_parts_and_their_versions():
     joined = output([5, 6], [-1.0, -2.0], 1).then(output([2], [-0.5], 2))
     assert joined.token_ids == (5, 6, 2) and joined.policy_versions == (1, 1, 2)
     assert joined.stop_reason is StopReason.EOS
+
+
+def test_constrained_ids_are_sampled_ids_without_loss():
+    marked = replace(output([20, 21, 2], [-0.1] * 3, 4), constrained=(True, False, True))
+    turns = [Turn(output=marked, appended_ids=(30,), learn_appended=True), Turn(output=output([40], [-0.3], 5))]
+    t = trajectory(turns)
+    assert t.response_mask == (1, 1, 1, 0, 1) and t.rollout_logprobs[:3] == (-0.1,) * 3
+    assert t.loss_mask == (0, 1, 0, 1, 1)
+    assert marked.first(2).constrained == (True, False)
+    assert marked.then(marked).constrained == (True, False, True) * 2
+    free = output([40], [-0.3], 5)
+    assert free.then(marked).constrained == (False, True, False, True) and free.then(free).constrained == ()
+    with pytest.raises(ValueError, match="3 ids.* 1 grammar marks"):
+        replace(marked, constrained=(True,))
 
 
 def test_an_output_with_a_missing_logprob_is_refused():

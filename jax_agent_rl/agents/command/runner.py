@@ -1,12 +1,14 @@
-"""Runs one command inside the sandbox; only the standard library is there. Reads a job, prints the result, as JSON.
+"""Runs one command in the sandbox or in a container, with the standard library alone. Reads a job, prints the result.
 
 ::
 
     command ──HTTP──► 127.0.0.1:PORT ──(this relay)──► endpoint.sock ──(bound into the sandbox)──► endpoint
 
-The sandbox has no network, so its loopback reaches nothing but this relay. Job: ``argv``, ``env``, ``seconds``,
-``port`` (None: no relay), ``workdir``, ``read_back`` (a file to return, or None); ``job.tar`` is unpacked first.
-Result: ``exit_code`` (None after a timeout), ``stdout``, ``stderr`` (their last characters), ``workspace``
+There is no network, so loopback reaches nothing but this relay. Both are JSON. The job: ``argv``, ``env``,
+``seconds``, ``workdir``; ``port`` (None: no relay); ``read_back`` (a file to return, or None); ``root``, where
+``archive`` is unpacked first (default: ``job.tar``), after the paths in ``remove`` were deleted; ``socket`` of the
+endpoint; ``pack``: whether to return ``workdir``; ``cpu_seconds`` of each process, where nothing else limits it. The
+result: ``exit_code`` (None after a timeout), ``stdout``, ``stderr`` (their last characters), ``workspace``
 (``workdir`` as tar in base64, or None if it is too large), ``read_back``.
 """
 
@@ -16,6 +18,8 @@ import contextlib
 import io
 import json
 import os
+import resource
+import shutil
 import signal
 import sys
 import tarfile
@@ -36,10 +40,10 @@ async def pump(reader, writer):
         writer.close()
 
 
-async def relay(reader, writer):
+async def relay(reader, writer, socket):
     """Connect a client to the endpoint."""
     try:
-        up_reader, up_writer = await asyncio.open_unix_connection(f"{HOME}/endpoint.sock")
+        up_reader, up_writer = await asyncio.open_unix_connection(socket)
     except OSError:
         writer.close()
         return
@@ -49,7 +53,8 @@ async def relay(reader, writer):
 async def run(job):
     """Run the command to its end; return its exit status, None after a timeout."""
     if job["port"] is not None:
-        await asyncio.start_server(relay, "127.0.0.1", job["port"])
+        socket = job.get("socket", f"{HOME}/endpoint.sock")
+        await asyncio.start_server(lambda reader, writer: relay(reader, writer, socket), "127.0.0.1", job["port"])
     with open("stdout.txt", "wb") as out, open("stderr.txt", "wb") as err:
         process = await asyncio.create_subprocess_exec(
             *job["argv"],
@@ -87,8 +92,17 @@ def pack(folder):
 def main():
     """Read the job, run it, print the result."""
     job = json.load(sys.stdin)
-    with tarfile.open("job.tar") as archive:
-        archive.extractall(HOME, filter="data")
+    if "cpu_seconds" in job:
+        resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_seconds"],) * 2)
+    for path in job.get("remove", ()):
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # a file or a link
+    with tarfile.open(job.get("archive", "job.tar")) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(job["root"], filter="data")
+        else:  # an older Python in an image, where nothing in the archive is the program's
+            archive.extractall(job["root"])
     os.makedirs(job["workdir"], exist_ok=True)
     try:
         exit_code = asyncio.run(run(job))
@@ -98,7 +112,8 @@ def main():
             file.write(f"{error}\n")
     result = {"exit_code": exit_code, "stdout": tail("stdout.txt"), "stderr": tail("stderr.txt")}
     read_back = tail(job["read_back"]) if job["read_back"] else ""
-    print(json.dumps({**result, "workspace": pack(job["workdir"]), "read_back": read_back or None}))
+    workspace = pack(job["workdir"]) if job.get("pack", True) else None
+    print(json.dumps({**result, "workspace": workspace, "read_back": read_back or None}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A row's ``extra_info`` names a task folder (``task``) in Harbor's format::
 
     task.toml          [agent] timeout_sec, [verifier] timeout_sec
     instruction.md     what the agent is asked to do
-    environment/       files of the working folder; a Dockerfile that only copies them
+    environment/       files of the working folder; in the sandbox, a Dockerfile that only copies them
     tests/test.sh      decides: writes /logs/verifier/reward.txt, else its exit status
 
 or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the tests).
@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.utils.media import text_message
 
 WORKDIR = "/app"
 _NEEDS_NO_BUILD = frozenset({"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "LABEL", "SHELL", "USER", "WORKDIR"})
@@ -39,6 +40,9 @@ class CommandTask:
         tests: contents by path below ``/tests``, shown to the verifier alone.
         verifier: its command line; empty: there is none, the reward is another function's.
         agent_seconds, verifier_seconds: time limits; None: the configuration's.
+        build_context: folder from whose Dockerfile the task's image is built; None: there is none.
+        image: the task's own image, if it is not built; None: the configuration's.
+        build_seconds: time limit of the build; None: a default.
     """
 
     instruction: str
@@ -49,18 +53,28 @@ class CommandTask:
     verifier: tuple[str, ...] = ()
     agent_seconds: float | None = None
     verifier_seconds: float | None = None
+    build_context: Path | None = None
+    image: str | None = None
+    build_seconds: float | None = None
 
 
-def read_task(row: Mapping[str, Any]) -> CommandTask:
+def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTask:
     """Return a row's task.
 
+    Args:
+        row: the dataset's row.
+        containers: whether it will run in a container, so that its Dockerfile may build something.
+
     Raises:
-        DataError: the task folder is incomplete or needs Docker, or a part has the wrong type.
+        DataError: the task folder is incomplete or needs a container, or a part has the wrong type.
     """
     extra = row.get("extra_info") or {}
-    instruction = "\n\n".join(str(m["content"]) for m in row["prompt"] if m["role"] == "user")
+    asked = [text_message(message) for message in row["prompt"] if message["role"] == "user"]
+    if any(message.get("media") for message in asked):
+        raise DataError("the prompt shows images or videos, but a command reads text; put their files into the task")
+    instruction = "\n\n".join(str(message["content"]) for message in asked)
     if folder := extra.get("task"):
-        return read_harbor_task(Path(folder).expanduser())
+        return read_harbor_task(Path(folder).expanduser(), containers=containers)
     try:
         return CommandTask(
             instruction=instruction,
@@ -74,11 +88,11 @@ def read_task(row: Mapping[str, Any]) -> CommandTask:
         ) from None
 
 
-def read_harbor_task(folder: Path) -> CommandTask:
-    """Read a task folder in Harbor's format.
+def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
+    """Read a task folder in Harbor's format; for the arguments see :func:`read_task`.
 
     Raises:
-        DataError: a file is missing or malformed, or the Dockerfile does more than copy files.
+        DataError: a file is missing or malformed, or, without a container, the Dockerfile does more than copy files.
     """
     try:
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
@@ -89,11 +103,18 @@ def read_harbor_task(folder: Path) -> CommandTask:
         raise DataError(f"task {folder}: tests/test.sh is missing; it decides the reward")
     environment = folder / "environment"
     if compose := next(environment.glob("docker-compose*"), None):
-        raise DataError(f"task {folder}: environment/{compose.name} starts containers, which need Docker")
+        raise DataError(f"task {folder}: environment/{compose.name} starts several containers, which is not supported")
     dockerfile = environment / "Dockerfile"
-    files, workdir, env = (
-        read_dockerfile(dockerfile) if dockerfile.is_file() else (read_files(environment), WORKDIR, {})
-    )
+    image = settings.get("environment", {}).get("docker_image")
+    if image and not containers and not dockerfile.is_file():
+        raise DataError(f"task {folder}: docker_image={image!r} needs a container; set agent.command.container")
+    image = image if containers else None
+    is_built = dockerfile.is_file() and not image
+    files, workdir, env = {}, WORKDIR, {}
+    if is_built and not containers:
+        files, workdir, env = read_dockerfile(dockerfile)
+    elif not is_built and not image:
+        files = read_files(environment)
     return CommandTask(
         instruction=instruction,
         files=files,
@@ -103,6 +124,9 @@ def read_harbor_task(folder: Path) -> CommandTask:
         verifier=_HARBOR_VERIFIER,
         agent_seconds=_seconds(settings, "agent", folder),
         verifier_seconds=_seconds(settings, "verifier", folder),
+        build_context=environment if is_built and containers else None,
+        image=image,
+        build_seconds=_seconds(settings, "environment", folder, "build_timeout_sec"),
     )
 
 
@@ -110,22 +134,42 @@ def read_dockerfile(path: Path) -> tuple[dict[str, bytes], str, dict[str, str]]:
     """Read a Dockerfile that builds nothing: the working folder's files and path, and variables.
 
     Raises:
-        DataError: an instruction needs Docker, or copies something to elsewhere.
+        DataError: an instruction needs a container, or copies something to elsewhere.
     """
     workdir, env, files = WORKDIR, {}, {}
     for number, line in _instructions(path):
         name, _, rest = line.partition(" ")
         name, rest = name.upper(), rest.strip()
         where = f"{path}, line {number}: {line[:80]!r}"
-        if name not in _NEEDS_NO_BUILD:
-            raise DataError(f"{where} needs Docker, and tasks run in a sandbox without it; choose tasks that only COPY")
+        problem = _build_problem(name, rest, has_files=bool(files))
+        if problem:
+            raise DataError(f"{where} {problem}; set agent.command.container, or choose tasks that only COPY")
         if name == "WORKDIR":
             workdir = str(PurePosixPath(workdir) / rest)
         elif name == "ENV":
-            env |= {name: value for name, _, value in (part.partition("=") for part in shlex.split(rest))}
+            env |= _variables(rest)
         elif name == "COPY":
             files |= _copied(path.parent, rest, workdir, where)
     return files, workdir, env
+
+
+def _build_problem(name: str, rest: str, *, has_files: bool) -> str | None:
+    """Return why an instruction cannot be followed without building an image; None if it can."""
+    if name not in _NEEDS_NO_BUILD or (name == "COPY" and "--from=" in rest):
+        return "builds something, which takes a container"
+    if name in ("COPY", "ENV", "WORKDIR") and "$" in rest:
+        return "uses a variable, which takes a container"
+    if name == "WORKDIR" and has_files:
+        return "changes the working folder after files were copied, which takes a container"
+    return None
+
+
+def _variables(rest: str) -> dict[str, str]:
+    """Read ``KEY=value …``, or the older ``KEY value``."""
+    first, _, value = rest.partition(" ")
+    if "=" not in first:
+        return {first: value.strip()}
+    return {name: value for name, _, value in (part.partition("=") for part in shlex.split(rest))}
 
 
 def _instructions(path: Path) -> Iterator[tuple[int, str]]:
@@ -189,10 +233,10 @@ def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
     return {name: text.encode() for name, text in files.items()}
 
 
-def _seconds(settings: Mapping[str, Any], section: str, folder: Path) -> float | None:
-    value = settings.get(section, {}).get("timeout_sec")
+def _seconds(settings: Mapping[str, Any], section: str, folder: Path, key: str = "timeout_sec") -> float | None:
+    value = settings.get(section, {}).get(key)
     if value is not None and not (isinstance(value, int | float) and value > 0):
-        raise DataError(f"task {folder}: [{section}] timeout_sec={value!r} must be a number above 0")
+        raise DataError(f"task {folder}: [{section}] {key}={value!r} must be a number above 0")
     return value
 
 

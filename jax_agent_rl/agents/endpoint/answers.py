@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from jax_agent_rl.agents.endpoint import wire
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.endpoint.sessions import Kept, Piece
+from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
+from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 
@@ -48,12 +49,17 @@ class ApiAnswer(Protocol):
         ...
 
 
+def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
+    """Return the turn of an API whose requests have one choice."""
+    (turn,) = (piece.turn for piece in choices if piece.turn is not None)
+    return turn
+
+
 class _CompletionsAnswer:
     """What answers of the two completion APIs share.
 
     Args:
         body: the request's JSON.
-        kept: not used by these APIs.
 
     Raises:
         ValidationError: a field is missing, wrong or not supported.
@@ -65,7 +71,7 @@ class _CompletionsAnswer:
     end_of_stream = "data: [DONE]\n\n"
     ping = ": ping\n\n"
 
-    def __init__(self, body: Any, kept: Kept | None = None) -> None:
+    def __init__(self, body: Any) -> None:
         self.asked: Any = self.request.model_validate(body)
         prefix, self._object, self._chunk_object = self.objects
         self._head = wire.head(f"{prefix}-{uuid.uuid4().hex}", self.asked.model)
@@ -100,7 +106,7 @@ class ChatAnswer(_CompletionsAnswer):
     request = ChatRequest
     objects = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-    def __init__(self, body: Any, kept: Kept | None = None) -> None:
+    def __init__(self, body: Any) -> None:
         super().__init__(body)
         self._started: set[int] = set()
 

@@ -20,24 +20,22 @@ that key. It belongs to the key of the request that opened it, which is the firs
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from pydantic import ValidationError
 
-from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from jax_agent_rl.agents.endpoint.failures import ApiError, error_code, from_failure, from_validation
+from jax_agent_rl.agents.endpoint.failures import ApiError, as_api_error, error_code
 from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
-from jax_agent_rl.agents.endpoint.sessions import Kept, Piece, Session, SessionStore, pieces, turns
+from jax_agent_rl.agents.endpoint.sessions import Piece, Session, SessionStore, pieces, turns
+from jax_agent_rl.agents.endpoint.structured import check_structure, structure_param
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, check_prompt, check_sampling, read_chat
 from jax_agent_rl.agents.session_tree import paths_to_train
 from jax_agent_rl.config import EndpointConfig
-from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text, gauges
@@ -45,7 +43,6 @@ from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, expositio
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-logger = logging.getLogger(__name__)
 PING_SECONDS = 15.0
 """Silence in a stream after which a comment is sent, so that nothing between takes it for dead."""
 
@@ -62,6 +59,7 @@ class Endpoint:
         api_key: what every request must send, but for ``/health``; None asks for nothing.
         stateless: makes the session of one request outside sessions; None refuses them.
         able: reads what the engines can do; a request for more is refused.
+        require_engine: raises ``EngineDiedError`` when no engine is left, for ``/health``.
         engines: reads what the engines did, for ``/metrics``; None: requests alone are counted there.
 
     Attributes:
@@ -83,6 +81,7 @@ class Endpoint:
         api_key: str | None = None,
         stateless: Callable[[], Session] | None = None,
         able: Callable[[], Iterable[Capabilities]] = tuple,
+        require_engine: Callable[[], None] = lambda: None,
         engines: Callable[[], Awaitable[list[Metric]]] | None = None,
     ) -> None:
         self._store = store
@@ -90,6 +89,7 @@ class Endpoint:
         self._limits = limits
         self._stateless = stateless
         self._able = able
+        self._require_engine = require_engine
         self._engines = engines
         self._running = 0
         self._requests = RequestCounts()
@@ -121,9 +121,11 @@ class Endpoint:
             around=[counted(self._requests), _failures],
         )
 
-    # --- routes -----------------------------------------------------------------------------------------------
-
     async def _health(self, request: web.Request) -> web.Response:
+        try:
+            self._require_engine()
+        except EngineDiedError as error:
+            return web.json_response({"ok": False, "detail": str(error)}, status=503)
         return web.json_response({"ok": True})
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -138,7 +140,7 @@ class Endpoint:
         models = [{"id": self._model, **same}, *({"id": a, "parent": self._model, **same} for a in self._adapters)]
         return web.json_response({"object": "list", "data": models})
 
-    def _generates(self, kind: Callable[[Any, Kept | None], ApiAnswer]) -> Handler:
+    def _generates(self, kind: Callable[[Any], ApiAnswer]) -> Handler:
         """Return the handler of an API's generations."""
 
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -154,11 +156,10 @@ class Endpoint:
         """Count the ids of a Messages request's prompt, without sampling."""
         session = self._known(request)
         asked = read_chat(CountTokensRequest.model_validate(await read_json(request)).chat_fields())
-        self._check_counts(request, asked)
-        context = (session or self._open(request)).recorder.context
-        check_prompt(asked, context)
-        ids = context.codec.encode_prompt(plain_messages(asked.messages), tools=tuple(asked.prompt_tools))
-        return web.json_response({"input_tokens": len(ids)})
+        self._check_counts(asked, recorded=_is_recorded(request, session))
+        recorder = (session or self._unrecorded()).recorder
+        check_prompt(asked, recorder.context)
+        return web.json_response({"input_tokens": recorder.count_prompt(asked.messages, tools=asked.prompt_tools)})
 
     async def _list(self, request: web.Request) -> web.Response:
         listed = [
@@ -177,6 +178,8 @@ class Endpoint:
                     "token_ids": t.output.token_ids,
                     "log_probs": t.output.log_probs,
                     "policy_versions": t.output.policy_versions,
+                    "loss_mask": t.output.loss_mask,
+                    "note": t.note,
                 }
                 for t in path
             ]
@@ -197,7 +200,7 @@ class Endpoint:
         if (handed_out := self._store.with_key(_api_key(request))) is not None:
             return handed_out
         if self._stateless is None:
-            raise ApiError(404, "requests need a session: use the base_url that was handed out", code="no_session")
+            raise _no_session()
         return None
 
     def _found(self, request: web.Request) -> Session:
@@ -207,24 +210,26 @@ class Endpoint:
             raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
 
-    async def _read(
-        self, request: web.Request, kind: Callable[[Any, Kept | None], ApiAnswer]
-    ) -> tuple[Session, ApiAnswer]:
+    async def _read(self, request: web.Request, kind: Callable[[Any], ApiAnswer]) -> tuple[Session, ApiAnswer]:
         """Return the request's session and what it asks for; open a session only for a valid request.
 
         Raises:
             ApiError, ValidationError, Refused: too large, no JSON, or wrong.
         """
+        body = await read_json(request)
         session = self._known(request)
-        recorded = _session_id(request) is not None
-        kept = session.responses if session else {} if recorded else None
-        answer = kind(await read_json(request), kept)
+        recorded = _is_recorded(request, session)
+        stored = session.responses if session else {} if recorded else None
+        answer = ResponsesAnswer(body, stored) if kind is ResponsesAnswer else kind(body)
         asked = answer.asked
-        self._check_counts(request, asked)
+        self._check_counts(asked, recorded=recorded)
         opened = session or self._open(request)
-        opened.responses = kept if kept is not None else opened.responses
+        opened.responses = stored if stored is not None else opened.responses
         try:
             check_prompt(asked, opened.recorder.context)
+            check_structure(asked, self._able())
+            if structure_param(asked):  # compiling a grammar may take a second
+                await asyncio.to_thread(opened.sampling_for, asked)
             check_sampling(opened.sampling_for(asked), self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
                 limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
@@ -238,16 +243,20 @@ class Endpoint:
         session_id = _session_id(request)
         if session_id is not None:
             return self._store.open(session_id, _api_key(request))
-        assert self._stateless is not None  # by _known
+        return self._unrecorded()
+
+    def _unrecorded(self) -> Session:
+        """Return a session of one request, which the store does not hold."""
+        if self._stateless is None:
+            raise _no_session()
         return self._stateless()
 
-    def _check_counts(self, request: web.Request, asked: ChatRequest | CompletionRequest) -> None:
+    def _check_counts(self, asked: ChatRequest | CompletionRequest, *, recorded: bool) -> None:
         choices = (asked.n or 1) * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
         if choices > self._limits.max_choices:
             limit = self._limits.max_choices
             raise ApiError(400, f"{choices} choices: at most agent.endpoint.max_choices={limit}", param="n")
         served = (self._model, *self._adapters)
-        recorded = _session_id(request) is not None or self._store.with_key(_api_key(request)) is not None
         if not recorded and asked.model not in served:
             message = f"the model {asked.model!r} does not exist; this server has {', '.join(map(repr, served))}"
             raise ApiError(404, message, code="model_not_found", param="model")
@@ -352,21 +361,13 @@ def _session_id(request: web.Request) -> str | None:
     return request.match_info.get("session_id") or request.headers.get("X-Session-Id")
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Convert a failure for the client; log unexpected ones."""
-    match error:
-        case ApiError():
-            return error
-        case ValidationError():
-            return from_validation(error)
-        case JaxAgentRLError():
-            return from_failure(error)
-        case RecursionError():
-            return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
-        case UnicodeEncodeError():
-            return ApiError(400, f"the request holds a lone surrogate, which is not text: {error.reason}")
-    logger.error("a request failed", exc_info=error)
-    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+def _is_recorded(request: web.Request, session: Session | None) -> bool:
+    """Return whether a request belongs to a session, or opens one."""
+    return session is not None or _session_id(request) is not None
+
+
+def _no_session() -> ApiError:
+    return ApiError(404, "requests need a session: use the base_url that was handed out", code="no_session")
 
 
 def _api_key(request: web.Request) -> str:

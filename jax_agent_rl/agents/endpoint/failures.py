@@ -6,6 +6,7 @@ wanted where it could go better.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +22,8 @@ from jax_agent_rl.errors import (
     TurnRefusedError,
 )
 from jax_agent_rl.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -49,7 +52,24 @@ def error_code(status: int) -> str | None:
     return {401: "invalid_api_key", 404: "unknown_url"}.get(status)
 
 
-def from_validation(error: ValidationError) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
+    """Convert a failure for the client; log unexpected ones."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return _from_validation(error)
+        case JaxAgentRLError():
+            return _from_failure(error)
+        case RecursionError():
+            return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
+        case UnicodeEncodeError():
+            return ApiError(400, f"the request holds a lone surrogate, which is not text: {error.reason}")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def _from_validation(error: ValidationError) -> ApiError:
     """Return an error with a request's first problem and the number of others."""
     problems = error.errors(include_url=False)
     first = problems[0]
@@ -61,7 +81,7 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}={first['input']!r:.120}: {message}{more}", param=param.split(".")[0])
 
 
-def from_failure(error: JaxAgentRLError) -> ApiError:
+def _from_failure(error: JaxAgentRLError) -> ApiError:
     """Convert a failure of ours for the client."""
     text = str(error)
     match error:

@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from jax_agent_rl.agents.endpoint.answers import only_turn
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.endpoint.sessions import Kept, Piece
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
-from jax_agent_rl.agents.recorder import RecordedTurn
+from jax_agent_rl.agents.endpoint.sessions import Piece
+from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
+from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 _ERRORS = {
@@ -43,7 +44,7 @@ class _ToolChoice(BaseModel):
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
-    disable_parallel_tool_use: Literal[False] | None = None
+    disable_parallel_tool_use: bool = False
 
 
 class _Tool(BaseModel):
@@ -55,13 +56,25 @@ class _Tool(BaseModel):
     name: str
     description: str = ""
     input_schema: dict[str, Any]
+    strict: bool = False
     cache_control: Any = None
 
 
 class _Thinking(BaseModel):
+    """Whether the answer shows the model's reasoning; how long it reasons is not controlled, ``max_tokens`` ends it."""
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: str | None = None
+
+
+class _OutputConfig(BaseModel):
+    """The form of the answer; ``effort`` is without effect, as the thinking budget is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: Any = None
+    format: dict[str, Any] | None = None
 
 
 class CountTokensRequest(BaseModel):
@@ -75,6 +88,7 @@ class CountTokensRequest(BaseModel):
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
     cache_control: Any = None
 
     @field_validator("messages")
@@ -97,6 +111,9 @@ class CountTokensRequest(BaseModel):
         if (choice := self.tool_choice) is not None:
             named = {"type": "function", "function": {"name": choice.name}}
             fields["tool_choice"] = named if choice.type == "tool" else _TOOL_CHOICES[choice.type]
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.output_config is not None and self.output_config.format:
+            fields["response_format"] = nested_schema(self.output_config.format)
         return fields
 
 
@@ -128,7 +145,6 @@ class MessagesAnswer:
 
     Args:
         body: the request's JSON.
-        kept: not used by this API.
 
     Attributes:
         asked: the equivalent chat request.
@@ -137,7 +153,7 @@ class MessagesAnswer:
         ValidationError: a field is missing, wrong or not supported.
     """
 
-    def __init__(self, body: Any, kept: Kept | None = None) -> None:
+    def __init__(self, body: Any) -> None:
         self._request = MessagesRequest.model_validate(body)
         self.asked: ChatRequest | CompletionRequest = read_chat(self._request.chat_fields())
         self._id = f"msg_{uuid.uuid4().hex}"
@@ -147,7 +163,7 @@ class MessagesAnswer:
 
     def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
         """Return the ``message`` object."""
-        turn = _only_turn(choices)
+        turn = only_turn(choices)
         return self._message(self._content(turn), self._stop(turn), _usage(turn))
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -170,7 +186,7 @@ class MessagesAnswer:
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         """Yield the events that end the stream."""
-        turn = _only_turn(choices)
+        turn = only_turn(choices)
         yield {"type": "message_delta", "delta": self._stop(turn), "usage": _usage(turn)}
         yield {"type": "message_stop"}
 
@@ -244,11 +260,6 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "output_tokens": sampled,
     }
-
-
-def _only_turn(choices: Sequence[Piece]) -> RecordedTurn:
-    (turn,) = (piece.turn for piece in choices if piece.turn is not None)
-    return turn
 
 
 def _tool_blocks(turn: RecordedTurn) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@
     reasoning, message, function_call items; usage  ◄─ ResponsesAnswer
 
 Input items that belong to one assistant turn (reasoning, message, function calls) become one message, as the model
-wrote them. A session keeps its responses, so that ``previous_response_id`` continues one by its exact ids. Reference:
+wrote them. A session stores its responses, so that ``previous_response_id`` continues one by its exact ids. Reference:
 the API reference of ``POST /v1/responses``.
 """
 
@@ -21,10 +21,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from jax_agent_rl.agents.endpoint.answers import only_turn
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.endpoint.sessions import Kept, Piece
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, read_chat
-from jax_agent_rl.agents.recorder import RecordedTurn
+from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
+from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
+from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 Message = dict[str, Any]
@@ -32,8 +33,20 @@ _INPUT_TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_t
 
 
 class _TextConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     format: dict[str, Any] | None = None
     verbosity: Any = None
+
+
+class _Reasoning(BaseModel):
+    """Wishes without effect: the reasoning itself is in the answer, and ``max_output_tokens`` bounds it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
 
 
 class ResponsesRequest(BaseModel):
@@ -50,16 +63,16 @@ class ResponsesRequest(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     text: _TextConfig | None = None
     stream: bool | None = None
     store: bool | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     background: Literal[False] | None = None
-    include: Any = None
+    include: list[str] | None = None
     metadata: Any = None
-    reasoning: Any = None
+    reasoning: _Reasoning | None = None
     stream_options: Any = None
     user: Any = None
     service_tier: Any = None
@@ -75,6 +88,13 @@ class ResponsesRequest(BaseModel):
                 raise ValueError(f'needs {{"type": "function", "name": …}}, got {tool!r:.120}')
         return value
 
+    @field_validator("include")
+    @classmethod
+    def _available(cls, value: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (value or ()):
+            raise ValueError("log-probs are in the answers of /v1/chat/completions alone; leave them out")
+        return value
+
     def chat_fields(self, history: Sequence[Message]) -> dict[str, Any]:
         """Return the fields of the equivalent chat request, which continues ``history``."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -86,11 +106,12 @@ class ResponsesRequest(BaseModel):
             "messages": [*system, *history, *_chat_messages(self.input)],
             "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
             "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
-            "response_format": self.text.format if self.text else None,
+            "response_format": nested_schema(self.text.format) if self.text and self.text.format else None,
         }
 
 
@@ -99,8 +120,8 @@ class ResponsesAnswer:
 
     Args:
         body: the request's JSON.
-        kept: messages of the session's earlier responses by id; it gets this one's, unless ``store`` is false. None
-            outside sessions, where nothing is kept.
+        stored: the session's earlier responses; this one is added, unless ``store`` is false. None outside sessions,
+            where nothing is stored.
 
     Attributes:
         asked: the equivalent chat request.
@@ -110,19 +131,19 @@ class ResponsesAnswer:
         ValidationError: a field is missing, wrong or not supported.
     """
 
-    def __init__(self, body: Any, kept: Kept | None) -> None:
+    def __init__(self, body: Any, stored: StoredResponses | None = None) -> None:
         self._request = request = ResponsesRequest.model_validate(body)
-        self._kept = kept
+        self._stored = stored
         previous = request.previous_response_id
-        if previous is not None and previous not in (kept or ()):
-            where = "in this session" if kept is not None else "outside sessions, where none is kept"
+        if previous is not None and previous not in (stored or ()):
+            where = "in this session" if stored is not None else "outside sessions, where none is stored"
             raise ApiError(
                 400,
                 f"there is no response {previous!r} {where}; send the conversation as input items",
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
-        history = (kept or {})[previous] if previous else []
+        history = (stored or {})[previous] if previous else []
         self.asked: ChatRequest | CompletionRequest = read_chat(request.chat_fields(history))
         self._history = [*history, *_chat_messages(request.input)]
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -132,12 +153,12 @@ class ResponsesAnswer:
         self._text: str | None = None  # of the message the stream has opened
 
     def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
-        """Return the ``response`` object, and keep it for the next request."""
-        turn = _only_turn(choices)
+        """Return the ``response`` object, and store it for the next request."""
+        turn = only_turn(choices)
         items = [] if not turn.reply.reasoning else [_reasoning_item(turn.reply.reasoning)]
         if turn.reply.content or not turn.reply.tool_calls:
             items.append(_message_item(turn.reply.content))
-        self._keep(turn)
+        self._store(turn)
         return self._response(codec, [*items, *map(_call_item, turn.reply.tool_calls)], turn)
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -155,9 +176,9 @@ class ResponsesAnswer:
                 yield from self._call(_call_item(call))
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-        """Yield the event that ends the stream, and keep the response for the next request."""
-        turn = _only_turn(choices)
-        self._keep(turn)
+        """Yield the event that ends the stream, and store the response for the next request."""
+        turn = only_turn(choices)
+        self._store(turn)
         response = self._response(codec, self._items, turn)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -177,15 +198,15 @@ class ResponsesAnswer:
     end_of_stream = ""
     ping = ": ping\n\n"
 
-    def _keep(self, turn: RecordedTurn) -> None:
-        if self._kept is None or self._request.store is False:
+    def _store(self, turn: RecordedTurn) -> None:
+        if self._stored is None or self._request.store is False:
             return
         reply: Message = {"role": "assistant", "content": turn.reply.content}
         if turn.reply.reasoning:
             reply["reasoning"] = turn.reply.reasoning
         if turn.reply.tool_calls:
             reply["tool_calls"] = [_chat_call(_call_item(call)) for call in turn.reply.tool_calls]
-        self._kept[self._id] = [*self._history, reply]
+        self._stored[self._id] = [*self._history, reply]
 
     def _response(self, codec: ChatCodec, items: list[dict[str, Any]], turn: RecordedTurn | None) -> dict[str, Any]:
         request = self._request
@@ -202,12 +223,12 @@ class ResponsesAnswer:
             "metadata": request.metadata or {},
             "model": request.model,
             "output": items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": request.store is not False and self._kept is not None,
+            "store": request.store is not False and self._stored is not None,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": request.top_p,
@@ -259,11 +280,6 @@ class ResponsesAnswer:
         yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **named)
         yield self._event("response.output_item.done", item=item, **place)
         self._items.append(item)
-
-
-def _only_turn(choices: Sequence[Piece]) -> RecordedTurn:
-    (turn,) = (piece.turn for piece in choices if piece.turn is not None)
-    return turn
 
 
 def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
@@ -379,5 +395,5 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
     return dict(part)

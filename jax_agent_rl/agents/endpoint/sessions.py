@@ -21,12 +21,14 @@ from typing import Any
 
 from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
 from jax_agent_rl.agents.endpoint.failures import ApiError
+from jax_agent_rl.agents.endpoint.structured import grammar_of
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
-from jax_agent_rl.agents.recorder import ChatRecorder, RecordedTurn
+from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.types import SamplingParams
 
-Kept = dict[str, list[dict[str, Any]]]
-"""Of the Responses API: the conversation up to each response, by its id."""
+StoredResponses = dict[str, list[dict[str, Any]]]
+"""Of the Responses API: the conversation up to and including each response, by the response's id."""
 
 _ID = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
 
@@ -40,7 +42,7 @@ class Session:
         recorder: where they go.
         api_key: what its client must send; None asks for nothing.
         sampling: how the policy samples.
-        free_sampling: whether requests choose temperature, top_p, top_k and seed. In training they do not: the
+        free_sampling: whether requests choose temperature, top_p, top_k, min_p and seed. In training they do not: the
             learner's log-probs are those of the run's own settings, so what an agent asks for is set aside.
         tasks: generations that are running; they end with the session.
         requests: that are running.
@@ -56,7 +58,7 @@ class Session:
     tasks: set[asyncio.Task] = field(default_factory=set)
     requests: int = 0
     last_used: float = 0.0
-    responses: Kept = field(default_factory=dict)
+    responses: StoredResponses = field(default_factory=dict)
 
     def check_key(self, given: str) -> None:
         """Raise ApiError 401 unless the key is right."""
@@ -64,12 +66,18 @@ class Session:
             raise ApiError(401, "the API key is not that of this session", code="invalid_api_key")
 
     def sampling_for(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
-        """Return how to sample one request; the recorder derives each choice's seed."""
+        """Return how to sample one request; the recorder derives each choice's seed.
+
+        Raises:
+            ApiError: it demands a structure that there is no grammar for.
+        """
+        grammar = grammar_of(request, self.recorder.context.codec)
         limit = self.sampling.max_tokens if request.limit is None else min(request.limit, self.sampling.max_tokens)
-        sampling = replace(self.sampling, max_tokens=limit, stop=request.stops)
+        sampling = replace(self.sampling, max_tokens=limit, stop=request.stops, grammar=grammar)
         if not self.free_sampling:
             return sampling
         wanted: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
+        wanted["min_p"] = request.min_p
         wanted["top_k"] = None if request.top_k is None else max(0, request.top_k)
         return replace(sampling, **{key: value for key, value in wanted.items() if value is not None})
 

@@ -1,7 +1,8 @@
 """Requests and answers of OpenAI's chat and text completion APIs, as far as this engine can honour them.
 
 What it cannot honour is refused with the parameter's name, never ignored, and so is what it does not know. Reference:
-the API reference of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k`` and ``return_token_ids`` are vLLM's
+the API reference of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k``, ``min_p`` and
+``return_token_ids`` are vLLM's
 extensions.
 """
 
@@ -12,12 +13,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.conversation import ChatReply
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.recorder import RecordedTurn
+from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.sampling_params import ID_BOUND
@@ -53,6 +54,7 @@ class _Sampled(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=ID_BOUND)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -62,10 +64,9 @@ class _Sampled(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    min_p: float | None = None
     repetition_penalty: Literal[1] | None = None
 
-    @field_validator("frequency_penalty", "presence_penalty", "logit_bias", "min_p")
+    @field_validator("frequency_penalty", "presence_penalty", "logit_bias")
     @classmethod
     def _neutral(cls, value: Any) -> Any:
         if value:
@@ -89,18 +90,33 @@ class _Sampled(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+class _NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    """A ``tool_choice`` that names a function."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: _NamedFunction
+
+
 class ChatRequest(_Sampled):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``. Effort and verbosity have no effect: ``max_tokens`` bounds reasoning and text."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
 
     @field_validator("tools")
     @classmethod
@@ -111,17 +127,42 @@ class ChatRequest(_Sampled):
                 raise ValueError(f'needs {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.120}')
         return value
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _known_tool(cls, value: Any, info: ValidationInfo) -> Any:
+        names = [tool["function"]["name"] for tool in info.data.get("tools") or ()]
+        if value == "required" and not names:
+            raise ValueError("a call is required, but there are no tools")
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            raise ValueError(f"there is no tool {value.function.name!r}; there are {names}")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _no_alternatives(cls, value: int | None) -> int | None:
+        if value:
+            raise ValueError("is not supported: log-probs are those of the sampled tokens alone; leave it out")
+        return value
+
     @field_validator("response_format")
     @classmethod
-    def _text_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value and value.get("type") != "text":
-            raise ValueError(f"type {value.get('type')!r} is not supported; leave it out and ask for JSON in words")
-        return value
+    def _format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        match value:
+            case None | {"type": "text" | "json_object"} | {"type": "json_schema", "json_schema": {"schema": dict()}}:
+                return value
+            case {"type": "json_schema"}:
+                raise ValueError('needs {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}')
+        raise ValueError(f"type {value.get('type')!r} is none of text, json_object and json_schema")
 
     @property
     def limit(self) -> int | None:
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
         return min(limits) if limits else None
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the turn has to call a tool."""
+        return self.tool_choice not in (None, "auto", "none")
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
@@ -156,6 +197,13 @@ def read_chat(fields: dict[str, Any]) -> ChatRequest:
         ValidationError: a field's value is not supported.
     """
     return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return another API's format of the answer as ``response_format``, which has a schema in an object of its own."""
+    if answer_format.get("type") != "json_schema":
+        return answer_format
+    return {"type": "json_schema", "json_schema": {k: v for k, v in answer_format.items() if k != "type"}}
 
 
 def head(number: str, model: str) -> dict[str, Any]:
@@ -280,8 +328,9 @@ def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) 
     """
     max_characters = context.longest * context.codec.longest_token
     if isinstance(asked, ChatRequest):
-        # A message takes an id at least.
-        if len(asked.messages) > context.longest or sum(map(_characters, asked.messages)) > max_characters:
+        # A message takes an id at least, and so does an image.
+        fewest = len(asked.messages) + sum(map(_images, asked.messages))
+        if fewest > context.longest or sum(map(_characters, asked.messages)) > max_characters:
             raise _too_long("messages", context)
         return
     for prompt in asked.prompts:
@@ -304,7 +353,7 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
     for able in engines:
         if not able.any_sampling:
             plain = {"temperature": sampling.temperature in (0, 1), "top_p": sampling.top_p == 1}
-            plain["top_k"] = not sampling.top_k
+            plain |= {"top_k": not sampling.top_k, "min_p": not sampling.min_p}
             for param, is_plain in plain.items():
                 if not is_plain:
                     message = f"{param}={getattr(sampling, param)} is not supported by this engine; leave it out"
@@ -315,11 +364,18 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
 
 def _characters(message: Mapping[str, Any]) -> int:
     """Return the length of a message's text; other content is refused later."""
-    content = message.get("content")
-    if isinstance(content, str):
+    if isinstance(content := message.get("content"), str):
         return len(content)
-    parts: Iterable[Any] = content if isinstance(content, list) else ()
-    return sum(len(text) for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str))
+    return sum(len(text) for part in _parts(message) if isinstance(text := part.get("text"), str))
+
+
+def _images(message: Mapping[str, Any]) -> int:
+    return sum(part.get("type") == "image_url" for part in _parts(message))
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
 
 
 def _too_long(param: str, context: AgentContext) -> ApiError:

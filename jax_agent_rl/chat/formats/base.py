@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jax_agent_rl.chat.formats.syntax import CallSyntax
 from jax_agent_rl.utils.text import has_lone_surrogate
 
 THINK_TAGS = ("<think>", "</think>")
@@ -126,6 +127,7 @@ class ToolFormat:
         call_end: the text that closes the last call of a turn (not the turn), "" if there is none.
         write: a call as the model would write it, for templates that show none; None: such a template cannot be used.
         result: a tool result inside a user message, for templates that have no ``tool`` role; ``{}`` is the result.
+        syntaxes: of calls that a request demands, see ``CallSyntax.needs``; none: such requests are refused.
     """
 
     name: str
@@ -135,6 +137,7 @@ class ToolFormat:
     call_end: str = ""
     write: Callable[[str, Mapping[str, Any]], str] | None = None
     result: str = "<tool_response>\n{}\n</tool_response>"
+    syntaxes: tuple[CallSyntax, ...] = ()
 
     def system_section(self, tools: Sequence[Schema]) -> str:
         """Return the prompt section on tools for a template that has none."""

@@ -25,6 +25,7 @@ from jax_agent_rl.chat.formats.base import (
     skip_space,
     to_arguments,
 )
+from jax_agent_rl.chat.formats.syntax import CallSyntax
 
 _MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>")
@@ -98,4 +99,12 @@ FORMAT = ToolFormat(
     parse=parse,
     example='<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"KEY": VALUE}<|call|>',
     markers=(("<|channel|>", "commentary", "functions."),),
+    syntaxes=(
+        CallSyntax(
+            before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+            after="<|call|>",
+            answer="<|channel|>final<|message|>",
+            thinking=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ),
+    ),
 )

@@ -33,6 +33,7 @@ from jax_agent_rl.chat.formats.base import (
     skip_space,
     to_call,
 )
+from jax_agent_rl.chat.formats.syntax import CallSyntax
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -56,6 +57,7 @@ HERMES = ToolFormat(
     call_end=CLOSE,
     example=f'{OPEN}\n{{"name": "<tool name>", "arguments": {{…}}}}\n{CLOSE}',
     markers=((OPEN, '"name"', '"arguments"'), (OPEN, '\\"name\\"', '\\"arguments\\"')),
+    syntaxes=(CallSyntax(before=f'{OPEN}\n{{"name": "NAME", "arguments": ', after=f"}}\n{CLOSE}", between="\n"),),
 )
 
 _KEYS = ("parameters", "arguments")
@@ -92,6 +94,7 @@ LLAMA3 = ToolFormat(
     ).parse,
     example='{"name": "NAME", "parameters": {"KEY": VALUE}}',
     markers=tuple(('"parameters"', mark) for mark in (*_TAGS, '{"name": function name')),
+    syntaxes=(CallSyntax(before='{"name": "NAME", "parameters": ', after="}"),),
 )
 
 _TEXT_OPEN, _TEXT_CLOSE = "<tool>", "</tool>"
@@ -139,4 +142,7 @@ TEXT_TAG = ToolFormat(
     example=f'{_TEXT_OPEN}{{"name": "<tool name>", "arguments": {{…}}}}{_TEXT_CLOSE}',
     write=lambda name, arguments: f"{_TEXT_OPEN}{call_json(name, arguments)}{_TEXT_CLOSE}",
     result="<result>\n{}\n</result>",
+    syntaxes=(
+        CallSyntax(before=f'{_TEXT_OPEN}{{"name": "NAME", "arguments": ', after=f"}}{_TEXT_CLOSE}", between="\n"),
+    ),
 )

@@ -35,6 +35,7 @@ from jax_agent_rl.chat.formats.base import (
     to_arguments,
     to_call,
 )
+from jax_agent_rl.chat.formats.syntax import CallSyntax
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """What Mistral's templates accept as an id; any other is left to the codec to invent."""
@@ -76,7 +77,14 @@ class SectionReader:
 
 
 def _section_format(
-    name: str, *, opening: str, section: tuple[str, str], read: SectionReader, example: str, markers: Sequence[str]
+    name: str,
+    *,
+    opening: str,
+    section: tuple[str, str],
+    read: SectionReader,
+    example: str,
+    markers: Sequence[str],
+    syntax: CallSyntax,
 ) -> ToolFormat:
     scanner = Scanner(re.escape(opening), read, noise="|".join(map(re.escape, section)))
 
@@ -85,7 +93,10 @@ def _section_format(
         announced = section[0] in outside_thinking(text) and not reply.tool_calls and not reply.malformed
         return replace(reply, malformed=(f"no call after {section[0]}",)) if announced else reply
 
-    return ToolFormat(name=name, parse=parse, example=example, markers=(tuple(markers),), call_end=section[1])
+    syntaxes = (replace(syntax, begin=section[0], end=section[1]),)
+    return ToolFormat(
+        name=name, parse=parse, example=example, markers=(tuple(markers),), call_end=section[1], syntaxes=syntaxes
+    )
 
 
 def _kimi_call(head: re.Match[str], arguments: dict[str, Any]) -> ToolCall:
@@ -111,6 +122,9 @@ KIMI = _section_format(
     example="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>"
     '{"KEY": VALUE}<|tool_call_end|><|tool_calls_section_end|>',
     markers=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+    syntax=CallSyntax(  # one call, as they are numbered
+        before="<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", after="<|tool_call_end|>"
+    ),
 )
 
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -128,6 +142,11 @@ DEEPSEEK_V3 = _section_format(
     example="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
     '{"KEY": VALUE}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
+    syntax=CallSyntax(
+        before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+        after="\n```<｜tool▁call▁end｜>",
+        between="\n",
+    ),
 )
 DEEPSEEK_V31 = _section_format(
     "deepseek_v31",
@@ -139,6 +158,7 @@ DEEPSEEK_V31 = _section_format(
     example='<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"KEY": VALUE}<｜tool▁call▁end｜>'
     "<｜tool▁calls▁end｜>",
     markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    syntax=CallSyntax(before="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", after="<｜tool▁call▁end｜>", between=""),
 )
 
 _TOOL_CALLS = "[TOOL_CALLS]"
@@ -175,4 +195,8 @@ MISTRAL = ToolFormat(
     parse=Scanner(re.escape(_TOOL_CALLS), _read_mistral, think=MISTRAL_THINK_TAGS).parse,
     example='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
     markers=((_TOOL_CALLS,),),
+    syntaxes=(
+        CallSyntax(before=f"{_TOOL_CALLS}NAME[ARGS]", after="", between="", needs="[ARGS]"),
+        CallSyntax(begin=f"{_TOOL_CALLS}[", before='{"name": "NAME", "arguments": ', after="}", between=", ", end="]"),
+    ),
 )

@@ -24,11 +24,13 @@ TIMEOUT = 120.0
 async def examine(config: Config | None) -> AsyncIterator[Finding]:
     """Check the machine and, if given, what a configuration needs."""
     async with AsyncExitStack() as stack:
-        need, own = 1, []
+        need, own, find_idle = 1, [], machine.never_idle
         if config:
             from jax_agent_rl.deploy.doctor.run import RunChecks, count_devices  # these import jax
+            from jax_agent_rl.runtime.engine_devices import expect_idle
 
             need, own = count_devices(config), RunChecks(config=config, stack=stack).all()
+            find_idle = functools.partial(expect_idle, config)
         checks = [
             ("python", machine.interpreter),
             ("packages", machine.packages),
@@ -36,7 +38,7 @@ async def examine(config: Config | None) -> AsyncIterator[Finding]:
             ("limits", machine.limits),
             ("disk", machine.cache_disk),
             ("ports", machine.ports),
-            ("accelerators", functools.partial(machine.accelerators, need=need)),
+            ("accelerators", functools.partial(machine.accelerators, need=need, find_idle=find_idle)),
             ("sandbox", machine.sandbox),
             *own,
         ]

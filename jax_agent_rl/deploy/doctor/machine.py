@@ -10,7 +10,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -234,10 +234,19 @@ class Devices:
     count: int
 
 
-async def accelerators(report: Reporter, *, need: int) -> None:
+FindIdle = Callable[[int], Iterable[str]]
+"""Returns what to change for devices that a run would leave idle, of so many accelerators."""
+
+
+def never_idle(count: int) -> Iterable[str]:
+    """Return nothing: without a configuration, nothing is meant to run on the accelerators."""
+    return ()
+
+
+async def accelerators(report: Reporter, *, need: int, find_idle: FindIdle) -> None:
     """Check the accelerators; see :func:`compare_devices`."""
     forced = os.environ.get("JAX_PLATFORMS", "")
-    compare_devices(report, await find_jax_devices(), find_hardware(), need=need, forced=forced)
+    compare_devices(report, await find_jax_devices(), find_hardware(), need=need, forced=forced, find_idle=find_idle)
 
 
 def find_hardware(root: Path = Path("/")) -> set[str]:
@@ -278,7 +287,9 @@ async def find_jax_devices() -> Devices | str:
     return Devices(**json.loads(out.decode().splitlines()[-1]))
 
 
-def compare_devices(report: Reporter, seen: Devices | str, present: set[str], *, need: int, forced: str) -> None:
+def compare_devices(
+    report: Reporter, seen: Devices | str, present: set[str], *, need: int, forced: str, find_idle: FindIdle
+) -> None:
     """Compare what jax sees with the hardware present.
 
     Args:
@@ -287,6 +298,7 @@ def compare_devices(report: Reporter, seen: Devices | str, present: set[str], *,
         present: see :func:`find_hardware`.
         need: devices that learner and engine of the configuration take in one process.
         forced: the variable JAX_PLATFORMS.
+        find_idle: see :data:`FindIdle`.
     """
     if isinstance(seen, str):
         report.fail(seen)
@@ -301,3 +313,6 @@ def compare_devices(report: Reporter, seen: Devices | str, present: set[str], *,
             f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make the meshes smaller"
             + (f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}" if seen.platform == "cpu" else "")
         )
+    elif seen.platform != "cpu":
+        for line in find_idle(seen.count):
+            report.warn(line)

@@ -20,10 +20,12 @@ from pathlib import Path
 import jax
 
 from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, load_agents, select_agents
+from jax_agent_rl.agents.prompt import encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.conditions import Facts, unused
 from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
+from jax_agent_rl.data.dataset import Dataset, RowOutlines
 from jax_agent_rl.data.rows import Row
 from jax_agent_rl.deploy.doctor.findings import Check, Reporter, UnmetError
 from jax_agent_rl.deploy.doctor.machine import check_disk, format_gib, is_free, require_extra, usable_memory
@@ -40,6 +42,7 @@ from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tools.registry import ToolRegistry, list_schemas, open_tools
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.utils.media import text_message
 
 MAX_PROMPTS = 1000
 """Rows whose prompts are counted; evenly spread ones of larger files."""
@@ -76,7 +79,7 @@ class RunChecks:
     opened_tools: ToolRegistry | None = None
     codec: ChatCodec | None = None
     decoder: DecoderConfig | None = None
-    found_rows: dict[str, list[Row]] = field(default_factory=dict)
+    found_rows: dict[str, Dataset] = field(default_factory=dict)
 
     def all(self) -> list[tuple[str, Check]]:
         """Return the checks with their names, in order."""
@@ -102,10 +105,10 @@ class RunChecks:
 
     # --- what earlier checks found ------------------------------------------------------------------------------
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> RowOutlines:
         if not self.found_rows:
             raise UnmetError("no rows could be read")
-        return [row for rows in self.found_rows.values() for row in rows]
+        return RowOutlines(*self.found_rows.values())
 
     def _codec(self) -> ChatCodec:
         if self.codec is None:
@@ -193,13 +196,13 @@ class RunChecks:
     async def rows(self, report: Reporter, *, name: str, source: Source) -> None:
         """Load a file: every row well-formed, every name in it known."""
         config = self.config
-        self.found_rows[name] = rows = read_rows(config, self.opened_tools, source)
+        self.found_rows[name] = read_rows(config, self.opened_tools, source)
+        rows = RowOutlines(self.found_rows[name])
         default = default_agent(config.agent, config.tool_config)
         agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in rows)
         sources = Counter(str(row["data_source"]) for row in rows)
-        report.ok(
-            f"{source[0]}: {len(rows)} rows; agents {_format_counts(agents)}; data sources {_format_counts(sources)}"
-        )
+        files = ", ".join(map(str, source[0]))
+        report.ok(f"{files}: {len(rows)} rows; agents {_format_counts(agents)}; data sources {_format_counts(sources)}")
         if unlabelled := sum((row.get("reward_model") or {}).get("ground_truth") is None for row in rows):
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
         if idle := report_idle_tools(config, rows):
@@ -215,16 +218,17 @@ class RunChecks:
 
     async def prompts(self, report: Reporter) -> None:
         """Count prompts that are too long."""
-        codec, rows, limit = self._codec(), self._rows(), self.config.agent.max_prompt_length
+        codec, count, limit = self._codec(), len(self._rows()), self.config.agent.max_prompt_length
         tools = self.opened_tools if self.config.agent.tool_prompt != "none" else None
 
         def length(row: Row) -> int:
             uses_tools = (row.get("agent_name") or self.config.agent.default_agent) == ToolAgent.name
             selection = (row.get("extra_info") or {}).get("tool_selection")
             schemas = list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
-            return len(codec.encode_prompt(row["prompt"], schemas))
+            return len(encode_prompt(codec, row["prompt"], schemas)[0])
 
-        lengths = [length(row) for row in rows[:: math.ceil(len(rows) / MAX_PROMPTS)] if row["prompt"]]
+        chosen = (row for rows in self.found_rows.values() for row in rows[:: math.ceil(count / MAX_PROMPTS)])
+        lengths = [length(row) for row in chosen if row["prompt"]]
         if not lengths:
             report.ok("environments write them")
             return
@@ -241,7 +245,9 @@ class RunChecks:
         rows, config = self._rows(), self.config
         needed = needed_services(config, rows)
         services = {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
-        first = {str(row["data_source"]): row for row in reversed(rows)}
+        first: dict[str, Row] = {}
+        for name, row in ((str(row["data_source"]), row) for row in rows):
+            first.setdefault(name, row)
         for name, row in sorted(first.items()):
             if "judge" in needed_services(config, [row]):
                 report.ok(f"{name}: asks for the judge, which starts with the run; not tried")
@@ -381,7 +387,7 @@ def _answer(row: Row, text: str) -> Trajectory:
         agent_name=row.get("agent_name") or "single_turn_agent",
         finish_reason=FinishReason.ANSWER,
         row=row,
-        messages=(*row["prompt"], {"role": "assistant", "content": text}),
+        messages=(*map(text_message, row.get("prompt", ())), {"role": "assistant", "content": text}),
     )
 
 

@@ -123,7 +123,10 @@ def _print_dry_run(hosts: Sequence[Host], options: plan.Options, arguments: argp
     count = arguments.gpus_per_host or _ASSUMED_GPUS
     if options.device == "cuda":
         print(f"# {count} GPU(s) on every host (--gpus-per-host): a dry run queries no host")
-    spread = _place(hosts, {host: list(range(count)) for host in hosts}, chosen, arguments)
+    gpus = {host: list(range(count)) if options.device == "cuda" else [] for host in hosts}
+    spread = _place(hosts, gpus, chosen, arguments)
+    for line in plan.report_idle(gpus, spread, chosen):
+        print(f"# {line}")
     preparation, made = plan.prepare(hosts, options), plan.make_plan(hosts, spread, chosen, options)
     print("\n".join(plan.format_dry_run(preparation, made, options.root)))
 
@@ -152,6 +155,8 @@ async def _launch(hosts: Sequence[Host], options: plan.Options, arguments: argpa
             if server.host.local:  # Ray actors on other hosts check their own ports
                 require_free_port(server.host.name, server.host.address, server.port, option="--port")
         print_line(f"learner: this machine, {_format_gpus(spread.learner_gpus)}")
+        for line in plan.report_idle(indices, spread, chosen):
+            print_line(line)
         if len(hosts) > 1:
             require_free_port(hosts[0].name, hosts[0].address, options.ray_port, option="--ray-port")
         return await runner.run(plan.make_plan(hosts, spread, chosen, options), start_seconds=arguments.start_timeout)

@@ -141,6 +141,26 @@ def place(
     return ServerPlacement(learner_gpus=learner, servers=named, utilization=utilization, learner_memory=memory)
 
 
+def report_idle(gpus: Mapping[Host, Sequence[int]], placement: ServerPlacement, settings: Settings) -> list[str]:
+    """Return a line for each host with GPUs that neither learn nor serve, with what to change.
+
+    Args:
+        gpus: usable GPU indices of every host, the first host first.
+        placement: GPUs of each process.
+        settings: settings of the configuration.
+    """
+    lines, group = [], settings.tensor_parallel_size
+    for number, (host, indices) in enumerate(gpus.items()):
+        learning = placement.learner_gpus if number == 0 else ()
+        busy = {*learning, *(gpu for server in placement.servers if server.host == host for gpu in server.gpus)}
+        if idle := [gpu for gpu in indices if gpu not in busy]:
+            left = f"{'GPU' if len(idle) == 1 else 'GPUs'} {', '.join(map(str, idle))}"
+            fix = f"set rollout.vllm.tensor_parallel_size to a divisor of {len(indices) - len(learning)}"
+            raised = f", or the product of learner.mesh to {len(learning) + len(idle)}" if learning else ""
+            lines.append(f"{host.name}: {left} idle, too few for a server of {group}: {fix}{raised}")
+    return lines
+
+
 # --- commands -----------------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,28 @@ _SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 
+_MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 131072,
+    "head_dim": 128,
+    "rope_theta": 1e8,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_GLM4 = {"model_type": "glm4", "vocab_size": 151552, "head_dim": 128, "rms_norm_eps": 1e-5}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+    "eos_token_id": 200002,
+    "tie_word_embeddings": False,
+}
+
 
 def _llama3_rope(factor: float) -> Fields:
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -90,6 +112,14 @@ ARCHITECTURES: Mapping[str, Fields] = {
     "gemma-3-4b": _fields(_GEMMA3, (2560, 10240, 34, 8, 4)),
     "gemma-3-12b": _fields(_GEMMA3, (3840, 15360, 48, 16, 8)),
     "gemma-3-27b": _fields(_GEMMA3, (5376, 21504, 62, 32, 16), head_dim=128, query_pre_attn_scalar=168),
+    "mistral-7b": _fields(_MISTRAL, (4096, 14336, 32, 32, 8), vocab_size=32768, rope_theta=1e6),
+    "mistral-nemo-12b": _fields(_MISTRAL, (5120, 14336, 40, 32, 8), rope_theta=1e6),
+    "mistral-small-24b": _fields(_MISTRAL, (5120, 32768, 40, 32, 8)),
+    "ministral-8b": _fields(_MISTRAL, (4096, 12288, 36, 32, 8), sliding_window=32768),
+    "glm-4-9b": _fields(_GLM4, (4096, 13696, 40, 32, 2), attention_bias=True),
+    "glm-4-32b": _fields(_GLM4, (6144, 23040, 61, 48, 2), attention_bias=False),
+    "gpt-oss-20b": _fields(_GPT_OSS, (2880, 2880, 24, 64, 8), num_local_experts=32),
+    "gpt-oss-120b": _fields(_GPT_OSS, (2880, 2880, 36, 64, 8), num_local_experts=128),
     "smollm2-135m": _fields(_SMOLLM2, (576, 1536, 30, 9, 3)),
     "smollm2-360m": _fields(_SMOLLM2, (960, 2560, 32, 15, 5)),
     "smollm2-1.7b": _fields(_SMOLLM2, (2048, 8192, 24, 32, 32), rope_theta=1.3e5),

@@ -28,7 +28,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
-from jax_agent_rl.observe.progress import print_line as show_line
+from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.utils.startup import quiet_logging
 
 PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.command")
@@ -46,8 +46,9 @@ class PlanTask:
         recipe: configuration file.
         overrides: ``a.b=c``.
         topology: see ``Slice.parse``.
-        utilization: share of the roofline that programs are assumed to reach.
+        utilization: share of the ideal that programs reach of which the compiler gives no time.
         price: price of a chip-hour, if the cost is asked for.
+        profile: kind of the programs to profile (``profile.Profile``), instead of planning the run.
         width: characters of the screen's lines.
         colours: whether the screen has them.
     """
@@ -57,6 +58,7 @@ class PlanTask:
     topology: str
     utilization: float
     price: float | None
+    profile: Any = None
     width: int
     colours: bool
 
@@ -100,10 +102,12 @@ def run_command(
         CompilerError: the compiler fails; in a search, on every layout.
         OSError: the image cannot be written.
     """
+    if task.profile is not None and (budget is not None or picture is not None):
+        raise ConfigError("plan --profile shows programs of one layout: leave out --search and --plot")
     if picture is not None:
         check_image(picture)
     if budget is None:
-        planned, searched = plan_in_subprocess(task, lambda text: show_line(console, f"  {text}")), []
+        planned, searched = plan_in_subprocess(task, lambda text: print_line(console, f"  {text}")), []
     else:
         planned, searched = _search(task, budget, console)
     print_plan(planned, searched, console, picture=picture, as_json=as_json)
@@ -119,9 +123,9 @@ def _search(task: PlanTask, budget: int, console: Console) -> tuple[PlanResult, 
     from jax_agent_rl.deploy.plan.topology import Slice
 
     def compile_candidate(one: Candidate) -> PlanResult:
-        show_line(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
+        print_line(console, f"layout: {' '.join(one.changes) or 'as it is configured'}")
         changed = dataclasses.replace(task, overrides=[*task.overrides, *one.changes])
-        return plan_in_subprocess(changed, lambda text: show_line(console, f"  {text}"))
+        return plan_in_subprocess(changed, lambda text: print_line(console, f"  {text}"))
 
     tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)
     model = check(build(tree, task.overrides))
@@ -159,7 +163,7 @@ def print_plan(
     console.file.write(planned.report)  # rendered for this console's width and colours
     console.file.flush()
     if picture is not None:
-        show_line(console, f"drawing {picture}")
+        print_line(console, f"drawing {picture}")
     if as_json:  # the last line
         print(json.dumps({**planned.made, "searched": searched}), flush=True)
     if picture is not None:
@@ -207,13 +211,13 @@ def _draw(made: Mapping[str, Any], file: Path) -> None:
 
 
 def plan_in_subprocess(
-    task: PlanTask, print_line: Callable[[str], None], command: Sequence[str] = PLANNER
+    task: PlanTask, on_progress: Callable[[str], None], command: Sequence[str] = PLANNER
 ) -> PlanResult:
     """Compile a run's programs in a process of their own, and wait for it.
 
     Args:
         task: what to plan.
-        print_line: takes a line of progress.
+        on_progress: takes a line of progress.
         command: starts what answers as :func:`main` does.
 
     Raises:
@@ -229,7 +233,7 @@ def plan_in_subprocess(
                 break
             match json.loads(line):
                 case {"progress": str(last)}:
-                    print_line(last)
+                    on_progress(last)
                 case {"report": report, "made": made}:
                     planned = PlanResult(report=report, made=made)
                 case {"refused": "ConfigError", "problems": problems}:
@@ -320,8 +324,9 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _plan(task: PlanTask, print_line: Callable[[str], None]) -> PlanResult:
+def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     from jax_agent_rl.config import load  # here: the parent need not load JAX
+    from jax_agent_rl.deploy.plan import profile
     from jax_agent_rl.deploy.plan.plan import check, make_plan
     from jax_agent_rl.deploy.plan.report import as_json, show
     from jax_agent_rl.deploy.plan.topology import Slice
@@ -329,9 +334,18 @@ def _plan(task: PlanTask, print_line: Callable[[str], None]) -> PlanResult:
     slice = Slice.parse(task.topology)
     config = load(task.recipe, task.overrides)
     model = check(config)
-    plan = make_plan(config, model, slice, devices=slice.devices(), utilization=task.utilization, print_line=print_line)
     screen = io.StringIO()
-    show(plan, Console(file=screen, width=task.width, force_terminal=task.colours), price=task.price)
+    console = Console(file=screen, width=task.width, force_terminal=task.colours)
+    if task.profile is not None:
+        compiled = profile.compile_profiled(
+            config, model, slice, devices=slice.devices(), profile=task.profile, on_progress=on_progress
+        )
+        profile.show_profiles(compiled, slice.chip, console)
+        return PlanResult(report=screen.getvalue(), made=profile.as_json(compiled, slice.chip))
+    plan = make_plan(
+        config, model, slice, devices=slice.devices(), utilization=task.utilization, on_progress=on_progress
+    )
+    show(plan, console, price=task.price)
     return PlanResult(report=screen.getvalue(), made=as_json(plan, price=task.price))
 
 

@@ -1,11 +1,12 @@
-"""Compiled programs: memory on a chip, work, exchanges between devices, and the least time of a call.
+"""Compiled programs: memory on a chip, work, exchanges between devices, and the predicted and ideal time of a call.
 
 Work is counted in what JAX traces: products and the bytes they read. A compiler's own cost analysis counts a loop's
 body once, and for one device. Here a loop counts every iteration, recomputation counts (it is in the trace), and all
 devices count together. Platform-dependent code counts with the TPU's branch; a kernel states its own cost.
 
-A program takes as long as its slowest part (products, memory, links). That is a bound, not a measurement: parts overlap
-perfectly, the products' operands pass through memory once, and everything else costs nothing.
+Ideally a program takes as long as its slowest part (products, memory, links): parts overlap perfectly, and everything
+else costs nothing. Where it is known what the model needs (``model_work``), no recomputation counts; otherwise the
+traced products do, whose operands pass through memory once.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import jax
 from jax.core import ShapedArray
 from jax.extend import core
 
-from jax_agent_rl.deploy.plan.collectives import Collective, collectives
+from jax_agent_rl.deploy.plan.collectives import RING, Collective, collectives
+from jax_agent_rl.deploy.plan.hlo import parse
+from jax_agent_rl.deploy.plan.prediction import Prediction, kernel_grids, predict
 from jax_agent_rl.deploy.plan.programs import Program
 from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.errors import CompilerError
+from jax_agent_rl.observe.progress import duration
 
 PLATFORM = "tpu"
-RING = 2
-"""Directions of a ring of links, used at the same time."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -126,6 +128,7 @@ class Compiled:
         problem: the compiler's message if it does not fit.
         work: work of all devices together.
         exchanges: exchanges between them; empty where they are not known.
+        prediction: predicted time of a call; None if the compiler refused the program.
         seconds: duration of the compilation.
     """
 
@@ -135,6 +138,7 @@ class Compiled:
     problem: str | None = None
     work: Flops
     exchanges: tuple[Collective, ...] = ()
+    prediction: Prediction | None = None
     seconds: float
 
     @property
@@ -143,15 +147,22 @@ class Compiled:
         return self.memory is not None or self.program.mesh.size == 1
 
     @property
+    def flops(self) -> float:
+        """Least operations of a call, on all chips together."""
+        return self.work.flops if self.program.model_flops is None else self.program.model_flops
+
+    @property
     def moved(self) -> float:
         """Least bytes that pass through all chips' memory in a call."""
+        if self.program.model_bytes is not None:
+            return self.program.model_bytes
         if not self.work.flops and self.memory:  # a program without products passes over all that it is given
             return (self.memory.arguments + self.memory.outputs) * self.program.mesh.size
         return self.work.bytes
 
 
-def compile_program(program: Program) -> Compiled:
-    """Compile for the chips of the program's mesh.
+def compile_program(program: Program, chip: Chip) -> Compiled:
+    """Compile for the chips of the program's mesh, which are of one kind.
 
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
@@ -174,8 +185,23 @@ def compile_program(program: Program) -> Compiled:
         temporaries=found.temp_size_in_bytes,
         code=found.generated_code_size_in_bytes,
     )
-    exchanges = tuple(collectives(text, program.mesh, loops=program.loops))
-    return Compiled(program=program, memory=memory, needs=memory.total, work=work, exchanges=exchanges, seconds=seconds)
+    hlo = parse(text)
+    return Compiled(
+        program=program,
+        memory=memory,
+        needs=memory.total,
+        work=work,
+        exchanges=tuple(collectives(hlo, program.mesh, loops=program.loops)),
+        prediction=predict(
+            hlo,
+            chip,
+            program.mesh,
+            loops=program.loops,
+            grids=kernel_grids(program.traced.jaxpr),
+            rare_branches=program.rare_branches,
+        ),
+        seconds=seconds,
+    )
 
 
 def needed(text: str) -> int:
@@ -208,11 +234,11 @@ class Seconds:
         return max(vars(self), key=lambda part: getattr(self, part))
 
 
-def seconds_per_call(one: Compiled, chip: Chip) -> Seconds:
-    """Return the least time of a call; without exchanges where these are unknown."""
+def ideal_seconds(one: Compiled, chip: Chip) -> Seconds:
+    """Return the ideal time of a call; without exchanges where these are unknown."""
     chips = one.program.mesh.size
     return Seconds(
-        products=one.work.flops / chips / chip.flops,
+        products=one.flops / chips / chip.flops,
         memory=one.moved / chips / chip.hbm_bandwidth,
         links=sum(
             e.bytes / (chip.dcn_bandwidth if e.between_slices else RING * chip.link_bandwidth) for e in one.exchanges
@@ -223,6 +249,11 @@ def seconds_per_call(one: Compiled, chip: Chip) -> Seconds:
 def format_bytes(size: float) -> str:
     """Format bytes in a readable unit."""
     return f"{size / 1024 ** unit_power(size):.3g} {UNITS[unit_power(size)]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in a readable unit."""
+    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def unit_power(size: float) -> int:

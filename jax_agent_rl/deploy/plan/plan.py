@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program, seconds_per_call
+from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program, ideal_seconds
 from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program, Resident, Tokens, inventory
-from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, place_devices
+from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
@@ -86,7 +86,7 @@ class ResourcePlan:
         devices: devices of the slice.
         compiled: programs of the run.
         loads: the fullest chip of each.
-        step: least time of a step at ``utilization`` of the chips' peak.
+        step: predicted time of a step.
     """
 
     config: Config
@@ -133,7 +133,7 @@ def make_plan(
     *,
     utilization: float,
     devices: Sequence[Any],
-    print_line: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> ResourcePlan:
     """Compile all programs of a run.
 
@@ -141,20 +141,21 @@ def make_plan(
         config: configuration of the run.
         model: its architecture.
         slice: the slice to plan for.
-        utilization: share of the roofline that programs are assumed to reach.
+        utilization: share of the ideal that programs reach of which the compiler gives no time.
         devices: devices of the slice.
-        print_line: takes a line of progress.
+        on_progress: takes a line of progress.
 
     Raises:
         ConfigError: the configuration does not go with the slice.
     """
+    config = choose_engine_mesh(config, model, devices, memory=slice.chip.hbm_bytes)
     where = place_devices(config, devices)
-    print_line("tracing")
+    on_progress("tracing")
     made = inventory(config, model, where)
     compiled = []
     for number, program in enumerate(made.programs, 1):
-        print_line(f"compiling {program.name} ({number} of {len(made.programs)})")
-        compiled.append(compile_program(program))
+        on_progress(f"compiling {program.name} ({number} of {len(made.programs)})")
+        compiled.append(compile_program(program, slice.chip))
     return ResourcePlan(
         config=config,
         model=model,
@@ -164,7 +165,7 @@ def make_plan(
         compiled=tuple(compiled),
         loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
         step=sum_step(
-            config, compiled, slice.chip, engines=len(where.engines), disjoint=where.disjoint, utilization=utilization
+            config, compiled, slice.chip, engines=where.engine_count, disjoint=where.disjoint, utilization=utilization
         ),
         utilization=utilization,
     )
@@ -234,7 +235,7 @@ def sum_step(
         chip: chip of the slice.
         engines: engines on the slice; 0 if they run elsewhere: then only the learner counts.
         disjoint: learner and engines share no chip.
-        utilization: share of the bound that is reached.
+        utilization: share of the ideal that programs reach of which the compiler gives no time.
     """
     groups, members = config.rollout.prompts_per_step, config.rollout.group_size
     prompt, response = config.agent.max_prompt_length, config.agent.max_response_length
@@ -248,7 +249,9 @@ def sum_step(
     for one in compiled:
         program = one.program
         calls = math.ceil(tokens[program.of] / program.tokens) if program.of else 1
-        phases[program.phase] += calls * program.calls * seconds_per_call(one, chip).total / utilization
+        ideal = ideal_seconds(one, chip).total / utilization
+        seconds = ideal if one.prediction is None else one.prediction.seconds
+        phases[program.phase] += calls * program.calls * seconds
     return StepTime(
         sampled=tokens["sampled"],
         trained=tokens["trained"],

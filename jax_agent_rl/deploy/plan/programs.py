@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jax_agent_rl.config import Config, LearnerConfig
+from jax_agent_rl.deploy.plan.micro_batches import Arrays, micro_batches
+from jax_agent_rl.deploy.plan.model_work import EngineWork, pass_flops
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
@@ -25,11 +27,7 @@ from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import staging_mesh
-from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.critic import critic_params
-from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
-from jax_agent_rl.learner.image_packing import blanks, image_packing
-from jax_agent_rl.learner.losses.covariance import SELECTORS
 from jax_agent_rl.learner.optimized_params import UpdatePrograms
 from jax_agent_rl.learner.optimizer import TrainState, learning_rate
 from jax_agent_rl.learner.parameterization import Parameterization
@@ -37,17 +35,13 @@ from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.mesh import Device
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
-from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
-from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 
 Phase = Literal["learner", "weights", "rollout"]
 Tokens = Literal["prompts", "sampled", "trained"]
-Arrays = Mapping[str, np.ndarray]
 
 WEIGHTS, CACHE = "engine weights", "KV cache"
 _WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({WEIGHTS, CACHE})
-_SAMPLED = (5, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +59,10 @@ class Program:
         tokens: tokens that a full call takes or gives.
         of: which tokens of a step these are; None if the program does not process tokens.
         calls: runs per step over all those tokens; 0 where its time does not count.
+        model_flops: operations that the model itself needs for a call, on all devices together: nothing recomputed.
+        model_bytes: bytes that have to pass through the memories: weights and the visible KV, once. None, as for
+            ``model_flops``: what is counted in the trace.
+        rare_branches: what few runs need counts, too, where the program has branches.
     """
 
     name: str
@@ -77,6 +75,9 @@ class Program:
     tokens: int = 0
     of: Tokens | None = None
     calls: int = 1
+    model_flops: float | None = None
+    model_bytes: float | None = None
+    rare_branches: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,23 +121,24 @@ class Published(NamedTuple):
     holds: frozenset[str]
 
 
-def inventory(config: Config, model: DecoderConfig, where: DevicePlacement) -> Inventory:
+def inventory(config: Config, model: DecoderConfig, where: DevicePlacement, *, only: Phase | None = None) -> Inventory:
     """Return programs and arrays of a run.
 
     Args:
         config: configuration of the run.
         model: its architecture.
         where: devices of each phase.
+        only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out nothing.
 
     Raises:
         ConfigError: a mesh does not divide the model, or the configuration does not go with it.
     """
     made = Inventory()
-    published = _add_learner(made, config, model, where.learner)
-    if where.engines:
+    published = None if only == "rollout" else _add_learner(made, config, model, where.learner)
+    if where.engines and only != "learner":
         mesh = where.engines[0]  # the others are like it
         shapes, there = model.parameter_shapes(), learner_shardings(model, mesh)
-        if config.rollout.placement == "separate":  # from files, read for these very devices
+        if published is None or config.rollout.placement == "separate":  # from files, read for these very devices
             published = Published(_describe(shapes, there), frozenset())
         elif len(where.engines) > 1:  # copied for each of them
             published = Published(_describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
@@ -173,8 +175,8 @@ def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Me
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
     rows = learner.micro_batch_size * row_shards(mesh)
-    batches = _micro_batches(config, model, rows=rows, scored=scores_old)
-    builder = _LearnerBuilder(made, mesh, learner, rows * learner.pack_length)
+    batches = micro_batches(config, model, rows=rows, scored=scores_old)
+    builder = _LearnerBuilder(made, mesh, learner, model, rows)
     state, holds = builder.update("policy", programs.policy, policy.params, policy.frozen, batches["policy"])
     if with_reference := algorithm.kl.where != "none":
         made.keep("reference", policy.reference()[0])
@@ -193,12 +195,24 @@ def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Me
 
 
 class _LearnerBuilder(NamedTuple):
-    """Adds the learner's programs to an inventory; ``tokens`` counts those of a micro-batch."""
+    """Adds the learner's programs to an inventory; ``rows`` counts those of a micro-batch."""
 
     inventory: Inventory
     mesh: Mesh
     config: LearnerConfig
-    tokens: int
+    model: DecoderConfig
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.config.pack_length
+
+    def flops(self, passes: int) -> float | None:
+        """Operations of so many passes over the model; a backward pass is two. Unknown with a vision tower."""
+        if self.model.vision is not None:
+            return None
+        count = self.config.pack_length
+        return passes * self.rows * pass_flops(self.model, count, visible=(count + 1) / 2)
 
     def update(
         self, name: str, programs: UpdatePrograms, params: Params, frozen: Params, batch: Arrays
@@ -211,7 +225,9 @@ class _LearnerBuilder(NamedTuple):
         gradients, epochs = state.params, self.config.ppo_epochs
         accumulate = programs.accumulate.trace(state.params, frozen, gradients, self._describe_batch(batch))
         tokens = {"tokens": self.tokens, "of": "trained"}
-        self._add(f"{name} gradient", accumulate, reads, donates=holds, calls=epochs, **tokens)
+        passes = 3 if self.config.lora is None else 2  # frozen weights have no gradients
+        flops = self.flops(passes)
+        self._add(f"{name} gradient", accumulate, reads, donates=holds, calls=epochs, model_flops=flops, **tokens)
         apply = programs.apply.trace(state, gradients, state.updates)
         self._add(f"{name} update", apply, both, donates=both, calls=epochs * self.config.num_minibatches)
         return state, reads
@@ -227,7 +243,8 @@ class _LearnerBuilder(NamedTuple):
     ) -> None:
         """Add a pass that changes nothing."""
         traced = program.trace(*weights, batch=self._describe_batch(batch))
-        self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls)
+        flops = self.flops(1)
+        self._add(name, traced, holds, tokens=self.tokens, of="trained", calls=calls, model_flops=flops)
 
     def publish(self, policy: Parameterization, state: TrainState, holds: frozenset[str]) -> Published:
         """Describe ``Learner.params``, or ``LeadingLearner.params`` with several processes."""
@@ -255,68 +272,6 @@ class _LearnerBuilder(NamedTuple):
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim > 1 else everywhere)
             for name, x in batch.items()
         }
-
-
-def _micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bool) -> dict[str, Arrays]:
-    """Build the largest micro-batches; with images for a vision model.
-
-    Args:
-        config: configuration of the run.
-        model: its architecture.
-        rows: rows of a micro-batch, over all shards.
-        scored: the run computes old log-probs before it trains.
-
-    Returns:
-        The micro-batches of ``policy`` and, if there is one, ``critic``, and the ``layout`` of passes that score.
-    """
-    learner, algorithm = config.learner, config.algorithm
-    images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner)
-    trajectories = [_make_trajectory(number) for number in range(2)]
-    batch, _ = pack(
-        trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, image_packing=images
-    )
-    with_critic = algorithm.adv_estimator == "gae"
-    if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms
-        algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
-    per_term, per_state = ([np.zeros(len(_SAMPLED) + n) for _ in trajectories] for n in (0, 1))
-    scores = Scores(
-        old=per_term if scored else None,
-        ref=per_term if algorithm.kl.where != "none" else None,
-        values=per_state if with_critic else None,
-    )
-    group = Group(group_id="g", trajectories=tuple(trajectories))
-    experience = build_experience([group], algorithm, scores, kl_coef=0.0, masked=())
-    policy, critic = mini_batch_terms(experience, slice(None), algorithm, kl_coef=0.0)
-    if algorithm.policy_loss.loss_mode in SELECTORS:
-        policy["chosen"] = per_term
-    made: dict[str, dict[str, np.ndarray]] = {}
-    for name, terms in (("policy", policy), ("layout", {}), *([("critic", critic)] if with_critic else [])):
-        first = next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows))
-        made[name] = dict(first) if images is None else list(blanks(first, images))[-1]
-    if learner.router_aux_loss_coef and model.experts is not None:
-        made["policy"]["router_share"] = np.zeros(model.experts.count, np.float32)
-        made["policy"]["router_tokens"] = np.zeros((), np.float32)
-    return dict(made)
-
-
-def _make_trajectory(number: int) -> Trajectory:
-    count = len(_SAMPLED)
-    output = TokenOutput(
-        token_ids=_SAMPLED,
-        log_probs=(-1.0,) * count,
-        policy_versions=(0,) * count,
-        stop_reason=StopReason.EOS,
-        context_digest="",
-    )
-    return Trajectory.from_turns(
-        prompt_ids=(3, 4),
-        turns=[Turn(output=output)],
-        trajectory_id=f"g-{number}",
-        group_id="g",
-        agent_name="plan",
-        finish_reason=FinishReason.ANSWER,
-        reward=float(number),
-    )
 
 
 # --- engine -------------------------------------------------------------------------------------------------------
@@ -372,8 +327,15 @@ def _add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
     absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     made.keep(WEIGHTS, weights, absent=absent)
     made.keep(CACHE, cache, absent=absent)
+    work = EngineWork(model, weights, cache)
+    rare = config.rollout.temperature == 0  # otherwise no slot is greedy
     for key, program in table.recorded.items():
-        made.programs += _engine_programs(key, program, mesh, published, shapes.decode_steps)
+        needed = work.of(key)
+        for one in _engine_programs(key, program, mesh, published, shapes.decode_steps):
+            if needed is not None:
+                flops, size = (each * one.loops for each in needed)
+                one = replace(one, model_flops=flops, model_bytes=size, rare_branches=rare)
+            made.programs.append(one)
 
 
 def _engine_programs(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.deploy.plan.collectives import Collective
-from jax_agent_rl.deploy.plan.compiled import RING, UNITS, Compiled, format_bytes, seconds_per_call, unit_power
+from jax_agent_rl.deploy.plan.compiled import UNITS, Compiled, format_bytes, format_seconds, ideal_seconds, unit_power
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
 from jax_agent_rl.deploy.plan.programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.search import estimate
@@ -20,21 +20,23 @@ from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout,
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.mesh import Device
-from jax_agent_rl.observe.progress import duration
-from jax_agent_rl.runtime.engines import engine_shapes
+from jax_agent_rl.runtime.engine_devices import engine_shapes, report_idle
 
 COLUMNS = {
     "program": "what a run compiles, the largest of each kind",
     "chips": "chips that it runs on",
     "memory": "used on the fullest chip while it runs, with what stays there between programs; ! is too much",
-    "TFLOP": "operations of its products, on all chips together",
-    "bytes": "passing through memory for these products, on all chips together; without products, all of its arrays",
+    "TFLOP": "operations that the model needs, on all chips together",
+    "bytes": "weights and visible keys and values, once, or operands of products; without products, all of its arrays",
     "sent": "bytes that each chip sends in one call; - if the compiler refused the program and they are not known",
-    "least": "least time of a call; >= without what is sent; - where it hardly counts or is not known",
-    "bound": "what limits it: products, memory, or links between chips",
+    "ideal": "least time of a call, or of a step of decoding; >= without what is sent; - where it hardly counts",
+    "bound": "what limits that: products, memory, or links between chips",
+    "predicted": "time by the compiler's estimates of its instructions, as they are scheduled; - if it refused",
+    "share": "of the ideal in that",
     "compiled": "seconds that compiling took here",
 }
 
+_SIZES = 6  # columns of the first table, the programs' names included
 _PROGRAM = 10  # characters of a program's column: its name is broken at blanks
 _WRAPPED = ("program", "exchanges in", "kinds")
 _MAX_HINTS = 3
@@ -48,7 +50,7 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
         console: where to print.
         price: price of a chip-hour.
     """
-    for made in (programs_table(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
+    for made in (*programs_tables(plan), exchanges_table(plan), *memory_tables(plan, width=console.width)):
         if made.row_count:
             console.print(made, "")
     for name, meaning in COLUMNS.items():
@@ -58,24 +60,30 @@ def show(plan: ResourcePlan, console: Console, *, price: float | None = None) ->
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def programs_table(plan: ResourcePlan) -> Table:
-    """Return a table with a row for each program."""
-    made = _table({name: "left" if name in ("program", "bound") else "right" for name in COLUMNS})
+def programs_tables(plan: ResourcePlan) -> tuple[Table, Table]:
+    """Return tables of the programs' sizes and times, each narrow enough for 80 characters."""
+    justify = {name: "left" if name in ("program", "bound") else "right" for name in COLUMNS}
+    columns = list(justify.items())
+    sizes, times = (_table(dict(chosen)) for chosen in (columns[:_SIZES], [columns[0], *columns[_SIZES:]]))
     for one, load in zip(plan.compiled, plan.loads, strict=True):
-        seconds, known = seconds_per_call(one, plan.slice.chip), one.exchanges_known
-        least = (_time(seconds.total), seconds.bound) if known else (f">={_time(seconds.total)}", "")
+        seconds, known, steps = ideal_seconds(one, plan.slice.chip), one.exchanges_known, one.program.loops
+        ideal = format_seconds(seconds.total / steps)
+        row = [ideal, seconds.bound] if known else [f">={ideal}", ""]
+        if one.prediction is None:
+            row += ["-", "-"]
+        else:
+            row += [format_seconds(one.prediction.seconds / steps), f"{seconds.total / one.prediction.seconds:.0%}"]
         counts = one.program.calls and seconds.total
-        made.add_row(
+        sizes.add_row(
             one.program.name,
             str(one.program.mesh.size),
             format_bytes(load.total) + ("" if load.fits else " !"),
-            f"{one.work.flops / 1e12:.3g}",
+            f"{one.flops / 1e12:.3g}",
             format_bytes(one.moved) if one.moved else "-",
             format_bytes(sum(exchange.bytes for exchange in one.exchanges)) if known else "-",
-            *(least if counts else ("-", "")),
-            f"{one.seconds:.1f}",
         )
-    return made
+        times.add_row(one.program.name, *(row if counts else ("-", "", "-", "-")), f"{one.seconds:.1f}")
+    return sizes, times
 
 
 def exchanges_table(plan: ResourcePlan) -> Table:
@@ -120,10 +128,6 @@ def _table(columns: dict[str, Any]) -> Table:
     return made
 
 
-def _time(seconds: float) -> str:
-    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 def _sum_exchanges(one: Compiled) -> dict[str, tuple[float, list[str]]]:
     """Return the bytes that each chip sends, and the kinds of exchanges, by axes."""
     found: dict[str, list[Collective]] = {}
@@ -146,9 +150,15 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
         over = format_bytes(max(0, *(load.total - capacity for load in those)))
         verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
         yield f"[red]{names} {verb}[/red]: {most}{over} too much on a chip; try {' or '.join(keys)}."
-    used = set(plan.placement.learner.devices.flat).union(*(mesh.devices.flat for mesh in plan.placement.engines))
-    if unused := plan.slice.chips - len(used):
-        yield f"[yellow]{unused} of {plan.slice.chips} chips do nothing[/yellow]: raise learner.mesh, or add --search."
+    number = {device: i for i, device in enumerate(plan.devices)}
+    idle = report_idle(
+        plan.config,
+        count=plan.slice.chips,
+        sampling={number[device] for mesh in plan.placement.engines for device in mesh.devices.flat},
+        learning={number[device] for device in plan.placement.learner.devices.flat},
+        hosts=max(1, len(plan.placement.engines)),
+    )
+    yield from (f"[yellow]{line}[/yellow], or add --search." for line in idle)
 
 
 def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
@@ -157,11 +167,12 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
     for name, tokens, seconds in phases:
         if seconds:
             least, most = ("at least ", "at most ") if name in step.bounds else ("", "")
-            yield f"{name}: {tokens:,} tokens in {least}{_time(seconds)}, {most}{tokens / seconds:,.0f} a second"
+            time, speed = format_seconds(seconds), f"{tokens / seconds:,.0f}"
+            yield f"{name}: {tokens:,} tokens in {least}{time}, {most}{speed} a second"
     least = "at least " if step.bounds else ""
     if plan.placement.engines:
         who, share = step.waits
-        yield f"step: {least}{_time(step.seconds)}; who waits: {who}, {share:.0%} of it"
+        yield f"step: {least}{format_seconds(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
         yield f"rollout.backend={rollout.backend}: the speed of its engines is not planned here"
     if (factory := rollout.jetstream.engine_factory) is not None:
@@ -170,9 +181,8 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
         what = "cost" if plan.placement.engines else "cost of the learner"
         yield f"{what}: {least}{_cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
     yield (
-        f"Assumed: {plan.utilization:.0%} of the chips' peak (--utilization); products, memory and links at the same "
-        f"time, links in {RING} directions of a ring; trajectories of full length, slots and rows full; tools that "
-        "take no time."
+        "Assumed: trajectories of full length, slots and rows full; tools and hosts that take no time; "
+        f"{plan.utilization:.0%} of the ideal where the compiler refuses a program (--utilization)."
     )
 
 
@@ -206,10 +216,12 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
                 "fits": load.fits,
                 "problem": one.problem,
                 "change": [] if load.fits else _adviser(plan).advice(load),
-                "flops": one.work.flops,
+                "flops": one.flops,
                 "bytes": one.moved,
                 "exchanged": exchanged(one),
-                "seconds": vars(seconds_per_call(one, plan.slice.chip)),
+                "seconds": vars(ideal_seconds(one, plan.slice.chip)),
+                "predicted": None if one.prediction is None else one.prediction.seconds,
+                "steps": one.program.loops,
                 "compile_seconds": one.seconds,
             }
             for one, load in zip(plan.compiled, plan.loads, strict=True)
@@ -274,7 +286,9 @@ class Adviser:
         engine = self.config.rollout.jetstream
         if engine.dtype == "float32":
             yield from self._accepted("rollout.jetstream.dtype=bfloat16")
-        yield from self._accepted(f"rollout.jetstream.mesh.tensor={engine.mesh.tensor * 2}")
+        data, tensor = engine.mesh.data or 1, engine.mesh.tensor or 1
+        fewer = [f"rollout.jetstream.mesh.data={data // 2}"] if data > 1 else []
+        yield from self._accepted(f"rollout.jetstream.mesh.tensor={tensor * 2}", *fewer)
 
     def _activations(self) -> Iterator[str]:
         learner = self.config.learner
@@ -305,15 +319,15 @@ class Adviser:
     def _larger_slice(self) -> str:
         return f"a larger --topology, as {self.slice.larger.name}" if self.slice.larger else "a larger --topology"
 
-    def _accepted(self, override: str) -> Iterator[str]:
-        if self._change([override]) is not None:
-            yield override
+    def _accepted(self, *overrides: str) -> Iterator[str]:
+        if self._change(overrides) is not None:
+            yield " ".join(overrides)
 
     def _change(self, overrides: Sequence[str]) -> Config | None:
         """Return the configuration with these overrides; None if it would be refused."""
         try:
             made = build(self.config.model_dump(mode="json", exclude_unset=True), overrides)
-            check_layout(made, self.model, self.devices)
+            check_layout(made, self.model, self.devices, memory=self.slice.chip.hbm_bytes)
         except ConfigError:
             return None
         return made

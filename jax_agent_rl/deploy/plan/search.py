@@ -19,8 +19,9 @@ import jax
 from rich.table import Table
 
 from jax_agent_rl.config import Config
+from jax_agent_rl.deploy.plan.collectives import RING
 from jax_agent_rl.deploy.plan.command import PlanResult
-from jax_agent_rl.deploy.plan.compiled import RING, format_bytes
+from jax_agent_rl.deploy.plan.compiled import format_bytes
 from jax_agent_rl.deploy.plan.topology import (
     REMAT,
     Chip,
@@ -28,16 +29,16 @@ from jax_agent_rl.deploy.plan.topology import (
     as_overrides,
     batch_sizes,
     check_layout,
+    choose_engine_mesh,
     engine_meshes,
     learner_meshes,
 )
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.runtime.engines import engine_shapes
+from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes
 
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""
-MASTER = 4  # bytes of a parameter, of its gradient, and of each of its two moments
 PRODUCTS = {"none": 6, "dots": 6, "full": 8}
 """Operations per parameter and token, by what the backward pass recomputes."""
 
@@ -119,17 +120,17 @@ def candidates(
     reasons: set[str] = set()
     config = configured(())
     for learner in learner_meshes(config, model, slice):
-        for engine in engine_meshes(config):
+        for engine in engine_meshes(config, devices):
             meshes = {**learner, **engine}
             try:
-                where = check_layout(configured(as_overrides(meshes)), model, devices)
+                where = check_layout(configured(as_overrides(meshes)), model, devices, memory=slice.chip.hbm_bytes)
             except ConfigError as error:
                 reasons.add(str(error))
                 continue
             for sizes in batch_sizes(config):
                 choice = {**meshes, **sizes}
-                made = configured(as_overrides(choice))
-                guess = estimate(made, model, slice.chip, engines=max(1, len(where.engines)))
+                made = choose_engine_mesh(configured(as_overrides(choice)), model, devices, memory=slice.chip.hbm_bytes)
+                guess = estimate(made, model, slice.chip, engines=max(1, where.engine_count))
                 if guess.stays <= slice.chip.hbm_bytes:
                     changes = as_overrides(choice, changing=config)
                     found.append(Candidate(changes=changes, config=made, estimate=guess))
@@ -234,26 +235,15 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     """
     learner, engine = config.learner.mesh, config.rollout.jetstream.mesh
     count = sum(map(math.prod, jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))))
-    held = count / (learner.fsdp * learner.tensor * learner.expert)
-    copies = 1 + (config.algorithm.adv_estimator == "gae")
-    if config.learner.lora is None:
-        state = held * MASTER * (4 * copies + (config.algorithm.kl.where != "none"))
-    else:
-        state = held * MASTER * (4 * (copies - 1) + 0.5)
-    serves = config.rollout.jetstream
-    own = 2 if serves.dtype == "bfloat16" else 4
-    weights = count * (own if serves.quantize == "none" else 1) / engine.devices
-    shapes = engine_shapes(config)
-    heads = math.lcm(model.num_kv_heads, engine.devices) / engine.devices
-    position = 2 * model.num_layers * heads * model.head_dim * (own if serves.kv_dtype == "auto" else 1)
-    serving = weights + shapes.pages * shapes.page * position
+    resident = ResidentBytes.estimate(config, model, devices=engine.engine_devices)
+    state, serving = resident.learner, resident.serving(engine_shapes(config))
     shared = config.rollout.placement != "separate" and config.rollout.jetstream.device_offset < learner.devices
     in_turn = state + serving if shared and not config.rollout.sleep_during_update else max(state, serving)
     return PlanEstimate(
         stays=in_turn,
         passes=_activation_bytes(config, model) + _gathered_bytes(config, model),
         seconds=_train_seconds(config, model, chip, count)
-        + _rollout_seconds(config, chip, weights, position) / engines,
+        + _rollout_seconds(config, chip, resident.weights, resident.position) / engines,
     )
 
 

@@ -23,7 +23,7 @@ from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.mesh import Device, expect_described_tpus
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.runtime.engines import check_turns, engine_shapes
+from jax_agent_rl.runtime.engine_devices import check_turns, engine_shapes, resolve_engine_mesh, with_engine_mesh
 from jax_agent_rl.utils.text import did_you_mean
 
 GIB = 1 << 30
@@ -43,6 +43,8 @@ class Chip:
     Attributes:
         hbm_bytes: memory of a chip available to programs, according to libtpu, which keeps some.
         flops: peak bfloat16 operations per second; a multiplication and an addition count as two.
+        clock: cycles per second: the peak over the operations of a cycle, in squares of 128 x 128 multipliers (four on
+            v5e, eight on v4 and v5p, sixteen on v6e).
         hbm_bandwidth: bytes per second between a chip and its memory.
         link_bandwidth: bytes per second and direction of one link to a neighbour.
         dcn_bandwidth: bytes per second and direction of a chip's share of the network between slices.
@@ -53,6 +55,7 @@ class Chip:
     name: str
     hbm_bytes: int
     flops: float
+    clock: float
     hbm_bandwidth: float
     link_bandwidth: float
     dcn_bandwidth: float
@@ -67,6 +70,7 @@ CHIPS = {
             name="v4",
             hbm_bytes=int(30.75 * GIB),
             flops=275e12,
+            clock=1.05e9,
             hbm_bandwidth=1200e9,
             link_bandwidth=50e9,  # of 6 links (Jouppi et al. 2023, arXiv 2304.01433)
             dcn_bandwidth=1.6e9,  # 81 Tbps between 1536 hosts (Chowdhery et al. 2022, arXiv 2204.02311, section 4)
@@ -77,6 +81,7 @@ CHIPS = {
             name="v5e",
             hbm_bytes=int(15.75 * GIB),
             flops=197e12,
+            clock=1.5e9,
             hbm_bandwidth=819e9,
             link_bandwidth=50e9,  # 400 GB/s in both directions over 4 links
             dcn_bandwidth=3.1e9,
@@ -86,6 +91,7 @@ CHIPS = {
             name="v5p",
             hbm_bytes=int(95.74 * GIB),
             flops=459e12,
+            clock=1.75e9,
             hbm_bandwidth=2765e9,
             link_bandwidth=100e9,  # 1200 GB/s in both directions over 6 links
             dcn_bandwidth=6.25e9,
@@ -95,6 +101,7 @@ CHIPS = {
             name="v6e",
             hbm_bytes=int(31.25 * GIB),
             flops=918e12,
+            clock=1.75e9,
             hbm_bandwidth=1600e9,
             link_bandwidth=100e9,  # 3200 Gbps over 4 links
             dcn_bandwidth=12.5e9,
@@ -198,10 +205,15 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
-    """Meshes of the learner and of the engines, which are alike; none where engines run elsewhere."""
+    """Meshes of the learner and of each process's engines, which are alike; none where engines run elsewhere."""
 
     learner: Mesh
     engines: tuple[Mesh, ...]
+
+    @property
+    def engine_count(self) -> int:
+        """Number of engines; those of a process lie along ``data``."""
+        return sum(mesh.shape["data"] for mesh in self.engines)
 
     @property
     def disjoint(self) -> bool:
@@ -210,8 +222,28 @@ class DevicePlacement:
         return not any(learner & set(mesh.devices.flat) for mesh in self.engines)
 
 
+def choose_engine_mesh(config: Config, model: DecoderConfig, devices: Sequence[Device], *, memory: int) -> Config:
+    """Return the configuration with the engines' mesh that a run would choose, see :func:`resolve_engine_mesh`.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        devices: devices of the slice.
+        memory: bytes of a device.
+    """
+    rollout, mesh = config.rollout, config.rollout.jetstream.mesh
+    if rollout.backend != "jetstream":
+        return config
+    own = [device for device in devices if device.process_index == devices[0].process_index]
+    if rollout.placement == "separate":
+        if mesh.data is None and mesh.tensor is not None:
+            return with_engine_mesh(config, data=1, tensor=mesh.tensor)
+        own = devices[config.learner.mesh.devices :][: mesh.expert * (mesh.data or 1)] or own
+    return resolve_engine_mesh(config, model, devices=own, memory=memory)
+
+
 def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
-    """Return the devices as a run would choose them.
+    """Return the devices as a run would choose them; see :func:`choose_engine_mesh` for those left open.
 
     Raises:
         ConfigError: a mesh does not fit the devices, or two do not go together.
@@ -240,18 +272,19 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
     return DevicePlacement(learner=learner, engines=tuple(meshes))
 
 
-def check_layout(config: Config, model: DecoderConfig, devices: Sequence[Device]) -> DevicePlacement:
+def check_layout(config: Config, model: DecoderConfig, devices: Sequence[Device], *, memory: int) -> DevicePlacement:
     """Return the devices of each phase, checked against the model.
 
     Args:
         config: configuration of the run.
         model: its architecture.
         devices: devices of the slice.
+        memory: bytes of a device.
 
     Raises:
         ConfigError: a mesh does not go with the devices, or does not divide the model.
     """
-    where = place_devices(config, devices)
+    where = place_devices(choose_engine_mesh(config, model, devices, memory=memory), devices)
     parameter_shardings(where.learner, model.parameter_shapes())
     for mesh in where.engines[:1]:  # the others are like it
         engine_config(model, mesh)
@@ -284,12 +317,20 @@ def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
 
 
-def engine_meshes(config: Config) -> Iterator[Choice]:
-    """Yield every mesh of an engine that shares chips with the learner; otherwise the configured one."""
+def engine_meshes(config: Config, devices: Sequence[Device]) -> Iterator[Choice]:
+    """Yield every mesh of a process's engines that share chips with the learner; otherwise the configured one.
+
+    The number of engines follows from their size, unless it is configured.
+    """
     if config.rollout.backend != "jetstream" or config.rollout.placement == "separate":
         yield {}
         return
-    yield from ({"rollout.jetstream.mesh.tensor": size} for size in (1, 2, 4, 8))
+    mesh = config.rollout.jetstream.mesh
+    own = sum(device.process_index == devices[0].process_index for device in devices)
+    own = (own - config.rollout.jetstream.device_offset) // mesh.expert
+    for size in (1, 2, 4, 8):
+        data = {} if mesh.data is None else {"rollout.jetstream.mesh.data": max(1, own // size)}
+        yield {**data, "rollout.jetstream.mesh.tensor": size}
 
 
 def batch_sizes(config: Config) -> Iterator[Choice]:

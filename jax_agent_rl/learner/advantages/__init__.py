@@ -4,6 +4,7 @@
 
     outcome.py   one number per trajectory, within its group     grpo dr_grpo rloo opo grpo_passk
     step.py      compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
+                 with a running mean per role                    rae
                  with a critic                                   gae
     turns.py     per turn                                        gigpo mt_grpo
     trees.py     along trees of branches                         tree_grpo treerl arpo
@@ -14,8 +15,8 @@ The functions in those files are the mathematics, on plain arrays; the adapters 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import step, trees, turns
 from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
 from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, all_turns, turn_rewards, turn_spans
-from jax_agent_rl.trajectory_graph import TrajectoryGraph
+from jax_agent_rl.trajectory_graph import TrajectoryGraph, inherited
 from jax_agent_rl.types import Trajectory
 
 
@@ -52,6 +53,28 @@ def _outcome(name: str, samples: ScoredBatch, config: AlgorithmConfig) -> Advant
     return Advantages(advantages=samples.broadcast(advantages))
 
 
+def _in_time(estimator: Estimator) -> Estimator:
+    """Let an estimator read every response in the order in which its turns were sampled."""
+
+    def ordered(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+        orders = samples.orders
+        values = samples.values and [
+            np.append(v[:-1][order], v[-1]) for v, order in zip(samples.values, orders, strict=True)
+        ]
+        in_time = replace(
+            samples, masks=_take(samples.masks, orders), rewards=_take(samples.rewards, orders), values=values
+        )
+        made, back = estimator(in_time, config), [np.argsort(order) for order in orders]
+        returns = None if made.returns is None else _take(made.returns, back)
+        return Advantages(advantages=_take(made.advantages, back), returns=returns)
+
+    return ordered
+
+
+def _take(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [array[at] for array, at in zip(arrays, places, strict=True)]
+
+
 def _reinforce_plus_plus(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=step.reinforce_plus_plus(samples.rewards, samples.masks, config.gamma))
 
@@ -62,6 +85,10 @@ def _reinforce_plus_plus_baseline(samples: ScoredBatch, config: AlgorithmConfig)
 
 def _remax(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=step.remax(samples.rewards, samples.masks, samples.greedy))
+
+
+def _rae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=samples.broadcast(samples.totals - samples.baselines))
 
 
 def _gpg(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
@@ -118,14 +145,24 @@ def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Return what each turn was sampled after: a prompt, or what was appended to the turn before."""
+    """Return what each turn was sampled after, in the order of time: a prompt, or what was appended to the turn before.
+
+    A segment that goes on where another turn of its trajectory ended was shown what follows that turn.
+    """
     contexts = (*trajectory.segments, trajectory)  # not its sequences: a history window makes no observation
-    return [ids for c in contexts for ids in (c.prompt_ids, *(turn.appended_ids for turn in c.turns[:-1]))]
+    begun = inherited(contexts) if trajectory.segments else [0]
+    shown = [
+        ids
+        for c, known in zip(contexts, begun, strict=True)
+        for ids in (c.prompt_ids[known:], *(turn.appended_ids for turn in c.turns[:-1]))
+    ]
+    whens = [-1 if turn.number is None else turn.number for c in contexts for turn in c.turns]
+    return [shown[i] for i in np.argsort(whens, kind="stable")]
 
 
 def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
-    """Token rewards summed over each turn and what the world appended to it."""
-    return np.add.reduceat(rewards_L, [span.start for span in turn_spans(trajectory)])
+    """Token rewards summed over each turn and what the world appended to it if that is trained on."""
+    return np.array([rewards_L[span].sum() for span in turn_spans(trajectory)])
 
 
 def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
@@ -165,8 +202,9 @@ def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, trees.Paths], lis
         per_node = one(samples.totals[group], graph.paths)
         for i, path, ends, values in zip(group, graph.paths, graph.ends, per_node, strict=True):
             starts = np.asarray(ends) - [len(graph.nodes[node].ids) for node in path]
-            places = np.searchsorted(starts, np.arange(len(samples.masks[i])), side="right") - 1
-            advantages[i] = values[places] * samples.masks[i]
+            order = np.argsort(starts)  # the path is in the order of time
+            places = np.searchsorted(starts[order], np.arange(len(samples.masks[i])), side="right") - 1
+            advantages[i] = values[order][places] * samples.masks[i]
     return Advantages(advantages=advantages)
 
 
@@ -182,12 +220,13 @@ def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]
 
 ESTIMATORS: dict[str, Estimator] = {
     **{name: functools.partial(_outcome, name) for name in OUTCOME_ESTIMATORS},
+    "rae": _rae,
     "gpg": _gpg,
     "gdpo": _gdpo,
-    "remax": _remax,
-    "reinforce_plus_plus": _reinforce_plus_plus,
+    "remax": _in_time(_remax),
+    "reinforce_plus_plus": _in_time(_reinforce_plus_plus),
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
-    "gae": _gae,
+    "gae": _in_time(_gae),
     "gigpo": _gigpo,
     "mt_grpo": _mt_grpo,
     "tree_grpo": _tree_grpo,

@@ -74,6 +74,21 @@ def remax(rewards: PerToken, masks: Sequence[np.ndarray], greedy: np.ndarray) ->
     return [(g - baseline) * m for g, baseline, m in zip(returns, greedy, masks, strict=True)]
 
 
+RAE_DECAY = 0.95
+
+
+def running_baseline(baseline: float, rewards: Sequence[float]) -> float:
+    """Return the exponential moving average of a role's rewards: ``b <- 0.95 b + 0.05 R`` for each, from b = 0.
+
+    RAE's advantage is the reward minus ``b`` as it was before the step.
+
+    References: Liu et al. 2025, SPIRAL, arXiv 2506.24119, role-conditioned advantage estimation.
+    """
+    for reward in rewards:
+        baseline = RAE_DECAY * baseline + (1 - RAE_DECAY) * reward
+    return baseline
+
+
 def gpg(totals: np.ndarray, members: Sequence[np.ndarray]) -> np.ndarray:
     """``N / nonzero * (S - mean)``: scaled up by the share of trajectories that earned something. Float64 [N].
 

@@ -21,16 +21,17 @@ def term_weights(mode: str, active: Sequence[np.ndarray], scale_factor: int | No
     """Return the weights of the terms of one optimizer update.
 
     The weights come from the *whole* update (all rows, micro-batches, devices): however the batch is cut, the sum of
-    the parts is the same loss and the same gradient. N counts the trajectories with an active term.
+    the parts is the same loss and the same gradient. N counts the sequences with an active term: trajectories with all
+    their segments, or with ``algorithm.segment_weight=segment`` the segments.
 
     Args:
         mode: ``token-mean`` 1/Σlengths; ``token-sum`` 1; ``seq-mean-token-sum`` 1/N; ``seq-mean-token-mean``
             1/(N·length); ``seq-mean-token-sum-norm`` 1/(N·scale_factor).
-        active: per trajectory bool [S]: which of its sampled tokens are trained on.
+        active: per sequence bool [S]: which of its sampled tokens are trained on.
         scale_factor: the constant of the last mode.
 
     Returns:
-        per trajectory float64 [S], 0 where not active.
+        per sequence float64 [S], 0 where not active.
 
     References: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, for the constant.
     """
@@ -57,10 +58,11 @@ def term_weights(mode: str, active: Sequence[np.ndarray], scale_factor: int | No
 FORMULAS = {
     "token-mean": "sum(loss) / tokens",
     "token-sum": "sum(loss)",
-    "seq-mean-token-sum": "sum(loss) / trajectories",
-    "seq-mean-token-mean": "mean of each trajectory's sum(loss) / tokens",
-    "seq-mean-token-sum-norm": "sum(loss) / (trajectories * {scale_factor})",
+    "seq-mean-token-sum": "sum(loss) / {units}",
+    "seq-mean-token-mean": "mean over {units} of sum(loss) / tokens",
+    "seq-mean-token-sum-norm": "sum(loss) / ({units} * {scale_factor})",
 }
+UNITS = {"session": "trajectories", "segment": "segments"}
 PEERS = {"verl": "verl's default (token-mean)", "trl": "TRL's (loss_type=dapo)"}
 
 
@@ -71,7 +73,7 @@ def weight_ratios(
 
     Args:
         mode: ``algorithm.loss_agg_mode``.
-        updates: of each optimizer update of a step the lengths of its trajectories, in trained tokens; none is 0.
+        updates: of each optimizer update of a step the lengths of its sequences, in trained tokens; none is 0.
         scale_factor: ``algorithm.loss_scale_factor``.
     """
     tokens = sum(map(sum, updates))
@@ -85,14 +87,18 @@ def weight_ratios(
 
 
 def describe_aggregation(config: Config) -> str:
-    """Describe the aggregation in force, with the ratios for trajectories of equal length."""
+    """Describe the aggregation in force, with the ratios for trajectories of one segment and of equal length."""
     algorithm, rollout, length = config.algorithm, config.rollout, config.agent.max_response_length
-    formula = FORMULAS[algorithm.loss_agg_mode].format(scale_factor=algorithm.loss_scale_factor)
+    formula = FORMULAS[algorithm.loss_agg_mode].format(
+        scale_factor=algorithm.loss_scale_factor, units=UNITS[algorithm.segment_weight]
+    )
     prompts = np.array_split(np.arange(rollout.prompts_per_step), config.learner.num_minibatches)
     updates = [[length] * (len(part) * rollout.group_size) for part in prompts]
     counts = [len(lengths) for lengths in updates]
     over = "/".join(map(str, dict.fromkeys(counts)))
-    equal = f", if all have agent.max_response_length={length}" if depends_on_lengths(algorithm, len(updates)) else ""
+    alike = "have" if algorithm.segment_weight == "session" else "are one segment of"
+    varies = depends_on_lengths(algorithm, len(updates))
+    equal = f", if all {alike} agent.max_response_length={length}" if varies else ""
     return (
         f"loss aggregation: {algorithm.loss_agg_mode} = {formula}, over each update's {over} trajectories{equal}: "
         f"{_describe_ratios(algorithm, updates)}"
@@ -103,7 +109,8 @@ def describe_batch(algorithm: AlgorithmConfig, updates: Sequence[Sequence[int]])
     """Describe the ratios for the lengths of a batch, see :func:`weight_ratios`."""
     lengths = [length for update in updates for length in update]
     return (
-        f"loss aggregation: {algorithm.loss_agg_mode}, over this batch's {len(lengths)} trajectories of {min(lengths)} "
+        f"loss aggregation: {algorithm.loss_agg_mode}, over this batch's {len(lengths)} "
+        f"{UNITS[algorithm.segment_weight]} of {min(lengths)} "
         f"to {max(lengths)} trained tokens: {_describe_ratios(algorithm, updates)}"
     )
 

@@ -41,7 +41,7 @@ class Terms:
         rollout_logprob: of the policy that sampled (the behaviour policy).
         advantage: float32 [R, K].
         active: float32 [R, K], 1 for terms that are trained on.
-        sequence: int32 [R, K], the trajectory a term belongs to, numbered within its row.
+        sequence: int32 [R, K], the trajectory, or segment of one, that a term belongs to, numbered within its row.
         chosen: float32 [R, K], 1 for terms that a covariance loss singles out.
     """
 
@@ -68,9 +68,9 @@ def log_ratio(terms: Terms) -> jax.Array:
 
 
 def sequence_mean(values: jax.Array, terms: Terms) -> jax.Array:
-    """Average over the active terms of each trajectory, at each of its terms; [R, K] to [R, K].
+    """Average over the active terms of each sequence, at each of its terms; [R, K] to [R, K].
 
-    A trajectory lies in one row as a whole, so the mean does not depend on how rows are cut into micro-batches.
+    A sequence lies in one row as a whole, so the mean does not depend on how rows are cut into micro-batches.
     """
 
     def row(values: jax.Array, active: jax.Array, sequence: jax.Array) -> jax.Array:

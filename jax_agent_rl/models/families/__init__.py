@@ -1,21 +1,27 @@
 """Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
 
-A family is a module with ``MODEL_TYPES``, ``read(raw) -> DecoderConfig`` and ``write(config) -> dict``; ``NAMES`` maps
-this package's per-layer names to Hugging Face's, where they differ from the common ones. Vision families
-also have ``vision_names(config.vision)``, names in the shape of ``params["vision"]``, and ``PREFIXES``, see there.
+Every other module of this package is one: its ``FAMILY``, a :class:`~jax_agent_rl.models.families.common.ModelFamily`.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families import gemma3, llama, qwen_vl
+from jax_agent_rl.models.families.common import ModelFamily
 
-FAMILIES: dict[str, ModuleType] = {name: module for module in (llama, qwen_vl, gemma3) for name in module.MODEL_TYPES}
+FAMILIES: dict[str, ModelFamily] = {
+    name: family
+    for found in pkgutil.iter_modules(__path__)
+    if found.name != "common"
+    for family in [importlib.import_module(f"{__name__}.{found.name}").FAMILY]
+    for name in family.model_types
+}
+"""By model type."""
 
 
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope
+from jax_agent_rl.models.config import (
+    DecoderConfig,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Params,
+    Rope,
+    Scaling,
+    VisionConfig,
+    YarnScaling,
+)
+from jax_agent_rl.models.tensor_files import Packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """A model family; ``docs/write/model.md`` tells how to add one.
+
+    Attributes:
+        model_types: of ``config.json``.
+        read: parses a ``config.json``.
+        write: writes one.
+        names: Hugging Face's modules by parameter of a layer, where they differ from ``models.hf.LAYER``.
+        packed: parameters of a layer that share a tensor, or are stored transposed; names without the layer's prefix.
+        prefix: of the decoder's tensors.
+        prefixes: how tensor names of newer files begin, and how published ones do.
+        vision_names: where the vision tower's parameters are stored, in the shape of ``params["vision"]``.
+    """
+
+    model_types: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], DecoderConfig]
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    names: Mapping[str, str] = field(default_factory=dict)
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    prefix: str = "model."
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    vision_names: Callable[[VisionConfig], Params] | None = None
+
 
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -64,14 +102,24 @@ def bad_field(config: Mapping[str, Any], name: str, expected: str) -> ModelError
     return ModelError(f"config.json: {found}, expected {expected}; correct the file or download the model again")
 
 
-def read_common(raw: Mapping[str, Any], *, eos: tuple[int, ...], tied: bool = False) -> dict[str, Any]:
+def read_common(
+    raw: Mapping[str, Any],
+    *,
+    eos: tuple[int, ...],
+    tied: bool = False,
+    theta: float = 10000.0,
+    partial_rotary: float = 1.0,
+) -> dict[str, Any]:
     """Read the arguments of :class:`DecoderConfig` that all families share.
 
     Args:
         raw: a ``config.json``.
         eos: the family's default where ``eos_token_id`` is absent.
         tied: the family's default of ``tie_word_embeddings``.
+        theta: of ``rope_theta``.
+        partial_rotary: of ``partial_rotary_factor``.
     """
+    rope = {**raw, **section(raw, "rope_parameters"), **section(raw, "rope_scaling")}
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     return {
         "family": raw["model_type"],
@@ -82,7 +130,7 @@ def read_common(raw: Mapping[str, Any], *, eos: tuple[int, ...], tied: bool = Fa
         "num_heads": heads,
         "num_kv_heads": integer(raw, "num_key_value_heads", heads),
         "head_dim": integer(raw, "head_dim", hidden // heads),
-        "rope": read_rope({**raw, **section(raw, "rope_parameters")}, scaling=raw),
+        "rope": read_rope(rope, theta=theta, partial_rotary=partial_rotary),
         "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", tied)),
         "max_position_embeddings": integer(raw, "max_position_embeddings", 2048),
@@ -91,10 +139,26 @@ def read_common(raw: Mapping[str, Any], *, eos: tuple[int, ...], tied: bool = Fa
     }
 
 
+LAYER_KINDS = {True: "sliding_attention", False: "full_attention"}
+"""``layer_types`` of a ``config.json``, by whether a layer is windowed."""
+
+
+def read_layer_kinds(raw: Mapping[str, Any], count: int, *, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Read which of ``count`` layers are windowed from ``layer_types``; the default if absent or null."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return default
+    windowed = {kind: whether for whether, kind in LAYER_KINDS.items()}
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in windowed for kind in kinds):
+        raise bad_field(raw, "layer_types", f"{count} of {sorted(windowed)}")
+    return tuple(windowed[kind] for kind in kinds)
+
+
 def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
     """Write the shared fields; ``write`` of a family adds its own."""
     eos = list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else next(iter(config.eos_token_ids), None)
-    return {
+    partial = {} if config.rope.partial_rotary == 1 else {"partial_rotary_factor": config.rope.partial_rotary}
+    return partial | {
         "architectures": [architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
@@ -114,23 +178,60 @@ def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:
     }
 
 
-def read_rope(raw: Mapping[str, Any], *, scaling: Mapping[str, Any], theta: float = 10000.0) -> Rope:
-    """Read rotary settings from ``rope_theta`` and the ``rope_scaling`` (or newer ``rope_parameters``) of ``scaling``.
+def read_rope(raw: Mapping[str, Any], *, theta: float = 10000.0, partial_rotary: float = 1.0) -> Rope:
+    """Read rotary settings.
+
+    Args:
+        raw: a ``config.json`` with the fields of its ``rope_scaling`` (or newer ``rope_parameters``) at the top.
+        theta: the family's default base.
+        partial_rotary: the family's default fraction of a head.
 
     Raises:
         ModelError: the kind of scaling is not implemented.
     """
-    fields = section(scaling, "rope_scaling") or section(scaling, "rope_parameters")
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    base = number(raw, "rope_theta", theta)
-    match kind:
+    return Rope(
+        theta=number(raw, "rope_theta", theta),
+        scaling=_read_scaling(raw),
+        partial_rotary=number(raw, "partial_rotary_factor", partial_rotary),
+    )
+
+
+def _read_scaling(raw: Mapping[str, Any]) -> Scaling | None:
+    match kind := raw.get("rope_type", raw.get("type", "default")):
         case "default":
-            return Rope(theta=base)
+            return None
         case "linear":
-            return Rope(theta=base, scaling=LinearScaling(factor=number(fields, "factor")))
+            return LinearScaling(factor=number(raw, "factor"))
         case "llama3":
-            return Rope(theta=base, scaling=Llama3Scaling(**{name: number(fields, name) for name in _LLAMA3_FIELDS}))
-    raise ModelError(f"config.json: rope_scaling type {kind!r} is not supported, only 'linear' and 'llama3'")
+            return Llama3Scaling(**{name: number(raw, name) for name in _LLAMA3_FIELDS})
+        case "yarn":
+            return _read_yarn(raw)
+        case "dynamic":
+            longest = integer(raw, "max_position_embeddings", 2048)
+            trained = integer(raw, "max_trained_positions", longest)
+            return DynamicScaling(factor=number(raw, "factor"), trained_positions=trained, positions=longest)
+    raise ModelError(
+        f"config.json: rope_scaling type {kind!r} is not supported, only 'linear', 'llama3', 'yarn' and 'dynamic'"
+    )
+
+
+def _read_yarn(raw: Mapping[str, Any]) -> YarnScaling:
+    longest = integer(raw, "max_position_embeddings", 2048)
+    original = number(raw, "original_max_position_embeddings", longest)
+    factor = number(raw, "factor", longest / original)
+    given = raw.get("attention_factor")
+    attention_factor = None if given is None else number(raw, "attention_factor")
+    if given is None and raw.get("mscale") and raw.get("mscale_all_dim"):
+        stretched = [0.1 * number(raw, name) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")]
+        attention_factor = stretched[0] / stretched[1]
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=number(raw, "beta_fast", 32.0),
+        beta_slow=number(raw, "beta_slow", 1.0),
+        attention_factor=attention_factor,
+        truncate=bool(raw.get("truncate", True)),
+    )
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
@@ -142,3 +243,8 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
             return {"rope_type": "linear", "factor": factor}
         case Llama3Scaling() as scaling:
             return {"rope_type": "llama3"} | {name: getattr(scaling, name) for name in _LLAMA3_FIELDS}
+        case YarnScaling() as scaling:
+            fields = {name: value for name, value in asdict(scaling).items() if value is not None}
+            return {"rope_type": "yarn"} | fields
+        case DynamicScaling(factor=factor, trained_positions=trained):
+            return {"rope_type": "dynamic", "factor": factor, "max_trained_positions": trained}

@@ -7,22 +7,18 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.families.common import (
+    LAYER_KINDS,
+    ModelFamily,
     bad_field,
     integer,
     number,
     read_common,
+    read_layer_kinds,
     read_rope,
     refuse,
     section,
     write_common,
 )
-
-MODEL_TYPES = ("gemma3_text",)
-NAMES: Mapping[str, str] = {
-    "pre_feedforward_norm": "pre_feedforward_layernorm",
-    "post_feedforward_norm": "post_feedforward_layernorm",
-}
-_KINDS = {"sliding_attention": True, "full_attention": False}
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -33,11 +29,12 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
             raise bad_field(raw, name, "null (Gemma 3 has no soft-capping)")
     full, local = (section(section(raw, "rope_parameters"), kind) for kind in ("full_attention", "sliding_attention"))
     # Older files have flat fields, newer ones a section per kind of layer.
-    rope_fields = {"rope_theta": raw.get("rope_theta"), **full}
-    local_fields = {"rope_theta": raw.get("rope_local_base_freq"), **local}
+    positions = {"max_position_embeddings": raw.get("max_position_embeddings")}
+    rope_fields = {**positions, "rope_theta": raw.get("rope_theta"), **(full or section(raw, "rope_scaling"))}
+    local_fields = {**positions, "rope_theta": raw.get("rope_local_base_freq"), **local}
     common = read_common({**raw, "rope_parameters": None, "rope_scaling": None}, eos=(1,), tied=True)
     hidden = common["hidden_size"]
-    common["rope"] = read_rope(rope_fields, scaling={"rope_scaling": full or raw.get("rope_scaling")}, theta=1e6)
+    common["rope"] = read_rope(rope_fields, theta=1e6)
     return DecoderConfig(
         **common,
         qk_norm=True,
@@ -48,30 +45,35 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=integer(raw, "sliding_window", 4096),
         windowed_layers=_windowed(raw, common["num_layers"]),
-        local_rope=read_rope(local_fields, scaling={"rope_scaling": local}),
+        local_rope=read_rope(local_fields),
     )
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.local_rope is not None and config.attention_scale is not None
-    kinds = {windowed: kind for kind, windowed in _KINDS.items()}
     return write_common(config, "Gemma3ForCausalLM") | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "query_pre_attn_scalar": round(config.attention_scale**-2),
         "sliding_window": config.sliding_window,
-        "layer_types": [kinds[windowed] for windowed in config.windowed_layers],
+        "layer_types": [LAYER_KINDS[windowed] for windowed in config.windowed_layers],
         "rope_local_base_freq": config.local_rope.theta,
     }
 
 
 def _windowed(raw: Mapping[str, Any], count: int) -> tuple[bool, ...]:
     """Read ``layer_types``, or the older ``sliding_window_pattern``, where every n-th layer is a full one."""
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        pattern = integer(raw, "sliding_window_pattern", 6)
-        return tuple(bool((i + 1) % pattern) for i in range(count))
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _KINDS for kind in kinds):
-        raise bad_field(raw, "layer_types", f"{count} of {sorted(_KINDS)}")
-    return tuple(_KINDS[kind] for kind in kinds)
+    pattern = integer(raw, "sliding_window_pattern", 6)
+    return read_layer_kinds(raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count)))
+
+
+FAMILY = ModelFamily(
+    model_types=("gemma3_text",),
+    read=read,
+    write=write,
+    names={
+        "pre_feedforward_norm": "pre_feedforward_layernorm",
+        "post_feedforward_norm": "post_feedforward_layernorm",
+    },
+)

@@ -7,16 +7,14 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Experts
-from jax_agent_rl.models.families.common import integer, read_common, refuse, write_common
+from jax_agent_rl.models.families.common import ModelFamily, integer, read_common, refuse, write_common
 
-NAMES: Mapping[str, str] = {}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-MODEL_TYPES = tuple(_ARCHITECTURES)
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -67,3 +65,6 @@ def _read_experts(raw: Mapping[str, Any]) -> Experts:
     if experts.per_token > experts.count:
         raise ModelError(f"config.json: num_experts_per_tok={experts.per_token} exceeds {name}={experts.count}")
     return experts
+
+
+FAMILY = ModelFamily(model_types=tuple(_ARCHITECTURES), read=read, write=write)

@@ -13,15 +13,19 @@ from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
-from jax_agent_rl.models.families.common import bad_field, integer, read_common, refuse, section, write_common
-
-MODEL_TYPES = ("qwen2_5_vl",)
-NAMES: Mapping[str, str] = {}
-PREFIXES: Mapping[str, str] = {"model.language_model.": "model.", "model.visual.": "visual."}
-"""Tensor name prefixes of newer files, and the published ones."""
+from jax_agent_rl.models.families.common import (
+    ModelFamily,
+    bad_field,
+    integer,
+    read_common,
+    refuse,
+    section,
+    write_common,
+)
+from jax_agent_rl.models.tensor_files import Names
 
 _TOP_IDS = ("eos_token_id", "bos_token_id")
-_PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _VISION_LAYER = {
     "qkv": "attn.qkv",
     "o": "attn.proj",
@@ -41,61 +45,94 @@ _VISION_TOP = {
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
-    nested = section(raw, "text_config")
-    # Top-level fields win, as for generation settings; older nested files have tie_word_embeddings only there.
-    top = {name: raw[name] for name in _TOP_IDS if raw.get(name) is not None}
-    tied = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
-    text = {**(nested or raw), **top, "tie_word_embeddings": tied, "model_type": raw["model_type"]}
-    refuse(text, use_sliding_window=False, hidden_act="silu")
-    rope = _plain_rope(text)
-    common = read_common({**text, "rope_scaling": rope, "rope_parameters": rope}, eos=())
-    if common["head_dim"] * common["num_heads"] != common["hidden_size"]:
-        raise bad_field(text, "head_dim", "hidden_size / num_attention_heads")
-    common["rope"] = Rope(theta=common["rope"].theta, sections=_sections(rope, common["head_dim"]))
+    text = section(raw, "text_config") or raw
+    head_dim = integer(text, "hidden_size") // integer(text, "num_attention_heads")
+    refuse(text, use_sliding_window=False, head_dim=head_dim)
+    common = read_text(raw, theta=1e6)
     return DecoderConfig(**common, qkv_bias=True, vision=_read_vision(raw, common["hidden_size"]))
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.vision is not None and config.rope.sections is not None
-    text = write_common(config, "Qwen2_5_VLForConditionalGeneration")
-    top = {name: text.pop(name) for name in ("architectures", "model_type", "tie_word_embeddings")}
-    text |= {
+    text = {
         "model_type": "qwen2_5_vl_text",
-        "hidden_act": "silu",
         "use_sliding_window": False,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "rope_scaling": {"type": "mrope", "mrope_section": list(config.rope.sections)},
     }
-    return (
-        top
-        | {name: text[name] for name in _TOP_IDS}
-        | {name: getattr(config.vision, name) for name in _PLACEHOLDER_IDS}
-        | {"text_config": text, "vision_config": _write_vision(config.vision)}
-    )
+    return write_nested(config, "Qwen2_5_VLForConditionalGeneration", text, _write_vision(config.vision))
 
 
 def vision_names(config: VisionConfig) -> Params:
     """Return tensor names in the shape of ``params["vision"]``."""
+    return tower_names(config, root="visual.", top=_VISION_TOP, layer=_VISION_LAYER)
 
-    def name(key: str, names: Mapping[str, str]) -> str:
+
+def read_text(raw: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
+    """Read the arguments of :class:`DecoderConfig` that all Qwen-VL share.
+
+    Args:
+        raw: a ``config.json``, with the decoder's fields in ``text_config`` or at the top.
+        theta: the family's default of ``rope_theta``.
+    """
+    nested = section(raw, "text_config")
+    # Top-level fields win, as for generation settings; older nested files have tie_word_embeddings only there.
+    top = {name: raw[name] for name in _TOP_IDS if raw.get(name) is not None}
+    tied = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
+    text = {**(nested or raw), **top, "tie_word_embeddings": tied, "model_type": raw["model_type"]}
+    refuse(text, hidden_act="silu")
+    rope = _plain_rope(text, theta)
+    common = read_common({**text, "rope_scaling": rope, "rope_parameters": rope}, eos=())
+    common["rope"] = Rope(theta=common["rope"].theta, sections=_sections(rope, common["head_dim"]))
+    return common
+
+
+def write_nested(
+    config: DecoderConfig, architecture: str, text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write a ``config.json`` with a ``text_config`` and a ``vision_config``.
+
+    Args:
+        config: the model.
+        architecture: transformers' class.
+        text: the decoder's fields that are not in all families.
+        vision: the tower's fields.
+    """
+    common = write_common(config, architecture) | {"hidden_act": "silu"}
+    top = {name: common.pop(name) for name in ("architectures", "model_type")}
+    shared = {name: common[name] for name in ("tie_word_embeddings", *_TOP_IDS)}
+    placeholders = {name: getattr(config.vision, name) for name in PLACEHOLDER_IDS}
+    return top | shared | placeholders | {"text_config": {**common, **text}, "vision_config": dict(vision)}
+
+
+def tower_names(config: VisionConfig, *, root: str, top: Mapping[str, str], layer: Mapping[str, str]) -> Params:
+    """Return tensor names of a tower in the shape of its parameters.
+
+    Args:
+        config: the tower.
+        root: the prefix of its tensors.
+        top: modules by parameter; of a stack with ``{}`` for the number.
+        layer: the same of a layer.
+    """
+
+    def names(key: str, shape: Any) -> Names:
         module = key.removesuffix("_bias")
-        return f"{names[module]}.{'weight' if module == key else 'bias'}"
+        name = f"{root}{top[module]}.{'weight' if module == key else 'bias'}"
+        return [name.format(i) for i in range(shape[0])] if "{}" in name else name
 
     shapes = config.parameter_shapes()
-    blocks = [f"visual.blocks.{i}" for i in range(config.num_layers)]
-    layers = {key: [f"{block}.{name(key, _VISION_LAYER)}" for block in blocks] for key in shapes["layers"]}
-    top = {key: f"visual.{name(key, _VISION_TOP)}" for key in shapes if key != "layers"}
-    return {**top, "layers": layers}
+    top = {**top, **{key: f"blocks.{{}}.{module}" for key, module in layer.items()}}
+    layers = {key: names(key, shape) for key, shape in shapes.pop("layers").items()}
+    return {"layers": layers} | {key: names(key, shape) for key, shape in shapes.items()}
 
 
-def _plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_rope(text: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Return the rotary fields without their kind ``mrope``, the default kind on three axes."""
     rope = section(text, "rope_scaling") or section(text, "rope_parameters")
     for name in ("type", "rope_type"):
         if rope.get(name) not in (None, "default", "mrope"):
             raise bad_field(rope, name, "'mrope' or 'default' in rope_scaling")
-    return {"rope_theta": text.get("rope_theta") or 1e6} | {**rope, "type": "default", "rope_type": "default"}
+    return {"rope_theta": text.get("rope_theta") or theta} | {**rope, "type": "default", "rope_type": "default"}
 
 
 def _sections(rope: Mapping[str, Any], head_dim: int) -> tuple[int, int, int]:
@@ -113,6 +150,7 @@ def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:
     refuse(section(fields, "rope_parameters"), rope_type="axial", rope_theta=10000.0)
     channels = "in_channels" if "in_channels" in fields else "in_chans"
     depth = integer(fields, "depth")
+    placeholders: dict[str, Any] = {name: integer(raw, name) for name in PLACEHOLDER_IDS}
     config = VisionConfig(
         num_layers=depth,
         hidden_size=integer(fields, "hidden_size"),
@@ -126,7 +164,7 @@ def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:
         window_size=integer(fields, "window_size", 112),
         full_attention_layers=_full_attention_layers(fields, depth),
         tokens_per_second=integer(fields, "tokens_per_second", 4),
-        **{name: integer(raw, name) for name in _PLACEHOLDER_IDS},
+        **placeholders,
     )
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError(
@@ -166,3 +204,12 @@ def _write_vision(config: VisionConfig) -> dict[str, Any]:
         "out_hidden_size": config.out_size,
         "fullatt_block_indexes": list(config.full_attention_layers),
     }
+
+
+FAMILY = ModelFamily(
+    model_types=("qwen2_5_vl",),
+    read=read,
+    write=write,
+    prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
+    vision_names=vision_names,
+)

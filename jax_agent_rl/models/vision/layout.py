@@ -57,6 +57,7 @@ class Layout(NamedTuple):
         windows: int32 [.., P], window of each patch; -1 for padding.
         frames: int32 [.., P], image or group of frames of each patch; -1 for padding.
         places: int32 [.., P, 2], row and column of a patch in its image.
+        sizes: int32 [.., P, 2], rows and columns of its image; 1 for padding.
     """
 
     order: Array
@@ -64,6 +65,7 @@ class Layout(NamedTuple):
     windows: Array
     frames: Array
     places: Array
+    sizes: Array
 
 
 class ImageInputs(NamedTuple):
@@ -71,7 +73,7 @@ class ImageInputs(NamedTuple):
 
     Attributes:
         rope_positions: int32 [B, T, 3], time, row and column of every token, text included.
-        features: [B, N, D], from ``models.vision``.
+        features: [B, N, feature_size], from ``models.vision``.
         feature_index: int32 [B, T], the feature at each token; -1 for text.
     """
 
@@ -156,6 +158,7 @@ def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
     """Return positions int [N, 3] of an item's features, from zero."""
     places = np.indices(span.grid).reshape(3, -1).T
     if span.kind == "video":
+        assert vision.tokens_per_second is not None  # or there is no placeholder for it
         step = vision.tokens_per_second * vision.temporal_patch_size / FRAMES_PER_SECOND
         places[:, 0] = (places[:, 0] * step).astype(int)
     return places
@@ -195,7 +198,7 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
     unit, count = vision.merge_size**2, patches // vision.merge_size**2
     order = np.arange(count, dtype=np.int32)
     windows, frames = (np.full((count, unit), -1, np.int32) for _ in range(2))
-    places = np.zeros((count, unit, 2), np.int32)
+    places, sizes = np.zeros((count, unit, 2), np.int32), np.ones((count, unit, 2), np.int32)
     begin = 0
     for grid in grids:
         group, row, column = np.indices(merged(vision, grid)).reshape(3, -1)
@@ -207,9 +210,10 @@ def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
         frames[here] = group[mine, None] + frames.max(initial=-1) + 1
         within = np.indices((vision.merge_size, vision.merge_size)).reshape(2, -1).T
         places[here] = np.stack([row, column], -1)[mine, None] * vision.merge_size + within
+        sizes[here] = grid[1:]
         begin += len(mine)
     restore = np.argsort(order).astype(np.int32)
-    return Layout(order, restore, windows.reshape(-1), frames.reshape(-1), places.reshape(-1, 2))
+    return Layout(order, restore, windows.reshape(-1), frames.reshape(-1), places.reshape(-1, 2), sizes.reshape(-1, 2))
 
 
 def _numbers(*parts: np.ndarray) -> np.ndarray:

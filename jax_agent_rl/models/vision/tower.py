@@ -1,7 +1,9 @@
-"""The vision tower of Qwen2.5-VL: image patches to features among a decoder's embeddings.
+"""The vision tower of Qwen2.5-VL and Qwen3-VL: image patches to features among a decoder's embeddings.
 
-Bai et al. 2025, arXiv 2502.13923, section 2.1.1. Most layers attend within windows, whose patches lie side by side
-(``models.vision.layout.layout``), some within a whole image or group of frames.
+Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): most layers attend within windows, whose patches lie side
+by side (``models.vision.layout.layout``), some within a whole image or group of frames. Qwen3-VL (Bai et al. 2025,
+arXiv 2511.21631, section 2): all layers do the latter, patches have learned positions, and features of inner layers go
+to the decoder's first layers.
 
 Shapes: B sets of images, P patches, N features, U = P / N patches of a feature, D hidden, H heads, h head size,
 S patches of the largest window.
@@ -17,10 +19,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_agent_rl.models.attention import BLOCK
-from jax_agent_rl.models.config import VisionConfig
+from jax_agent_rl.models.config import Rope, VisionConfig
 from jax_agent_rl.models.layers import (
     REMAT_POLICIES,
     Module,
+    layer_norm,
     linear,
     rms_norm,
     rotate,
@@ -32,14 +35,13 @@ from jax_agent_rl.models.tree_mask import MASK_VALUE
 from jax_agent_rl.models.vision.layout import Layout
 
 _NOWHERE = -2  # a window without patches or padding
+_HALVES = Rope()  # how numbers of a head are paired
 
 
 class VisionLayer(Module):
-    """Attention and a gated network; its parameters are ``config.layer_shapes()``."""
+    """Attention and a feed-forward network; its parameters are ``config.layer_shapes()``."""
 
     config: VisionConfig
-    input_norm: nnx.Param
-    post_attention_norm: nnx.Param
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
         super().__init__(config, config.layer_shapes(), rngs=rngs, dtype=dtype)
@@ -57,10 +59,14 @@ class VisionLayer(Module):
             full: bool [], attends within frames instead of windows.
             mesh: what the leading axis is split over.
         """
-        x = x + self._attention(rms_norm(self.config, x, self.input_norm[...]), cos, sin, layout, full, mesh)
-        inputs = rms_norm(self.config, x, self.post_attention_norm[...])
-        gate = jax.nn.silu(self.linear("gate", inputs, mesh))
-        return x + self.linear("down", gate * self.linear("up", inputs, mesh), mesh)
+        x = x + self._attention(_norm(self, "input_norm", x), cos, sin, layout, full, mesh)
+        inputs = _norm(self, "post_attention_norm", x)
+        hidden = self.linear("up", inputs, mesh)
+        if self.config.gated:
+            hidden = jax.nn.silu(self.linear("gate", inputs, mesh)) * hidden
+        else:
+            hidden = jax.nn.gelu(hidden, approximate=True)
+        return x + self.linear("down", hidden, mesh)
 
     def _attention(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout, full: jax.Array, mesh: Mesh | None
@@ -68,13 +74,16 @@ class VisionLayer(Module):
         config = self.config
         qkv = self.linear("qkv", x, mesh).reshape(*x.shape[:2], 3, config.num_heads, config.head_dim)
         q, k, v = qkv.transpose(2, 0, 3, 1, 4)  # [B, H, P, h] each
-        q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+        q, k = (rotate(_HALVES, x, cos[:, None], sin[:, None]) for x in (q, k))
         q = q * config.head_dim**-0.5
-        mixed = jax.lax.cond(
-            full,
-            lambda: _attend_to_frames(q, k, v, layout.frames),
-            lambda: _attend_to_windows(q, k, v, layout.windows, config.window_patches),
-        )
+        if config.window_size is None:
+            mixed = _attend_to_frames(q, k, v, layout.frames)
+        else:
+            mixed = jax.lax.cond(
+                full,
+                lambda: _attend_to_frames(q, k, v, layout.frames),
+                lambda: _attend_to_windows(q, k, v, layout.windows, config.window_patches),
+            )
         return self.linear("o", mixed.transpose(0, 2, 1, 3).reshape(x.shape), mesh)
 
 
@@ -83,7 +92,8 @@ class VisionTower(Module):
 
     config: VisionConfig
     patch_embed: nnx.Param
-    merger_norm: nnx.Param
+    patch_embed_bias: nnx.Param
+    positions: nnx.Param
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
         super().__init__(config, config.parameter_shapes(), rngs=rngs, dtype=dtype)
@@ -101,7 +111,7 @@ class VisionTower(Module):
             mesh: what the leading axis is split over, see ``models.mesh``; None on one device.
 
         Returns:
-            [.., N, out_size] in order of the patches; those of padding are undefined.
+            [.., N, feature_size] in order of the patches; those of padding are undefined.
         """
         config, leading = self.config, patches.shape[:-2]
         patches = patches.reshape(-1, *patches.shape[-2:])
@@ -116,22 +126,66 @@ class VisionTower(Module):
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat])
         full = jnp.array([i in config.full_attention_layers for i in range(config.num_layers)])
-        x = constrain(self._embed(patches, layout.order, mesh), mesh, ROWS, None, None)
-        x, _ = jax.lax.scan(body, x, (state, full))
-        return rows_at(self._merge(x, mesh), layout.restore).reshape(*leading, -1, config.out_size)
+        x = constrain(self._embed(patches, layout, mesh), mesh, ROWS, None, None)
+        features, begin = [], 0
+        for number, layer in enumerate(config.deepstack_layers):
+            x, _ = jax.lax.scan(body, x, jax.tree.map(lambda x: x[begin : layer + 1], (state, full)))  # noqa: B023
+            features.append(self._deepstack(x, number, mesh))
+            begin = layer + 1
+        x, _ = jax.lax.scan(body, x, jax.tree.map(lambda x: x[begin:], (state, full)) if begin else (state, full))
+        features = jnp.concatenate([self._merge(x, mesh), *features], axis=-1)
+        return rows_at(features, layout.restore).reshape(*leading, -1, config.feature_size)
 
-    def _embed(self, patches: jax.Array, order: jax.Array, mesh: Mesh | None) -> jax.Array:
+    def _embed(self, patches: jax.Array, layout: Layout, mesh: Mesh | None) -> jax.Array:
         """Embed patches [B, P, patch_dim] as [B, P, D], ordered by window."""
         weight = self.patch_embed[...]  # [D, channels, frames, rows, columns], a product with whole patches
         x = linear(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1), mesh)
-        squares = x.reshape(x.shape[0], -1, self.config.merge_size**2 * self.config.hidden_size)
-        return rows_at(squares, order).reshape(x.shape)
+        x = rows_at(self._squares(x), layout.order).reshape(x.shape)
+        if self.config.patch_bias:
+            x = x + self.patch_embed_bias[...]
+        return x if self.config.position_grid is None else x + self._positions(layout).astype(x.dtype)
+
+    def _positions(self, layout: Layout) -> jax.Array:
+        """Interpolate the learned positions, whose corners are those of each image, [B, P, D]."""
+        side = self.config.position_grid
+        assert side is not None
+        at = layout.places * ((side - 1) / jnp.maximum(layout.sizes - 1, 1))  # float32 [B, P, 2]
+        low = jnp.floor(at).astype(jnp.int32)
+        high = jnp.minimum(low + 1, side - 1)
+        share = at - low
+        table, mixed = self.positions[...], 0.0
+        for row, row_share in ((low, 1 - share), (high, share)):
+            for column, column_share in ((low, 1 - share), (high, share)):
+                found = table[row[..., 0] * side + column[..., 1]]
+                mixed = mixed + found * (row_share[..., 0] * column_share[..., 1])[..., None]
+        return jnp.asarray(mixed)
+
+    def _squares(self, x: jax.Array) -> jax.Array:
+        """Join the patches of a square, [B, P, D] -> [B, N, U D]."""
+        return x.reshape(x.shape[0], -1, self.config.merge_size**2 * self.config.hidden_size)
 
     def _merge(self, x: jax.Array, mesh: Mesh | None) -> jax.Array:
         """Merge the patches of a square into one feature, [B, P, D] -> [B, N, out_size]."""
-        x = rms_norm(self.config, x, self.merger_norm[...])
-        x = x.reshape(x.shape[0], -1, self.config.merge_size**2 * self.config.hidden_size)
+        x = self._squares(_norm(self, "merger_norm", x))
         return self.linear("merger_out", jax.nn.gelu(self.linear("merger_in", x, mesh), approximate=False), mesh)
+
+    def _deepstack(self, x: jax.Array, number: int, mesh: Mesh | None) -> jax.Array:
+        """Merge the patches of a square as they are after an inner layer, [B, P, D] -> [B, N, out_size]."""
+        own = {name: getattr(self, f"deepstack_{name}")[number] for name in _DEEPSTACK}
+        x = layer_norm(self._squares(x), own["norm"], own["norm_bias"], eps=self.config.rms_norm_eps)
+        x = jax.nn.gelu(linear(x, own["in"], mesh) + own["in_bias"], approximate=False)
+        return linear(x, own["out"], mesh) + own["out_bias"]
+
+
+_DEEPSTACK = ("norm", "norm_bias", "in", "in_bias", "out", "out_bias")
+
+
+def _norm(module: VisionLayer | VisionTower, name: str, x: jax.Array) -> jax.Array:
+    """Apply a norm over the last axis."""
+    weight = getattr(module, name)[...]
+    if not module.config.layer_norm:
+        return rms_norm(module.config, x, weight)
+    return layer_norm(x, weight, getattr(module, f"{name}_bias")[...], eps=module.config.rms_norm_eps)
 
 
 def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:

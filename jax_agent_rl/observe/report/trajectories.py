@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import Any
 
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import stop_reasons, tool_errors
-from jax_agent_rl.trajectory_graph import TrajectoryGraph
+from jax_agent_rl.observe.selection import contexts, stop_reasons, tool_errors, turns
+from jax_agent_rl.trajectory_graph import TrajectoryGraph, session_graph
 
 _BROKEN = "\ufffd"  # decoders' replacement of an incomplete character
 _SNIPPET = 160  # characters of a turn in a tree
@@ -82,7 +82,7 @@ COLUMNS = (
 
 def facts(record: Mapping[str, Any]) -> list[Any]:
     """Return what the list of trajectories shows and filters by, in order of :data:`COLUMNS`."""
-    sampled = sum(record["response_mask"])
+    sampled = sum(sum(part["response_mask"]) for part in contexts(record))
     trained = [a for a, mine in zip(record.get("advantages") or (), _loss_mask(record), strict=False) if mine]
     fork = record.get("fork")
     return [
@@ -91,10 +91,10 @@ def facts(record: Mapping[str, Any]) -> list[Any]:
         record["split"],
         record["step"],
         round(record["reward"], 6),
-        len(record["turns"]),
+        len(turns(record)),
         sampled,
-        len(record["response_ids"]) - sampled,
-        sum(len(turn["tool_calls"]) for turn in record["turns"]),
+        sum(len(part["response_ids"]) for part in contexts(record)) - sampled,
+        sum(len(turn["tool_calls"]) for turn in turns(record)),
         tool_errors(record),
         record["finish_reason"],
         stop_reasons(record),
@@ -116,7 +116,7 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         of a character; ``turns`` as in the record; ``l``, ``o`` log-probs of sampled tokens by engine and learner, in
         thousandths of a nat; ``g`` the gap between them, in nats; ``v`` versions as ``[version, count]``; ``a``
         advantages of trained tokens in thousandths, one number if all are equal; ``facts`` for people; ``segments`` the
-        same for each segment.
+        same for each segment, and ``session`` their graph, see :func:`session`.
     """
     mine = [at for at, mask in enumerate(record["response_mask"]) if mask]
     known = record.get("advantages")
@@ -136,7 +136,51 @@ def tokens(record: Mapping[str, Any], vocabulary: Vocabulary, prompts: Prompts) 
         o=[_milli(old[at]) for at in mine] if old else None,
         g=[_gap(record["rollout_logprobs"][at], old[at]) for at in mine] if old else None,
         segments=[tokens(segment, vocabulary, prompts) for segment in record["segments"]],
+        session=session(record),
     )
+
+
+def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the graph of a trajectory's segments, in the order of their first turns; empty if there is but one.
+
+    A segment is ``{at: its place in the record's contexts, up: the one that it left, or -1, shared: ids that it has in
+    common with that, after: how many of that one's turns end within those, calls: which calls of the session sampled
+    its turns, turns: how many, trained: tokens with loss, share: of the session's, note: where its first call left the
+    recorded conversations}``.
+    """
+    if not record["segments"]:
+        return []
+    trajectory = restore_trajectory(record)
+    sequences = (*trajectory.segments, trajectory)
+    trained = [sum(_loss_mask(part)) for part in contexts(record)]
+    rows = []
+    for segment in session_graph(trajectory):
+        at = next(n for n, sequence in enumerate(sequences) if sequence is segment.sequence)
+        numbers = [turn.number + 1 for turn in segment.sequence.turns if turn.number is not None]
+        rows.append(
+            {
+                "at": at,
+                "up": -1 if segment.parent is None else segment.parent,
+                "shared": segment.shared,
+                "after": segment.turns,
+                "calls": _ranges(numbers),
+                "turns": segment.sequence.num_turns,
+                "trained": trained[at],
+                "share": round(trained[at] / max(1, sum(trained)), 4),
+                "note": segment.sequence.turns[0].note,
+            }
+        )
+    return rows
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text.
+
+    >>> _ranges([1, 2, 3, 5, 7, 8])
+    '1–3, 5, 7–8'
+    """
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def forest(records: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, list[dict[str, Any]]]:
@@ -180,14 +224,24 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     ]
     head = {"s": turn["sampled"], "i": turn["appended"], "stop": turn["stop_reason"]}
     return head | _optional(
-        learn=_learns(turn) or None, calls=calls, score=turn["score"], cached=turn["cached_tokens"] or None
+        note=turn.get("note") or None,
+        learn=_learns(turn) or None,
+        c=turn.get("constrained"),
+        calls=calls,
+        score=turn["score"],
+        cached=turn["cached_tokens"] or None,
     )
 
 
 def _loss_mask(record: Mapping[str, Any]) -> list[int]:
     """Return :attr:`Trajectory.loss_mask` of a record."""
-    spans = (([1] * turn["sampled"], [int(_learns(turn))] * turn["appended"]) for turn in record["turns"])
+    spans = ((_sampled_mask(turn), [int(_learns(turn))] * turn["appended"]) for turn in record["turns"])
     return [mask for sampled, appended in spans for mask in (*sampled, *appended)]
+
+
+def _sampled_mask(turn: Mapping[str, Any]) -> list[int]:
+    """Return :attr:`TokenOutput.loss_mask` of a turn; records of earlier versions omit the marks."""
+    return [1 - mark for mark in turn.get("constrained", ())] or [1] * turn["sampled"]
 
 
 def _learns(turn: Mapping[str, Any]) -> bool:

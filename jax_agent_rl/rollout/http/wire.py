@@ -21,9 +21,10 @@ from jax_agent_rl.errors import (
     WeightUpdateError,
 )
 from jax_agent_rl.rollout.protocol import Capabilities, TokenChunk
+from jax_agent_rl.routed_experts import from_json, to_json
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-SHA256"
@@ -42,6 +43,7 @@ _ERRORS: dict[str, type[Exception]] = {
         NotImplementedError,
     )
 }
+_SEQUENCES = ("token_ids", "log_probs", "policy_versions", "constrained", "supports")
 REMOTE_PAYLOADS = frozenset({"safetensors", "tensorstore", "mesh"})
 
 
@@ -65,19 +67,25 @@ def decode_error(data: Mapping[str, Any]) -> Exception:
 
 def encode_output(output: TokenOutput) -> dict[str, Any]:
     """Return an output as JSON."""
-    return asdict(output)
+    data = asdict(output)
+    return data | {"routed_experts": to_json(data["routed_experts"])}
 
 
 def decode_output(data: Mapping[str, Any]) -> TokenOutput:
     """Return the output that was encoded."""
-    sequences = {name: tuple(data[name]) for name in ("token_ids", "log_probs", "policy_versions")}
-    return TokenOutput(**{**data, **sequences, "stop_reason": StopReason(data["stop_reason"])})
+    sequences = {name: tuple(data[name]) for name in _SEQUENCES}
+    restored = {
+        "stop_reason": StopReason(data["stop_reason"]),
+        "routed_experts": from_json(data["routed_experts"]),
+    }
+    return TokenOutput(**{**data, **sequences, **restored})
 
 
 def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
     """Return a chunk as JSON."""
     final = encode_output(chunk.final) if chunk.final else None
-    return {"ids": chunk.token_ids, "log_probs": chunk.log_probs, "versions": chunk.policy_versions, "final": final}
+    arrays = {"ids": chunk.token_ids, "log_probs": chunk.log_probs, "versions": chunk.policy_versions}
+    return arrays | {"constrained": chunk.constrained, "supports": chunk.supports, "final": final}
 
 
 def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
@@ -86,6 +94,8 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
         token_ids=tuple(data["ids"]),
         log_probs=tuple(data["log_probs"]),
         policy_versions=tuple(data["versions"]),
+        constrained=tuple(data["constrained"]),
+        supports=tuple(data["supports"]),
         final=decode_output(data["final"]) if data["final"] else None,
     )
 

@@ -27,6 +27,7 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
 
 KIND = "object_store"
 """Kind of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""
@@ -50,9 +51,9 @@ class Tensor:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, array: Any) -> Tensor:
-        """Store a NumPy or device array; copies only if it is not in C order on the host already."""
-        host = np.ascontiguousarray(array)
+    def of(cls, array: Any, dtype: str = AS_THEY_ARE) -> Tensor:
+        """Store a NumPy or device array, perhaps rounded; copies only if it is not in C order on the host already."""
+        host = np.ascontiguousarray(rounded(array, dtype))
         return cls(data=host.reshape(-1).view(np.uint8), dtype=host.dtype.name, shape=tuple(np.shape(array)))
 
     def array(self) -> np.ndarray:
@@ -75,17 +76,19 @@ class StoredWeights:
     checksum: str
 
 
-def store(update: WeightUpdate, put: Callable[[Any], Any]) -> WeightUpdate:
+def store(update: WeightUpdate, put: Callable[[Any], Any], *, dtype: str = AS_THEY_ARE) -> WeightUpdate:
     """Write the weights of an update to the store; return an update that refers to them.
 
     Args:
         update: of kind ``arrays`` (nested dicts) or ``safetensors`` (paths).
         put: writes an object to the store; returns its reference. The object lives as long as the reference.
+        dtype: what arrays are rounded to; files are as their update says.
     """
     if update.kind == "safetensors":
         form, tree = "safetensors", {Path(p).name: Tensor.of(np.memmap(p, np.uint8, mode="r")) for p in update.payload}
     else:
-        form, tree = "arrays", _map(Tensor.of, update.payload)
+        form, tree = "arrays", _map(functools.partial(Tensor.of, dtype=dtype), update.payload)
+        update = replace(update, dtype=dtype)
     payload = StoredWeights(form=form, reference=put(tree), checksum=checksum(tree))
     return replace(update, kind=KIND, payload=payload, lasting=True)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jax_agent_rl.chat.grammar import GrammarCompiler
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
@@ -105,6 +106,7 @@ class BackendOptions:
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
+        data_parallel: engines of ``jetstream``, each with ``max_concurrent`` slots on a device of its own.
     """
 
     folders: ModelDirs
@@ -119,6 +121,7 @@ class BackendOptions:
     quantize: EightBits | None = None
     kv_dtype: EightBits | None = None
     adapters: bool = False
+    data_parallel: int = 1
 
 
 def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
@@ -250,9 +253,11 @@ def decoder(tokenizer: Any) -> Callable[[Any], str]:
 
 def jetstream(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of the embedded JAX engine, or of an external one."""
-    from jax_agent_rl.jetstream.backend import JetStreamBackend
+    from jax_agent_rl.config import EngineMeshConfig
+    from jax_agent_rl.jetstream.data_parallel import make_backend
     from jax_agent_rl.jetstream.engine import EngineShapes
     from jax_agent_rl.jetstream.external_engine import load_engine_function
+    from jax_agent_rl.jetstream.sharding import make_engine_mesh
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.peft import read_peft
     from jax_agent_rl.models.vision.context import VisionProcessor
@@ -272,16 +277,19 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     external_engine = load_engine_function(options.engine_factory) if options.engine_factory else None
     adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
     tokenizer = _tokenizer(folders[BASE])
+    grammars = GrammarCompiler(tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size)
 
     def make() -> RolloutBackend:
         decode = decoder(tokenizer) if tokenizer else None
-        return JetStreamBackend(
+        return make_backend(
             config,
             params,
             shapes,
+            mesh=make_engine_mesh(EngineMeshConfig(data=options.data_parallel)),
             external_engine=external_engine,
             vision_processor=vision_processor,
             decode_text=decode,
+            grammars=grammars if tokenizer else None,
             quantize=options.quantize,
             kv_dtype=options.kv_dtype,
             adapters=adapters,

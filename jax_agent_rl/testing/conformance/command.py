@@ -28,6 +28,7 @@ def run_command(
     engine: str,
     engine_factory: str | None,
     adapters: bool,
+    data_parallel: int,
     tolerance: float,
     max_model_len: int,
     only: Sequence[str],
@@ -44,6 +45,7 @@ def run_command(
         engine: backend behind the server or in the Ray actor that the suite starts.
         engine_factory: value of ``rollout.jetstream.engine_factory``, for ``jetstream``.
         adapters: whether to serve and test a LoRA adapter.
+        data_parallel: engines of ``jetstream``, each on a device of its own.
         tolerance: largest log-prob error, in nats.
         max_model_len: context length to serve with.
         only: names of checks to run; empty for all.
@@ -76,6 +78,7 @@ def run_command(
             engine=engine,
             engine_factory=engine_factory,
             adapters=adapters,
+            data_parallel=data_parallel,
         )
         report = run_suite(select_backend(backend, options), only=only, on_result=show)
     print_report(report, console)

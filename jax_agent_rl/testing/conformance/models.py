@@ -63,14 +63,21 @@ def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     return ModelDirs(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Write a random Llama of 97 ids with far from uniform distributions; ids 3 to 96 are one printable letter each."""
+def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
+    """Write a random model of 97 ids with far from uniform distributions; ids 3 to 96 are one printable letter each.
+
+    It is a Llama, or a Qwen3 MoE of eight experts.
+    """
     import jax
 
-    from jax_agent_rl.models.config import DecoderConfig
+    from jax_agent_rl.models.config import DecoderConfig, Experts
     from jax_agent_rl.models.hf import save_hf
 
+    mixture = Experts(count=8, per_token=2, intermediate_size=32, normalize=True) if experts else None
     config = DecoderConfig(
+        family="qwen3_moe" if experts else "llama",
+        qk_norm=experts,
+        experts=mixture,
         vocab_size=len(_SPECIAL) + len(_LETTERS),
         hidden_size=64,
         intermediate_size=96,

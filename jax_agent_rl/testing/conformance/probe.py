@@ -224,7 +224,7 @@ class Probe:
     def assert_logprobs(
         self, prompt: Sequence[int], output: TokenOutput, what: str, *, cause: str, weights: str = BASE, **sampling: Any
     ) -> None:
-        """Expect the log-probs of the distribution that ``sampling`` (temperature, top_p, top_k) selects."""
+        """Expect the log-probs of the distribution that ``sampling`` (temperature, top_p, top_k, min_p) selects."""
         logits = predictions(self.subject.reference, prompt, output.token_ids, weights)
         right = expected_logprobs(logits, output.token_ids, output.log_probs, **sampling)
         at = int(np.argmax(np.abs(np.asarray(output.log_probs) - right)))

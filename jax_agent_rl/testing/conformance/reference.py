@@ -5,6 +5,7 @@ Shapes: T ids of a context, S sampled ids, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,10 @@ class Reference(Protocol):
 
     def logits(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
         """Return float64 logits [T, V] of a weight set; row t scores what follows ``ids[: t + 1]``."""
+        ...
+
+    def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
+        """Return the float64 scores [T, L, E] of a mixture's routers, for ``Capabilities.routed_experts``."""
         ...
 
 
@@ -49,6 +54,13 @@ class TransformersReference:
         with torch.inference_mode():
             return self._model(weights)(torch.tensor([list(ids)])).logits[0].double().numpy()
 
+    def router_scores(self, ids: Sequence[int], *, weights: str) -> np.ndarray:
+        import torch
+
+        with torch.inference_mode():
+            layers = self._model(weights)(torch.tensor([list(ids)]), output_router_logits=True).router_logits
+        return torch.stack([scores.reshape(len(ids), -1) for scores in layers], dim=1).double().numpy()
+
     def _model(self, weights: str) -> Any:
         if weights not in self._models:
             import torch
@@ -59,7 +71,8 @@ class TransformersReference:
             folder = self._folders[weights]
             seeing = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
             kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-            model = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+            plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # torch's groups lack float64
+            model = kind.from_pretrained(folder, dtype=torch.float64, **plain)
             self._models[weights] = model.eval()
         return self._models[weights]
 
@@ -84,26 +97,30 @@ def expected_logprobs(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
 ) -> np.ndarray:
     """Return the log-probs, float64 [S], of sampled ids under the distribution they should be drawn from.
 
-    With ``top_p`` < 1 the nucleus may differ by the id at its edge, so of the few possible answers the one nearest to
-    ``got`` is returned. Ids outside the distribution get -inf.
+    With ``top_p`` < 1 or ``min_p`` the ids that are kept may differ by the one at the edge, so of the few possible
+    answers the one nearest to ``got`` is returned. Ids outside the distribution get -inf.
     """
     scaled = logits_SV / (temperature or 1.0)
     rows = np.arange(len(sampled))
     options = []
-    for mass in {top_p, min(1.0, top_p * (1 + _EDGE)), top_p * (1 - _EDGE)} if top_p < 1 else {1.0}:
-        kept = truncate(scaled, top_p=mass, top_k=top_k)
+    masses = {top_p, min(1.0, top_p * (1 + _EDGE)), top_p * (1 - _EDGE)} if top_p < 1 else {1.0}
+    for mass, least in itertools.product(masses, {min_p, min_p * (1 + _EDGE), min_p * (1 - _EDGE)}):
+        kept = truncate(scaled, top_p=mass, top_k=top_k, min_p=min(least, 1.0))
         options.append(log_softmax(kept)[rows, list(sampled)])
     stacked = np.stack(options)
     distance = np.abs(np.where(np.isfinite(stacked), stacked, -1e9) - np.asarray(got))
     return stacked[distance.argmin(axis=0), rows]
 
 
-def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int) -> np.ndarray:
-    """Set logits outside the top-k, and then outside the nucleus of the rest, to -inf."""
+def truncate(scaled_SV: np.ndarray, *, top_p: float, top_k: int, min_p: float = 0.0) -> np.ndarray:
+    """Set logits below min-p, then outside the top-k, and then outside the nucleus of the rest, to -inf."""
     out = scaled_SV.copy()
+    if min_p:
+        out[out < out.max(axis=-1, keepdims=True) + np.log(min_p)] = -np.inf
     if top_k:
         kth = np.sort(out, axis=-1)[:, -min(top_k, out.shape[1])]
         out[out < kth[:, None]] = -np.inf

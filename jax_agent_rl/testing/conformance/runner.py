@@ -35,7 +35,8 @@ except ImportError:
     raise ConfigError("the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'") from None
 
 SUITE = Path(__file__).parent / "suite"
-_FILES = ("outputs", "batching", "media_and_adapters", "weights", "control")  # the last test closes the backend
+_FILES = ("outputs", "batching", "replay", "grammars", "media_and_adapters", "routed_experts", "weights", "control")
+"""The last test of the last one closes the backend."""
 _CLEAN_UP_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _PYTEST_OPTIONS = (

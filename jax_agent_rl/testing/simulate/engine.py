@@ -2,7 +2,8 @@
 
 All slots advance together, one id per step; a step takes ``step_seconds`` plus ``slot_seconds`` for each slot in use.
 So a request finishes when the engine has made as many steps as the request has ids to sample and prompt chunks to
-compute, and a single timer, for the request that finishes next, drives the simulation.
+compute, and a single timer, for the request that finishes next, drives the simulation. With a KV cache of limited size,
+requests also wait for space, and prompts stall all slots.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import bisect
 import heapq
 import itertools
-from collections.abc import Sequence
+import zlib
 from dataclasses import dataclass, field
 
 from jax_agent_rl.errors import BackendClosedError, BackendError
@@ -22,12 +23,12 @@ from jax_agent_rl.rollout.protocol import (
     Health,
     WeightUpdate,
 )
-from jax_agent_rl.rollout.routing import PrefixIndex
 from jax_agent_rl.testing.fake_engine import FakeBackend
+from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize, PagedKVCache, UnlimitedKVCache
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 
 ID = 1
-"""The id that simulated engines sample and tools return."""
+"""The id that tools return. Simulated engines sample another one for each session."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class _Run:
 
     request: GenerateRequest
     done: asyncio.Future[TokenOutput]
+    context: int = 0
     began: float = 0.0  # the engine's steps when the prompt was computed
     end: float | None = None  # the engine's steps at the last id; None while it waits for a slot
     cached: int = 0
@@ -71,11 +73,12 @@ class SimulatedEngine(FakeBackend):
     Args:
         speed: speed of the engine.
         max_model_len: longest context, in ids.
+        kv_cache: size of the KV cache; None has no limit.
     """
 
     name = "simulated engine"
 
-    def __init__(self, speed: EngineSpeed, *, max_model_len: int) -> None:
+    def __init__(self, speed: EngineSpeed, *, max_model_len: int, kv_cache: KVCacheSize | None = None) -> None:
         capabilities = Capabilities(
             max_model_len=max_model_len,
             max_concurrent=speed.slots,
@@ -92,9 +95,10 @@ class SimulatedEngine(FakeBackend):
         self._running: dict[str, _Run] = {}
         self._by_end: list[tuple[float, int, _Run]] = []  # a heap; finished requests are skipped
         self._waiting: list[_Run] = []  # by priority, then arrival
-        self._contexts: dict[str, int] = {}  # cached ids by session
-        self._prompts = PrefixIndex()
-        self._steps = 0.0
+        self._cache = UnlimitedKVCache()
+        if kv_cache is not None:
+            self._cache = PagedKVCache(kv_cache, max_model_len=max_model_len, clock=self._loop.time)
+        self._steps = self._stall = 0.0
         self._at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._number = itertools.count()
@@ -113,6 +117,8 @@ class SimulatedEngine(FakeBackend):
         self.require_open()
         run = _Run(request=request, done=self._loop.create_future())
         bisect.insort(self._waiting, run, key=lambda run: run.request.priority)
+        if request.session_id is not None:
+            self._cache.come_back(request.session_id)
         self._advance()
         self._admit()
         try:
@@ -120,6 +126,8 @@ class SimulatedEngine(FakeBackend):
         finally:
             if self._running.get(request.request_id) is run or run in self._waiting:  # the caller was cancelled
                 self._advance()
+                if run.end is not None:
+                    self._cache.release(run.context, request, (), session_ends=False)
                 self._remove(run)
                 self._admit()
 
@@ -175,8 +183,7 @@ class SimulatedEngine(FakeBackend):
         self._loading += self._speed.load_seconds
 
     async def reset_prefix_cache(self) -> None:
-        self._contexts.clear()
-        self._prompts.clear()
+        self._cache.reset()
 
     async def health(self) -> Health:
         running, waiting = len(self._running), len(self._waiting)
@@ -208,16 +215,23 @@ class SimulatedEngine(FakeBackend):
         """Account for the steps since the last event."""
         now = self._loop.time()
         if self._running and not self._paused:
-            self._steps += (now - self._at) / self._pace
+            stalled = min(self._stall, now - self._at)
+            self._stall -= stalled
+            self._steps += (now - self._at - stalled) / self._pace
             self._busy += now - self._at
         self._at = now
 
     def _admit(self) -> None:
         """Give free slots to waiting requests; call :meth:`_advance` first."""
         while self._waiting and len(self._running) < self._speed.slots and not self._paused and not self._drains:
-            run = self._waiting.pop(0)
-            length, session = len(run.request.prompt_ids), run.request.session_id
-            run.cached = min(max(self._contexts.get(session or "", 0), self._known(run.request.prompt_ids)), length - 1)
+            admitted = self._cache.admit([run.request for run in self._waiting], len(self._running))
+            if admitted is None:
+                break
+            run = next(run for run in self._waiting if run.request is admitted[0])
+            self._waiting.remove(run)
+            run.context, run.cached, stall = admitted[1]
+            length = len(run.request.prompt_ids)
+            self._stall += stall
             self._prefilled += length - run.cached
             self._reused += run.cached
             run.began = self._steps + (length - run.cached) / self._speed.prefill_tokens_per_step
@@ -225,13 +239,6 @@ class SimulatedEngine(FakeBackend):
             self._running[run.request.request_id] = run
             heapq.heappush(self._by_end, (run.end, next(self._number), run))
         self._schedule()
-
-    def _known(self, prompt_ids: Sequence[int]) -> int:
-        """Return the number of ids this prompt shares with an earlier one, and cache it."""
-        chain = PrefixIndex.chain(prompt_ids)
-        shared = self._prompts.find(chain)[1]
-        self._prompts.add(chain, "here")
-        return shared
 
     def _schedule(self) -> None:
         """Set the timer for the request that finishes next."""
@@ -241,7 +248,8 @@ class SimulatedEngine(FakeBackend):
         while self._by_end and self._by_end[0][2].done.done():
             heapq.heappop(self._by_end)
         if self._by_end and not self._paused:
-            self._timer = self._loop.call_later(max(0.0, self._by_end[0][0] - self._steps) * self._pace, self._due)
+            decoding = max(0.0, self._by_end[0][0] - self._steps) * self._pace
+            self._timer = self._loop.call_later(self._stall + decoding, self._due)
 
     def _due(self) -> None:
         self._advance()
@@ -261,19 +269,19 @@ class SimulatedEngine(FakeBackend):
             count = 0
         self._sampled += count
         self._finished += 1
-        context = (*run.request.prompt_ids, *(ID,) * count)
-        if run.request.session_id is not None and run.end is not None:
-            self._contexts[run.request.session_id] = len(context)
-        if run.request.session_ends and not aborted:
-            self._contexts.pop(run.request.session_id or "", None)
+        sampled = (_sampled_id(run.request),) * count
+        if run.end is not None:
+            self._cache.release(
+                run.context, run.request, sampled, session_ends=run.request.session_ends and not aborted
+            )
         run.versions += [self._version] * (count - len(run.versions))
         run.done.set_result(
             TokenOutput(
-                token_ids=(ID,) * count,
+                token_ids=sampled,
                 log_probs=(0.0,) * count,
                 policy_versions=tuple(run.versions),
                 stop_reason=reason,
-                context_digest=digest_ids(context),
+                context_digest=digest_ids((*run.request.prompt_ids, *sampled)),
                 cached_tokens=run.cached,
             )
         )
@@ -290,3 +298,8 @@ class SimulatedEngine(FakeBackend):
                 if not drained.done():
                     drained.set_result(None)
             self._drains.clear()
+
+
+def _sampled_id(request: GenerateRequest) -> int:
+    """Return the id that is sampled for a session's requests, so that sessions share no more than their prompts."""
+    return ID + 1 + zlib.crc32((request.session_id or request.request_id).encode()) % 2**30

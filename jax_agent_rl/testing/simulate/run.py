@@ -1,4 +1,4 @@
-"""``jax-agent-rl simulate``: run a recipe under each trainer in virtual time and compare them."""
+"""``jax-agent-rl simulate``: run a recipe in virtual time under each trainer, or with each kind of KV cache."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.run_dir import RunDir, TokenValues
@@ -29,6 +30,7 @@ from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fake_learner import NoCheckpoints
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine
+from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize
 from jax_agent_rl.testing.simulate.workload import (
     AGENT,
     Assumptions,
@@ -51,11 +53,15 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 """Ways to overlap rollout and learning, as keys of ``trainer``, by name."""
 _ASSUME = "assume."
+_TRAINER, _KV_CACHE = "trainer", "KV cache"
 _COLUMNS = {
-    "trainer": "trainer.mode, trainer.max_staleness, trainer.stragglers",
+    _TRAINER: "trainer.mode, trainer.max_staleness, trainer.stragglers",
+    _KV_CACHE: "lru: the least recently used goes first; expected return: what waiting agents need last; "
+    "offloading: what does not fit is kept in host memory (rollout.jetstream.kv_offloading_size)",
     "traj/s": "trajectories trained on in a second",
     "×": "that, over the first line's",
     "ideal": "that, over the rate of engines or learner, whoever is slower, if they never waited",
+    "cached": "share of all prompt ids found in the KV cache",
     "engines": "share of the time in which an engine decodes",
     "slots": "share of what the engines could sample with all slots full",
     "learner": "share of the time in which the learner computes",
@@ -63,6 +69,8 @@ _COLUMNS = {
     "stale": "how many versions old the tokens are, on average/at most",
     "lost": "trajectories given up, of all that ended",
 }
+_ONLY_IN = {_TRAINER: (_TRAINER, "ideal"), _KV_CACHE: (_KV_CACHE, "cached")}
+"""Columns of one comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,7 @@ class SimulationResult:
         policy: the policy's name.
         samples_per_second: trajectories trained on per second.
         step_seconds: virtual seconds between learner steps.
+        cached: prompt ids found in the KV cache, as a share of all.
         engines_busy: mean share of the time in which an engine decoded.
         slots_used: ids sampled, as a share of those possible with all slots full all the time.
         learner_busy: share of the time in which the learner computed.
@@ -85,6 +94,7 @@ class SimulationResult:
     policy: str
     samples_per_second: float
     step_seconds: float
+    cached: float
     engines_busy: float
     slots_used: float
     learner_busy: float
@@ -97,7 +107,8 @@ class SimulationResult:
 class _Readings(RunDir):
     """A run folder that writes nothing and keeps totals and the record of every step.
 
-    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the learner computed.
+    Totals: virtual time, seconds in which engines decoded, ids sampled, seconds in which the learner computed,
+    prompt ids that engines computed, prompt ids found in their caches.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], learner: SimulatedLearner) -> None:
@@ -107,8 +118,10 @@ class _Readings(RunDir):
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         engines = [engine.read() for engine in self._engines]
         busy, sampled = sum(e.busy_seconds for e in engines), sum(e.generated_tokens for e in engines)
+        computed, cached = sum(e.prefill_tokens for e in engines), sum(e.cached_tokens for e in engines)
         now = asyncio.get_running_loop().time()
-        self.taken.append((np.array([now, busy, sampled, self._learner.busy_seconds]), record))
+        totals = np.array([now, busy, sampled, self._learner.busy_seconds, computed, cached])
+        self.taken.append((totals, record))
 
     def add_trajectories(
         self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues | None = None
@@ -116,7 +129,13 @@ class _Readings(RunDir):
         """Ignore them: their content is simulated."""
 
 
-def simulate(recipe: Config, assumptions: Assumptions, policy: str, trainer: Mapping[str, Any]) -> SimulationResult:
+def simulate(
+    recipe: Config,
+    assumptions: Assumptions,
+    policy: str,
+    trainer: Mapping[str, Any],
+    kv_cache: KVCacheSize | None = None,
+) -> SimulationResult:
     """Simulate a recipe under a policy.
 
     Args:
@@ -124,9 +143,11 @@ def simulate(recipe: Config, assumptions: Assumptions, policy: str, trainer: Map
         assumptions: workload and speeds.
         policy: the policy's name.
         trainer: keys of ``trainer``: how rollout and learning overlap.
+        kv_cache: the engines' KV cache; None has no limit.
     """
+    config = _build_config(recipe, assumptions, trainer)
     with closing(VirtualLoop()) as loop:
-        return loop.run_until_complete(_simulate(_build_config(recipe, assumptions, trainer), assumptions, policy))
+        return loop.run_until_complete(_simulate(config, assumptions, policy, kv_cache))
 
 
 def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str, Any]) -> Config:
@@ -155,12 +176,14 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
     )
 
 
-async def _simulate(config: Config, assumptions: Assumptions, name: str) -> SimulationResult:
+async def _simulate(
+    config: Config, assumptions: Assumptions, name: str, kv_cache: KVCacheSize | None
+) -> SimulationResult:
     margin = config.trainer.staleness_bound + 1  # steps to fill and to drain the pipeline
     steps = margin + assumptions.steps + margin
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
     engines = [
-        SimulatedEngine(assumptions.engines.speed, max_model_len=config.rollout.max_model_len)
+        SimulatedEngine(assumptions.engines.speed, max_model_len=config.rollout.max_model_len, kv_cache=kv_cache)
         for _ in range(assumptions.engines.count)
     ]
     learner = SimulatedLearner(assumptions.learner)
@@ -226,13 +249,14 @@ def _summarize(
 ) -> SimulationResult:
     """Compare the last reading with the first."""
     engines = assumptions.engines
-    seconds, busy, sampled, learning = readings[-1][0] - readings[0][0]
+    seconds, busy, sampled, learning, computed, cached = readings[-1][0] - readings[0][0]
     trained, dropped = _trained_and_dropped(readings[-1][1]) - _trained_and_dropped(readings[0][1])
     steps = [record for _, record in readings[1:]]
     return SimulationResult(
         policy=name,
         samples_per_second=float(trained / seconds),
         step_seconds=float(seconds / len(steps)),
+        cached=float(cached / (computed + cached)),
         engines_busy=float(busy / seconds / engines.count),
         slots_used=float(sampled / seconds / engines.tokens_per_second),
         learner_busy=float(learning / seconds),
@@ -266,7 +290,7 @@ def ideal_samples_per_second(config: Config, assumptions: Assumptions) -> float:
 def run_command(
     recipe: Path, overrides: Sequence[str], assume: Path | None, *, as_json: bool, console: Console
 ) -> list[SimulationResult]:
-    """Simulate :data:`POLICIES` and print the comparison.
+    """Simulate :data:`POLICIES`, or KV caches if the assumptions limit them, and print the comparison.
 
     Args:
         recipe: configuration file of a run.
@@ -282,34 +306,66 @@ def run_command(
     config = load(recipe, [item for item in overrides if not item.startswith(_ASSUME)])
     assumptions = load_assumptions(assume, assumed)
     rollout = config.rollout
+    variants: Mapping[str, tuple[Mapping[str, Any], KVCacheSize | None]]
+    if assumptions.kv_cache.tokens is None:
+        what, variants = _TRAINER, {name: (trainer, None) for name, trainer in POLICIES.items()}
+    else:
+        what, trainer = _KV_CACHE, next(t for t in POLICIES.values() if t["mode"] == config.trainer.mode)
+        variants = {name: (trainer, size) for name, size in _kv_caches(config, assumptions).items()}
     console.print(
         f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
-        f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each trainer",
+        f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each {what}",
         highlight=False,
     )
     outcomes = []
-    for policy, trainer in POLICIES.items():
+    for policy, variant in variants.items():
         console.print(f"  {policy}", highlight=False)
-        outcomes.append(simulate(config, assumptions, policy, trainer))
-    console.print(_tabulate(outcomes))
-    for name, meaning in _COLUMNS.items():
-        console.print(f"  [bold]{name}[/bold]: {meaning}", highlight=False, soft_wrap=True)
+        outcomes.append(simulate(config, assumptions, policy, *variant))
+    console.print(_tabulate(what, outcomes))
+    for name in _columns(what):
+        console.print(f"  [bold]{name}[/bold]: {_COLUMNS[name]}", highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"assumptions": assumptions.model_dump(), "outcomes": [asdict(o) for o in outcomes]}))
     return outcomes
 
 
-def _tabulate(outcomes: Sequence[SimulationResult]) -> Table:
+def _kv_caches(config: Config, assumptions: Assumptions) -> dict[str, KVCacheSize | None]:
+    """Return caches of the same size on the device that are managed in different ways, by name.
+
+    Raises:
+        ConfigError: they hold no context.
+    """
+    cache, longest = assumptions.kv_cache, assumptions.agent.longest
+    if cache.tokens is not None and cache.tokens < longest:
+        raise ConfigError(
+            f"assume.kv_cache.tokens={cache.tokens} holds no context of {longest} ids; raise it, or shorten "
+            "assume.agent.turns or turn_tokens_max"
+        )
+    host = cache.offloading_tokens or config.rollout.max_in_flight * longest
+    return {
+        "lru": cache.size(policy="lru", offloading_tokens=0),
+        "expected return": cache.size(policy="expected_return", offloading_tokens=0),
+        "with offloading": cache.size(policy="expected_return", offloading_tokens=host),
+    }
+
+
+def _columns(what: str) -> list[str]:
+    """Return the columns of a comparison."""
+    others = {name for comparison, names in _ONLY_IN.items() if comparison != what for name in names}
+    return [name for name in _COLUMNS if name not in others]
+
+
+def _tabulate(what: str, outcomes: Sequence[SimulationResult]) -> Table:
     """Tabulate each policy's throughput, utilization, staleness and losses."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading == "trainer" else "right", no_wrap=True)
+    for heading in _columns(what):
+        table.add_column(heading, justify="left" if heading == what else "right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
             outcome.policy,
             f"{outcome.samples_per_second:.2f}",
             f"{outcome.samples_per_second / outcomes[0].samples_per_second:.2f}",
-            f"{outcome.share_of_ideal:.0%}",
+            f"{outcome.share_of_ideal if what == _TRAINER else outcome.cached:.0%}",
             f"{outcome.engines_busy:.0%}",
             f"{outcome.slots_used:.0%}",
             f"{outcome.learner_busy:.0%}",

@@ -19,6 +19,7 @@ from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.fake_learner import FakeLearner
 from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed
+from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize, KVPolicy
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -79,6 +80,33 @@ class EngineAssumptions(Section):
         return self.count * self.slots / (self.speed.step_seconds + self.speed.slot_seconds * self.slots)
 
 
+class KVCacheAssumptions(Section):
+    """Assumptions about the KV cache of each engine. With ``tokens``, the simulation compares ways to manage it."""
+
+    tokens: Positive | None = Field(default=None, description="Positions on the device; null: no limit.")
+    offloading_tokens: Positive | None = Field(
+        default=None, description="Positions in host memory; null: as many as trajectories in flight may take."
+    )
+    prefill_us: float = Field(
+        default=50.0, ge=0, description="Microseconds in which an id of a prompt is computed while no slot decodes."
+    )
+    restore_us: float = Field(
+        default=5.0, ge=0, description="Microseconds in which an id's KV is copied back from the host, likewise."
+    )
+
+    def size(self, *, policy: KVPolicy, offloading_tokens: int) -> KVCacheSize | None:
+        """Return the cache with a policy; None if it has no limit."""
+        if self.tokens is None:
+            return None
+        return KVCacheSize(
+            tokens=self.tokens,
+            offloading_tokens=offloading_tokens,
+            policy=policy,
+            prefill_seconds=self.prefill_us / 1e6,
+            restore_seconds=self.restore_us / 1e6,
+        )
+
+
 class LearnerAssumptions(Section):
     """Assumptions about the learner."""
 
@@ -124,6 +152,7 @@ class Assumptions(Section):
     """All assumptions of a simulation beside the recipe."""
 
     engines: EngineAssumptions = Field(default_factory=EngineAssumptions)
+    kv_cache: KVCacheAssumptions = Field(default_factory=KVCacheAssumptions)
     learner: LearnerAssumptions = Field(default_factory=LearnerAssumptions)
     agent: AgentAssumptions = Field(default_factory=AgentAssumptions)
     steps: Positive = Field(default=10, description="Learner steps to simulate.")

@@ -8,7 +8,7 @@ import pytest
 from jax_agent_rl.agents import AgentContext, SingleTurnAgent
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.config import AgentConfig, build
-from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402
 from jax_agent_rl.types import Group, SamplingParams  # noqa: E402
-from tests.tiny_chat import CONFIG, assert_exact, params, tiny_context  # noqa: E402
+from tests.tiny_chat import CONFIG, LONGEST, assert_exact, params, tiny_context, tokenizer  # noqa: E402
 
 ROW = {"prompt": [{"role": "user", "content": "what is one plus two"}], "data_source": "sums"}
 QUESTION = ROW["prompt"][0]["content"]
@@ -24,8 +27,59 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
 
 
 def add(a: int, b: int) -> str:
-    """Adds two numbers."""
+    """Adds two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
     return str(a + b)
+
+
+def add_few(a: Literal[1, 2], b: Literal[1, 2]) -> str:
+    """Adds two small numbers, which a grammar makes a random model write.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return str(a + b)
+
+
+async def openai_chat(base_url, api_key):
+    """Chat Completions."""
+    messages = [dict(message) for message in ROW["prompt"]]
+    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        while True:
+            answer = await client.chat.completions.create(model="m", messages=messages, tools=[tool])
+            message = answer.choices[0].message
+            messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
+            if not message.tool_calls:
+                return
+            for call in message.tool_calls:
+                result = add(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+async def langgraph(base_url, api_key):
+    """A LangGraph graph over langchain-openai."""
+    langchain_openai = pytest.importorskip("langchain_openai")
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    model = langchain_openai.ChatOpenAI(model="m", base_url=base_url, api_key=api_key).bind_tools([add])
+
+    async def ask(state: MessagesState):
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", ask)
+    graph.add_node("tools", ToolNode([add]))
+    graph.add_edge(START, "ask")
+    graph.add_conditional_edges("ask", tools_condition)
+    graph.add_edge("tools", "ask")
+    await graph.compile().ainvoke({"messages": ROW["prompt"]})
 
 
 async def openai_responses(base_url, api_key):
@@ -105,7 +159,30 @@ async def litellm(base_url, api_key):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-CLIENTS = [openai_responses, anthropic_messages, openai_agents, openai_agents_chat, pydantic_ai, litellm]
+async def smolagents(base_url, api_key):
+    """smolagents as it comes: with instructions of some thousand ids, and it demands calls."""
+    module = pytest.importorskip("smolagents")
+    model = module.OpenAIServerModel(model_id="m", api_base=base_url, api_key=api_key)
+    agent = module.ToolCallingAgent(tools=[module.tool(add_few)], model=model, max_steps=2, verbosity_level=0)
+    await asyncio.to_thread(agent.run, QUESTION)
+
+
+CLIENTS = [
+    openai_chat,
+    openai_responses,
+    anthropic_messages,
+    openai_agents,
+    openai_agents_chat,
+    langgraph,
+    pydantic_ai,
+    litellm,
+    smolagents,
+]
+REWRITE_THEIR_HISTORY = [smolagents]
+"""They send the model's calls back as text of their own, so each step is a context of its own."""
+
+DEMAND_CALLS = [smolagents]
+"""They send ``tool_choice="required"``, which a grammar fulfils."""
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
@@ -114,25 +191,30 @@ async def test_an_unmodified_agent_is_one_exact_trajectory_that_is_trained_on(cl
         await client(base_url, api_key)
 
     loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(agent), "name": "test_agent"})
+    demands_calls = client in DEMAND_CALLS
+    codec = ChatCodec(tokenizer(), tool_format="hermes") if demands_calls else None
+    max_tokens = 200 if demands_calls else 12
     trajectories = []
-    async with tiny_context() as context:
+    async with tiny_context(codec=codec, longest=8192 if demands_calls else LONGEST) as context:
         loop = loop_class(context)
         try:
-            for seed in range(4):
-                sampling = SamplingParams(max_tokens=12, seed=seed)
+            for seed in (1, 3) if demands_calls else range(4):
+                sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
                 made = await loop.run(ROW, trajectory_id=f"t-{seed}", group_id="g", sampling=sampling)
-                trajectories.append(replace(made, reward=float(made.num_turns)))
+                trajectories.append(replace(made, reward=float(seed if demands_calls else made.num_turns)))
         finally:
             await loop.close()
         for trajectory in trajectories:
-            assert trajectory.segments == ()
             assert_exact(trajectory, context.client.servers[0].backend)
+    messages = [str(message["content"]) for t in trajectories for s in t.sequences for message in s.messages]
+    assert client is not smolagents or any("Observation:" in text for text in messages)  # a tool's, not an error
+    assert any(t.segments for t in trajectories) == (client in REWRITE_THEIR_HISTORY)
     # A random model's turns are cut, which ends a run of OpenAI's SDK over the Responses API.
-    assert max(t.num_turns for t in trajectories) >= (2 if client is openai_agents else 3)
-    learner = Learner(
-        CONFIG, params(), algorithm=AlgorithmConfig(), config=LearnerConfig(pack_length=512), temperature=1.0
-    )
+    turns = [sum(sequence.num_turns for sequence in t.sequences) for t in trajectories]
+    assert max(turns) >= (2 if client in (openai_agents, smolagents) else 3)
+    config = LearnerConfig(pack_length=4096 if demands_calls else LONGEST)
+    learner = Learner(CONFIG, params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
     metrics = learner.update([Group(group_id="g", trajectories=tuple(trajectories))]).metrics
     assert metrics["logprob_gap_max"] < 1e-3 and metrics["grad_norm"] > 0
-    assert metrics["trained_tokens"] == sum(t.num_sampled for t in trajectories)
+    assert metrics["trained_tokens"] == sum(sum(s.loss_mask) for t in trajectories for s in t.sequences)
     assert np.isfinite(metrics["loss"])

@@ -1,7 +1,8 @@
-"""Programs in the sandbox as agents, on a real engine: they reach the endpoint and nothing else, and are trained on."""
+"""Programs in sandboxes and containers as agents, on a real engine: they reach the endpoint and are trained on."""
 
 from __future__ import annotations
 
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from jax_agent_rl.agents.command.task import read_harbor_task, read_task  # noqa
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError  # noqa: E402
 from jax_agent_rl.rewards import rules  # noqa: E402
 from jax_agent_rl.types import SamplingParams  # noqa: E402
-from tests.capabilities import needs_bwrap  # noqa: E402
+from tests.capabilities import CONTAINER_IMAGE, find_container_runtime, needs_bwrap  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context  # noqa: E402
 
 CHAT = """
@@ -104,6 +105,14 @@ async def test_a_program_that_asks_nothing_is_lost_with_its_reason(tmp_path: Pat
         await run("print(1)", row(), tmp_path)
 
 
+async def test_a_task_that_cannot_be_read_costs_its_own_trajectory_alone(tmp_path: Path):
+    async with tiny_context(command={"argv": ["true"]}) as context:
+        with pytest.raises(TrajectoryError, match=r"task\.toml"):
+            await CommandAgent(context).run(
+                row(task=str(tmp_path)), trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8)
+            )
+
+
 async def test_a_command_that_is_missing_names_its_key():
     async with tiny_context() as context:
         with pytest.raises(ConfigError, match=r"agent\.command\.argv"):
@@ -139,14 +148,22 @@ def test_a_task_folder_is_read_unchanged(tmp_path: Path):
 @pytest.mark.parametrize(
     ("dockerfile", "message"),
     [
-        ("FROM ubuntu:24.04\nRUN apt-get update && \\\n  apt-get install -y git\n", "line 2.*needs Docker"),
+        ("FROM ubuntu:24.04\nRUN apt-get update && \\\n  apt-get install -y git\n", "line 2.*takes a container"),
         ("FROM ubuntu:24.04\nCOPY x /etc/x\n", "outside the working folder"),
         ("FROM ubuntu:24.04\nCOPY missing .\n", "no 'missing'"),
+        ("FROM gcc AS b\nFROM ubuntu:24.04\nCOPY --from=b /x .\n", "line 3.*takes a container"),
+        ("FROM ubuntu:24.04\nENV PATH=/opt/x:$PATH\n", "uses a variable"),
+        ("FROM ubuntu:24.04\nCOPY data .\nWORKDIR /other\n", "after files were copied"),
     ],
 )
-def test_a_task_that_needs_docker_says_so(dockerfile: str, message: str, tmp_path: Path):
+def test_a_task_that_needs_a_container_says_so(dockerfile: str, message: str, tmp_path: Path):
     with pytest.raises(DataError, match=message):
         read_harbor_task(harbor(tmp_path, dockerfile))
+
+
+def test_variables_of_a_dockerfile_are_read_in_both_forms(tmp_path: Path):
+    folder = harbor(tmp_path, 'FROM ubuntu:24.04\nENV GREETING hello world\nENV A=1 B="2 3"\n')
+    assert read_harbor_task(folder).env == {"GREETING": "hello world", "A": "1", "B": "2 3"}
 
 
 def test_an_incomplete_task_folder_says_what_is_missing(tmp_path: Path):
@@ -164,3 +181,74 @@ async def test_a_harbor_task_runs_with_its_paths_and_its_reward_file(tmp_path: P
     folder = harbor(tmp_path / "task")
     _, output = await run(program, row(task=str(folder)), tmp_path)
     assert output["reward"] == 0.5, output
+
+
+# --- containers ---------------------------------------------------------------------------------------------------
+
+URLLIB_CHAT = """
+import json, os, urllib.request
+def ask(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "m", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+messages = [{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}]
+messages += [ask(messages), {"role": "user", "content": "more"}]
+ask(messages)
+open("answer.txt", "w").write(open("number.txt").read() * 2)
+"""
+DOCKERFILE = f"FROM {CONTAINER_IMAGE}\nWORKDIR /work\nRUN echo built > /etc/built\nCOPY data/ /work/\n"
+
+
+@pytest.fixture
+def container() -> str:
+    runtime = find_container_runtime()
+    if runtime is None:
+        pytest.skip(f"a container runtime with {CONTAINER_IMAGE}")
+    return runtime
+
+
+async def test_a_harbor_task_runs_in_a_container_built_from_its_dockerfile(tmp_path: Path, container: str):
+    spy = """
+import pathlib, socket
+assert pathlib.Path("/etc/built").read_text() == "built\\n"
+pathlib.Path("/etc/left").write_text("left")
+pathlib.Path("/logs/verifier/reward.txt").write_text("1000")
+pathlib.Path("/tests").mkdir(exist_ok=True)
+pathlib.Path("/tests/check.py").write_text("")
+pathlib.Path("/tests/sitecustomize.py").write_text("")
+try:
+    socket.create_connection(("1.1.1.1", 443), 2)
+    raise SystemExit("the network is reachable")
+except OSError:
+    pass
+"""
+    folder = harbor(tmp_path / "task", DOCKERFILE)
+    check = "import os; assert os.listdir('/tests') and 'sitecustomize.py' not in os.listdir('/tests')\n"
+    check += "assert open('/etc/left').read() == 'left' and open('/work/answer.txt').read() == '77'\n"
+    (folder / "tests" / "check.py").write_text(check)
+    made, output = await run(URLLIB_CHAT + spy, row(task=str(folder)), tmp_path, container=container)
+    assert made.num_turns == 2
+    assert output["exit_code"] == 0, output
+    assert output["reward"] == 0.5, output
+    left = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]
+    assert subprocess.run(left, capture_output=True, text=True, check=True).stdout == ""
+
+
+async def test_rows_without_a_folder_run_in_the_configured_image(tmp_path: Path, container: str):
+    task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
+    settings = {"container": container, "image": CONTAINER_IMAGE}
+    _, output = await run(URLLIB_CHAT, task, tmp_path, **settings)
+    assert output["reward"] == 1.0, output
+    hanging = URLLIB_CHAT + "import time; time.sleep(600)"
+    _, output = await run(hanging, task, tmp_path, **settings)
+    assert output["exit_code"] is None and output["reward"] == 1.0, output  # its files are judged
+
+
+async def test_a_container_runtime_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    async with tiny_context(command={"argv": ["true"], "container": "podman"}) as context:
+        with pytest.raises(ConfigError, match="agent.command.container=podman"):
+            await CommandAgent(context).preflight()

@@ -19,8 +19,7 @@ from tests.endpoint_testbed import ASK, JSON, TOOL, serving  # noqa: E402
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"min_p": 0.1}, "min_p"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
         ({"guided_json": {}}, "guided_json"),
@@ -35,18 +34,20 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(fields, param):
         assert caught.value.param == param and stage.backend.requests == []
 
 
-async def test_top_k_is_the_engines_and_neutral_values_change_nothing():
+async def test_top_k_and_min_p_are_the_engines_and_neutral_values_change_nothing():
     neutral = {"min_p": 0, "repetition_penalty": 1, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True}
     async with serving(["hello"]) as stage, stage.client() as client:
         for top_k in (7, -1, 0):
             await client.chat.completions.create(model="policy", messages=ASK, extra_body={"top_k": top_k, **neutral})
         assert [request.sampling.top_k for request in stage.backend.requests] == [7, 0, 0]
+        await client.chat.completions.create(model="policy", messages=ASK, extra_body={"min_p": 0.1})
+        assert stage.backend.requests[-1].sampling.min_p == 0.1
 
 
 async def test_sampling_that_an_engine_of_its_own_kind_cannot_do_is_refused():
     async with serving(["hello"]) as stage, stage.client() as client:
         stage.backend.capabilities = replace(stage.backend.capabilities, any_sampling=False, stop_strings=False)
-        for param, value in {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": "x"}.items():
+        for param, value in {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.2, "stop": "x"}.items():
             with pytest.raises(openai.BadRequestError, match="not supported by this engine") as caught:
                 await client.chat.completions.create(model="policy", messages=ASK, extra_body={param: value})
             assert caught.value.param == param
@@ -110,7 +111,7 @@ async def test_only_a_generation_opens_a_session():
             answer = await plain.request(method, path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
         assert (await plain.get("/sessions/typo/v1/models")).status_code == 200
-        for body in ({}, {"model": "x", "messages": [{"role": "robot"}]}, {"model": "x", "messages": ASK, "min_p": 1}):
+        for body in ({}, {"model": "x", "messages": [{"role": "robot"}]}, {"model": "x", "messages": ASK, "min_p": 2}):
             assert (await plain.post("/sessions/typo/v1/chat/completions", json=body)).status_code == 400
         stage.backend.die()
         assert (await plain.post("/sessions/typo/v1/chat/completions", json={"model": "x", "messages": ASK})).is_error

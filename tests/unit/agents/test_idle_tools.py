@@ -13,7 +13,7 @@ from jax_agent_rl.agents import (
     TextToolAgent,
     ToolAgent,
 )
-from jax_agent_rl.config import SearchConfig, ToolClientConfig, build
+from jax_agent_rl.config import DataSource, SearchConfig, ToolClientConfig, build
 from jax_agent_rl.config.default_agent import report_idle_tools
 from jax_agent_rl.runtime import sampling
 from jax_agent_rl.tools.registry import ToolRegistry
@@ -96,7 +96,8 @@ def test_loading_rows_warns_of_what_they_leave_idle(tmp_path, caplog):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "x"}], "data_source": "d"}) + "\n")
     config = build(MINIMAL, ["tools.function_tool_path=tools.py"])
-    sampling.warn_of_idle_tools(config, str(rows), sampling.read_rows(config, ToolRegistry(), (str(rows), None)))
+    sources = (DataSource(path=str(rows)),)
+    sampling.warn_of_idle_tools(config, sources, sampling.read_rows(config, ToolRegistry(), (sources, None)))
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said.startswith(f"TOOLS ARE CONFIGURED BUT NOT USED: {rows}: 1 of 1 rows") and "What to do: set " in said
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +13,10 @@ openai = pytest.importorskip("openai")
 
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.errors import AgentTimeoutError, HistoryEditedError, PromptTooLongError, TrajectoryError  # noqa: E402
+from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
+from jax_agent_rl.rollout.http.client import RemoteBackend  # noqa: E402
+from jax_agent_rl.rollout.http.server import RolloutServer  # noqa: E402
+from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
 from jax_agent_rl.tracing import Tracer  # noqa: E402
 from jax_agent_rl.types import FinishReason, SamplingParams  # noqa: E402
 from tests.tiny_chat import assert_exact, tiny_context, tokenizer  # noqa: E402
@@ -83,35 +89,24 @@ async def test_many_turns_of_a_tool_calling_client_are_one_exact_trajectory():
     assert any(drifts), "the test would not notice re-tokenization"
 
 
-async def test_a_langgraph_agent_over_langchain_openai_is_one_exact_trajectory():
-    langchain_openai = pytest.importorskip("langchain_openai")
-    from langgraph.graph import START, MessagesState, StateGraph
-    from langgraph.prebuilt import ToolNode, tools_condition
-
-    def add(a: int, b: int) -> str:
-        """Adds."""
-        return str(a + b)
-
-    async def agent(base_url, api_key, row):
-        model = langchain_openai.ChatOpenAI(model="gpt-4o", base_url=base_url, api_key=api_key).bind_tools([add])
-
-        async def ask(state: MessagesState):
-            return {"messages": [await model.ainvoke(state["messages"])]}
-
-        graph = StateGraph(MessagesState)
-        graph.add_node("ask", ask)
-        graph.add_node("tools", ToolNode([add]))
-        graph.add_edge(START, "ask")
-        graph.add_conditional_edges("ask", tools_condition)
-        graph.add_edge("tools", "ask")
-        await graph.compile().ainvoke({"messages": row["prompt"]})
-
+async def test_an_agent_in_front_of_a_rollout_server_is_the_trajectory_it_is_in_front_of_the_engine():
     async with tiny_context() as context:
-        trajectories = [await trajectory_of(agent, context, seed=seed) for seed in range(4)]
-        for trajectory in trajectories:
-            assert trajectory.segments == ()
-            assert_exact(trajectory, context.client.servers[0].backend)
-    assert max(t.num_turns for t in trajectories) >= 3
+        backend = context.client.servers[0].backend
+        here = await trajectory_of(tool_agent, context)
+        server = RolloutServer(backend)
+        await server.start()
+        remote = RemoteBackend(server.url)
+        try:
+            await remote.start()
+            decode = functools.partial(context.codec.decode, skip_special_tokens=False)
+            client = LLMServerClient([AsyncServer(remote)], decode_text=decode)
+            there = await trajectory_of(tool_agent, replace(context, client=client))
+        finally:
+            await remote.close()
+            await server.close()
+        assert_exact(there, backend)
+    assert (there.prompt_ids, there.response_ids) == (here.prompt_ids, here.response_ids)
+    assert there.rollout_logprobs == pytest.approx(here.rollout_logprobs, abs=1e-5)
 
 
 async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained_on_once():
@@ -231,6 +226,36 @@ async def test_failures_of_an_agent_lose_its_trajectory_with_their_reason():
         long = {"prompt": [{"role": "user", "content": "long " * 300}]}
         with pytest.raises(PromptTooLongError, match="max_prompt_length=200"):
             await trajectory_of(tool_agent, context, row=long)
+
+
+async def test_programs_that_share_an_address_are_told_apart_by_their_keys():
+    anthropic = pytest.importorskip("anthropic")
+    asked = []
+
+    async def with_key_alone(base_url, api_key, row):
+        shared = base_url.partition("/sessions/")[0]
+        asked.append((shared, api_key))
+        messages = [dict(message) for message in row["prompt"]]
+        async with client_of(f"{shared}/v1", api_key) as client:
+            await client.chat.completions.create(model="m", messages=messages)
+        async with anthropic.AsyncAnthropic(base_url=shared, api_key=api_key) as client:
+            await client.messages.create(model="m", max_tokens=5, messages=messages)
+
+    rows = [{**ROW, "prompt": [{"role": "user", "content": text}]} for text in ("add one", "add two")]
+    async with tiny_context() as context:
+        loop_class = type("Loop", (OpenAIAgentLoop,), {"function": staticmethod(with_key_alone), "name": "test_agent"})
+        loop = loop_class(context)
+        runs = (
+            loop.run(row, trajectory_id=f"t-{i}", group_id="g", sampling=SamplingParams(max_tokens=12, seed=i))
+            for i, row in enumerate(rows)
+        )
+        made = await asyncio.gather(*runs)
+        await loop.close()
+    assert len({address for address, _ in asked}) == 1 and len({key for _, key in asked}) == 2
+    for trajectory, text in zip(made, ("add one", "add two"), strict=True):
+        sequences = trajectory.sequences
+        assert sum(sequence.num_turns for sequence in sequences) == 2
+        assert all(text in context.codec.decode(sequence.prompt_ids) for sequence in sequences)
 
 
 async def test_a_session_is_over_with_its_trajectory():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -168,6 +170,7 @@ async def test_a_response_that_is_cut_is_incomplete():
         ({"tools": [{"type": "web_search"}]}, None),
         ({"text": {"format": {"type": "json_object"}}}, None),
         ({"background": True}, None),
+        ({"include": ["message.output_text.logprobs"]}, None),
     ],
 )
 async def test_what_responses_cannot_honour_is_refused(fields: dict, code: str | None):
@@ -177,7 +180,46 @@ async def test_what_responses_cannot_honour_is_refused(fields: dict, code: str |
         assert caught.value.code == code and stage.backend.requests == []
 
 
+async def test_a_summary_may_be_asked_for_as_the_reasoning_itself_is_in_the_answer():
+    async with serving(["<think>one and two</think>it is 3"]) as stage, stage.client() as client:
+        answer = await client.responses.create(model="policy", input="hi", reasoning={"summary": "auto"})
+    reasoning, message = answer.output
+    assert reasoning.content[0].text.strip() == "one and two" and message.content[0].text.strip() == "it is 3"
+
+
 # --- sessions -----------------------------------------------------------------------------------------------------
+
+
+async def test_counting_tokens_opens_no_session_and_counts_in_one_that_is_open():
+    async with serving(["one"]) as stage, claude(stage, "/sessions/s") as client:
+        before = await client.messages.count_tokens(model="x", messages=ASK)
+        assert len(stage.store) == 0
+        message = await client.messages.create(model="x", max_tokens=50, messages=ASK)
+        after = await client.messages.count_tokens(model="x", messages=ASK)
+        assert before.input_tokens == after.input_tokens == message.usage.input_tokens
+        assert len(stage.store.known("s", "any").recorder.turns) == 1
+
+
+async def test_responses_are_stored_for_a_key_that_was_handed_out_though_the_path_names_no_session():
+    async with serving(["one", "two"]) as stage:
+        stage.store._create = None
+        stage.store.add(stage.session("s", "handed-out"))
+        async with stage.client(key="handed-out") as client:
+            first = await client.responses.create(model="x", input="hi")
+            await client.responses.create(model="x", input="and?", previous_response_id=first.id)
+        one, two = stage.store.known("s", "handed-out").recorder.turns
+    assert two.parent is one
+
+
+async def test_requests_that_open_a_session_at_once_store_their_responses_in_the_same_place():
+    async with serving(["one", "two", "three", "four"]) as stage, stage.client("/sessions/s/v1") as client:
+        slow = {"note": "x" * 500_000}  # so that the bodies arrive in parts, and in turns
+        firsts = await asyncio.gather(
+            *(client.responses.create(model="x", input=f"{i}", metadata=slow) for i in range(2))
+        )
+        for first in firsts:
+            await client.responses.create(model="x", input="and?", previous_response_id=first.id)
+        assert len(stage.store.known("s", "any").responses) == 4
 
 
 async def test_a_session_is_named_by_path_or_header_whatever_the_api():

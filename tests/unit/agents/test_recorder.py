@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from jax_agent_rl.agents import AgentContext
-from jax_agent_rl.agents.conversation import Traces
+from jax_agent_rl.agents.conversation import Traces, first_difference
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.errors import HistoryEditedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams
@@ -140,7 +141,7 @@ async def test_a_stop_token_that_opens_another_message_is_left_out_of_the_path_t
     assert asked.replaces_end and not answered.replaces_end
     assert asked.context_ids[: len(first.context_ids)] == (*first.context_ids[:-1], user)
     assert answered.context_ids[: len(first.context_ids)] == first.context_ids and first.context_ids[-1] == observation
-    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a", metrics={}, tool_scores={})
+    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
     for trajectory, turn in zip(made.sequences, (asked, answered), strict=True):
         assert trajectory.prompt_ids + trajectory.response_ids == turn.context_ids
 
@@ -155,8 +156,67 @@ async def test_a_conversation_continues_the_longest_beginning_that_is_on_record_
     assert "TWO, shortened" in smollm().decode(spliced.inserted_ids)
     unknown = await recorder.chat([{"role": "user", "content": "summary"}, edited, MORE], sampling=sampling())
     assert unknown.parent is None
+    assert [turn.note for turn in recorder.turns] == [
+        "",
+        "",
+        "message 4 of 5 (assistant) has 'TWO, shortened by the program' where the recorded one (assistant) has 'two'",
+        "message 1 of 3 (user) has 'summary' where the recorded one (user) has 'q'",
+    ]
     assert (recorder.metrics["spliced_calls"], recorder.metrics["unmatched_calls"]) == (1, 1)
-    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a", metrics={}, tool_scores={})
+    made = to_trajectory(recorder, row={}, group_id="g", agent_name="a")
     words = [[smollm().decode(turn.output.token_ids) for turn in s.turns] for s in made.sequences]
     assert sorted(words) == [["four"], ["one", "two"], ["three"]]  # each sampled turn is trained on once
     assert made.metrics["spliced_calls"] == 1
+    notes = {turn.number: turn.note for s in made.sequences for turn in s.turns}
+    assert notes == {turn.number: turn.note for turn in recorder.turns}  # the trajectory keeps them
+
+
+async def test_what_a_call_says_of_its_difference_is_an_excerpt_around_it_and_knows_calls_and_tools():
+    recorder = recorder_of(smollm(), [f"{CALL}<|im_end|>", *["x<|im_end|>"] * 4])
+    system = "a long policy " * 9
+    asked = [{"role": "system", "content": system + "one"}, QUESTION]
+    first = await recorder.chat(asked, tools=[TOOL], sampling=sampling())
+    (call,) = first.reply.tool_calls
+    written = {"id": call.id, "type": "function", "function": {"name": "f", "arguments": '{"a": 2}'}}
+    result = {"role": "tool", "content": "42", "tool_call_id": call.id}
+    for messages in (
+        [{"role": "system", "content": system + "two"}, QUESTION],
+        [*asked, {"role": "assistant", "content": "", "tool_calls": [written]}, result],
+        asked,
+    ):
+        await recorder.chat(messages, tools=[TOOL], sampling=sampling())
+    written["function"]["arguments"] = "{}"
+    await recorder.chat(
+        [*asked, {"role": "assistant", "content": "", "tool_calls": [written]}, result], sampling=sampling()
+    )
+    assert [turn.note for turn in recorder.turns[1:4]] == [
+        "message 1 of 2 (system) has '…olicy a long policy two' "
+        "where the recorded one (system) has '…olicy a long policy one'",
+        """message 3 of 4 (assistant) has 'f({"a": 2})' where the recorded one (assistant) has 'f({})'""",
+        "asks again for what is on record",
+    ]
+    assert recorder.turns[4].parent is first and not recorder.turns[4].note
+
+
+async def test_a_history_that_may_not_be_edited_says_where_it_was():
+    recorder = recorder_of(smollm(), ["one<|im_end|>"] * 2, edited_history="drop")
+    await recorder.chat([QUESTION], sampling=sampling())
+    with pytest.raises(HistoryEditedError, match=r"message 1 of 1 \(user\) has 'more' where .* has 'q'; set agent"):
+        await recorder.chat([MORE], sampling=sampling())
+
+
+def test_other_tools_make_another_conversation():
+    said = [QUESTION, {"role": "assistant", "content": "one"}]
+    expected = "goes on after message 2, where the recorded one ends, but with other tools"
+    assert first_difference([*said, MORE], [said[:1], said]) == expected
+
+
+async def test_a_raw_prompt_that_continues_nothing_says_where_it_differs():
+    codec = smollm()
+    recorder = recorder_of(codec, ["<|im_end|>"] * 3)
+    first = await recorder.complete("once upon a time", sampling=sampling())
+    assert not (await recorder.complete([*first.context_ids, 9], sampling=sampling())).note
+    other = await recorder.complete(codec.encode_text("once upon a hill"), sampling=sampling())
+    assert other.note == (
+        "message 1 of 1 (user) has 'once upon a hill' where the recorded one (user) has 'once upon a time'"
+    )

@@ -130,7 +130,11 @@ async def test_a_healthy_engine_agrees_to_its_tolerance_and_all_its_layers_do(mo
 
 
 def resampled(**sampling: Any) -> Between:
-    return Between(ask=lambda request: replace(request, sampling=replace(request.sampling, **sampling)))
+    """An engine that samples otherwise than asked, and does not say from which ids."""
+    return Between(
+        ask=lambda request: replace(request, sampling=replace(request.sampling, **sampling)),
+        answer=lambda request, output: replace(output, supports=()),
+    )
 
 
 def reworded(change: Any) -> Between:

@@ -168,3 +168,13 @@ def test_a_group_of_which_no_trajectory_carries_loss_is_dropped_by_their_reasons
     members = [replace(t, no_loss=DropReason.VOID_TRAJECTORY) for t in members]
     selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
     assert selection.groups == () and selection.dropped == {DropReason.VOID_TRAJECTORY: ("g-0", "g-1")}
+
+
+def test_a_trajectory_whose_every_token_was_constrained_counts_in_the_baseline_alone():
+    members = [trajectory([3], [4, 5], reward=float(i), index=i) for i in range(3)]
+    for number, marks in ((0, (True, False)), (1, (True, True))):
+        turn = members[number].turns[0]
+        turn = replace(turn, output=replace(turn.output, constrained=marks))
+        members[number] = replace(members[number], turns=(turn,))
+    selection = select([Group(group_id="g", trajectories=tuple(members))], AlgorithmConfig())
+    assert selection.masked == {"g-1": DropReason.CONSTRAINED} and len(selection.groups[0].trajectories) == 3

@@ -44,7 +44,11 @@ def grow(strategy: Strategy, make, *, group_size: int = 8, seed: int = 0) -> Gro
         wave = []
         for start in starts:
             number = growth.started + len(wave)
-            wave.append(Outcome(trajectory_id=f"g-{number}", start=start, trajectory=make(number, start)))
+            wave.append(
+                Outcome(
+                    trajectory_id=f"g-{number}", start=start, trajectories=tuple(filter(None, [make(number, start)]))
+                )
+            )
         growth = replace(growth, waves=(*growth.waves, wave))
     return growth
 

@@ -151,7 +151,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_near(typo: str, meant: st
         ("model.min_pixels", "integer >= 1, or null"),
         ("trainer.agreement_tolerance", "[number, number], or null"),
         ("rollout.vllm.multi_modal", "mapping of image | video to integer >= 1"),
-        ("data.train", "text"),
+        ("data.train", "text, or mapping, or list of text, or mapping"),
         ("reward.remote.data_sources", "list of text, at least 1"),
         ("reward.remote", "section, or null"),
     ],

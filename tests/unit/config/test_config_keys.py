@@ -33,6 +33,8 @@ EFFECTS = {
     "run_dir": "e2e/test_run.py::test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run",
     "model.path": "e2e/test_picture_run.py::test_engine_learner_and_transformers_agree_before_and_after_an_update",
     "data.train": "e2e/test_run.py::test_bad_input_is_one_message_and_no_traceback",
+    "data.shuffle_row_groups":
+        "unit/data/test_dataset.py::test_no_more_row_groups_than_allowed_are_in_memory_whatever_is_done_with_them",
     "data.eval": "e2e/test_policy_commands.py::test_doctor_is_content_with_it_and_fails_where_something_is_missing",
     "rollout.placement": "unit/runtime/test_engine_placement.py::test_each_placement_has_its_engines",
     "rollout.sleep_during_update":
@@ -61,6 +63,10 @@ EFFECTS = {
     "rollout.temperature":
         "unit/trainer/test_sampling_of_a_run.py::"
         "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",
+    **dict.fromkeys(
+        ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        "unit/trainer/test_sampling_of_a_run.py::test_training_samples_from_a_part_of_the_vocabulary_and_evaluation_does_not",
+    ),
     "rollout.eval_temperature":
         "unit/trainer/test_sampling_of_a_run.py::"
         "test_each_has_its_temperature_and_both_the_length_of_the_engines_context",
@@ -80,6 +86,9 @@ EFFECTS = {
     "agent.max_response_length":
         "unit/agents/test_server_tool_settings.py::test_val_settings_hold_in_evaluations_only",
     "agent.module": "unit/deploy/doctor/test_config_checks.py::test_several_faults_are_told_together_and_hide_no_other",
+    "agent.role_models": "e2e/test_roles_run.py::test_a_frozen_role_is_on_record_and_not_trained",
+    "agent.role_adapters":
+        "unit/collect/test_roles.py::test_an_adapter_plays_its_role_and_the_model_below_it_is_frozen",
     "reward.path": "unit/rewards/test_reward_registry.py::test_a_users_file_registers_functions",
     "reward.workers":
         "unit/runtime/test_scoring_services.py::"

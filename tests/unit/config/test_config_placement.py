@@ -53,7 +53,16 @@ def test_what_fits_together_is_taken(rollout: dict, mode: str):
         ),
         ({"backend": "remote", "urls": ["http://h:1"], **SEPARATE}, "sync", "remote runs where its servers are"),
         ({**SEPARATE, "deterministic": True}, "sync", "rollout.deterministic shares one program with the learner"),
-        ({**SEPARATE, "gpus_per_engine": 2}, "sync", "set 1, which rollout.jetstream.mesh needs, or 0 for CPUs"),
+        (
+            {**SEPARATE, "gpus_per_engine": 2, "jetstream": {"mesh": {"data": 1, "tensor": 1}}},
+            "sync",
+            "set 1, which rollout.jetstream.mesh needs, or 0 for CPUs",
+        ),
+        (
+            {**SEPARATE, "gpus_per_engine": 3, "jetstream": {"mesh": {"tensor": 2}}},
+            "sync",
+            "set 2, which rollout.jetstream.mesh needs, or 0 for CPUs",
+        ),
         ({**SEPARATE, "backend": "vllm", "gpus_per_engine": 2}, "sync", "set 1, which rollout.vllm.tensor_parallel"),
         ({**SEPARATE, "num_engines": 0}, "sync", "rollout.num_engines"),
         ({"placement": "elsewhere"}, "sync", "rollout.placement"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.errors import CheckpointError, DataError
 
 GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}
@@ -105,7 +105,7 @@ def test_a_restored_cursor_goes_on_as_if_nothing_had_happened(rows: int, before:
 
 
 def test_a_cursor_refuses_the_state_of_another_data_set():
-    with pytest.raises(CheckpointError, match="3 training rows"):
+    with pytest.raises(CheckpointError, match=r"training rows \[3\], data.train has \[2\] now"):
         DataCursor([1, 2], seed=0).restore(DataCursor([1, 2, 3], seed=0).state())
 
 

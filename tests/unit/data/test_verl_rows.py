@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jax_agent_rl.data.rows import load_rows
+from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.environments import require_environments
 from jax_agent_rl.rewards import require_rewards
 from jax_agent_rl.tools import ToolRegistry, ToolSession

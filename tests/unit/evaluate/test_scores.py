@@ -45,3 +45,11 @@ def test_tool_errors_parts_and_cut_trajectories_are_counted():
     got = scores([replace(first, trajectories=(first.trajectories[0], cut))], ["x"], **SETTINGS)["x"]
     assert got["tool_calls_mean"] == 2.0 and got["tool_error_share"] == 0.5
     assert got["cut_share"] == 0.5 and got["reward_parts"] == {"format": 1.0}
+
+
+def test_calls_of_every_segment_are_counted():
+    whole = group("a", 1.0, calls=[[call()]])
+    (last,) = whole.trajectories
+    (first,) = group("s", 0.0, calls=[[call(), call(error="timeout")]]).trajectories
+    got = scores([replace(whole, trajectories=(replace(last, segments=(first,)),))], ["x"], **SETTINGS)["x"]
+    assert got["tool_calls_mean"] == 3.0 and got["tool_error_share"] == pytest.approx(1 / 3)

@@ -83,6 +83,17 @@ def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
     )
 
 
+def test_a_model_with_a_tokenizer_follows_grammars_by_the_library_of_the_jax_engine(tmp_path):
+    settings = VllmSettings(model=str(tmp_path), max_model_len=128)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for cpu, cuda in ((True, False), (False, True)):
+        arguments = settings.engine_arguments(cpu=cpu, cuda=cuda)
+        assert arguments["structured_outputs_config"] == {"backend": "guidance"}
+        assert not arguments["skip_tokenizer_init"]
+    assert "structured_outputs_config" not in settings.engine_arguments(cpu=False, cuda=False)  # a TPU
+    assert "structured_outputs_config" not in SETTINGS.engine_arguments(cpu=True, cuda=False)
+
+
 def test_processes_are_spawned_and_processors_shared_between_ranks(monkeypatch):
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_WORKER_MULTIPROC_METHOD"):
         monkeypatch.delenv(name, raising=False)
@@ -230,7 +241,10 @@ def test_what_is_missing_is_known_before_anything_is_loaded(monkeypatch, tmp_pat
 
 def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_that_decides(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 8)}
-    many = replace(SETTINGS, adapters=adapters, multi_modal={"image": 1}, pixels=(4, 8), kv_cache_gib=1.0)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    many = replace(
+        SETTINGS, model=str(tmp_path), adapters=adapters, multi_modal={"image": 1}, pixels=(4, 8), kv_cache_gib=1.0
+    )
     set_here = {name for cpu in (True, False) for name in many.engine_arguments(cpu=cpu, cuda=not cpu)}
     assert set_here - {"block_size"} == set(VLLM_ARGUMENTS_SET)
     keys = valid_keys(Config)

@@ -1,15 +1,18 @@
 """Requests in vLLM's words, and vLLM's outputs as chunks; vLLM itself is not needed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from gpu_backend.backend import VllmBackend
 from gpu_backend.live import LiveRequest, expand_versions
 from gpu_backend.requests import RequestAdmission, vllm_sampling
 from gpu_backend.settings import VllmSettings
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.types import SamplingParams, StopReason, digest_ids
+from jax_agent_rl.types import RoutedExperts, SamplingParams, StopReason, digest_ids
 
 SETTINGS = VllmSettings(model="m", max_model_len=20, adapters={"math": "/adapters/math"})
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -37,10 +40,10 @@ def live(**sampling) -> LiveRequest:
     return LiveRequest(admission().admit(request(**sampling), ()))
 
 
-def output(ids, *, finished=None, log_prob=-0.5, prompt=(5, 6, 7), cached=0):
+def output(ids, *, finished=None, log_prob=-0.5, prompt=(5, 6, 7), cached=0, routed=None):
     """A vLLM ``RequestOutput`` with these new ids."""
     log_probs = [{i: SimpleNamespace(logprob=log_prob)} for i in ids]
-    completion = SimpleNamespace(token_ids=list(ids), logprobs=log_probs, finish_reason=finished)
+    completion = SimpleNamespace(token_ids=list(ids), logprobs=log_probs, finish_reason=finished, routed_experts=routed)
     return SimpleNamespace(
         outputs=[completion],
         finished=finished is not None,
@@ -56,10 +59,11 @@ def test_every_stopping_id_becomes_a_plain_stop_id():
 
 
 def test_greedy_requests_are_not_truncated():
-    words = vllm_sampling(admission().admit(request(temperature=0.0, top_p=0.5, top_k=3), ()))
-    assert (words["temperature"], words["top_p"], words["top_k"]) == (0.0, 1.0, 0)
-    words = vllm_sampling(admission().admit(request(temperature=0.7, top_p=0.5, top_k=3, seed=11), ()))
-    assert (words["temperature"], words["top_p"], words["top_k"], words["seed"]) == (0.7, 0.5, 3, 11)
+    words = vllm_sampling(admission().admit(request(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1), ()))
+    assert (words["temperature"], words["top_p"], words["top_k"], words["min_p"]) == (0.0, 1.0, 0, 0.0)
+    words = vllm_sampling(admission().admit(request(temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, seed=11), ()))
+    found = (words["temperature"], words["top_p"], words["top_k"], words["min_p"], words["seed"])
+    assert found == (0.7, 0.5, 3, 0.1, 11)
 
 
 def test_the_context_limit_caps_max_tokens():
@@ -144,3 +148,39 @@ def test_versions_follow_their_spans():
         expand_versions([(1, 3)], 2, 1)
     with pytest.raises(ValueError, match="before the first"):
         expand_versions([], 0, 1)
+
+
+def test_under_a_grammar_ids_come_at_the_end_all_of_them_constrained():
+    checks = RequestAdmission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=None, grammars=True)
+    asked = request(grammar="start: /x/")
+    state = LiveRequest(checks.admit(asked, ()))
+    assert state.take(output([30, 31]), [(4, 0)]) is None
+    chunk = state.take(output([2], finished="stop"), [(4, 0), (5, 2)])
+    assert chunk.token_ids == chunk.final.token_ids == (30, 31, 2) and chunk.policy_versions == (4, 4, 5)
+    assert chunk.constrained == chunk.final.constrained == (True,) * 3
+    aborted = LiveRequest(checks.admit(asked, ()))
+    aborted.take(output([30, 31]), [(4, 0)])
+    final = aborted.take(output([], finished="abort"), [(4, 0)]).final  # it begins anew: vLLM cannot resume it
+    assert (final.token_ids, final.stop_reason) == ((), StopReason.ABORTED)
+    assert final.context_digest == digest_ids(asked.prompt_ids)
+    with pytest.raises(BackendError, match="resumes"):
+        checks.admit(replace(asked, resumed=1), ())
+    with pytest.raises(BackendError, match="cannot follow"):
+        admission().admit(asked, ())
+
+
+def test_experts_begin_where_they_were_asked_for_and_end_with_the_ids_that_are_kept():
+    asked = replace(request((5, 6, 7), stop=("d",)), routed_experts_prompt_start=2)
+    made = LiveRequest(admission().admit(asked, ()))
+    assert vllm_sampling(made.run)["routed_experts_prompt_start"] == 2
+    assert made.take(output([1, 5]), [(0, 0)]).final is None
+    rows = np.arange(12, dtype=np.uint8).reshape(6, 1, 2)  # of positions 2 to 7: vLLM sampled 9 ids, and fed 8
+    chunk = made.take(output([3, 4, 5, 6], finished="length", routed=rows), [(0, 0)])
+    assert chunk.final.token_ids == (1, 5, 3)  # the stop string is complete
+    assert chunk.final.routed_experts == RoutedExperts.of(2, rows[:3])
+
+
+def test_a_backend_declares_experts_if_its_engine_is_asked_to_return_them():
+    for engine_args in ({}, {"enable_return_routed_experts": True}):
+        backend = VllmBackend(replace(SETTINGS, engine_args=engine_args))
+        assert backend.capabilities.routed_experts == bool(engine_args)

@@ -16,7 +16,7 @@ from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.peft import read_peft, save_peft
+from jax_agent_rl.models.peft import blank_adapter, read_peft, save_peft, scaled_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.tiny import TINY, logprobs_of, tiny_params
@@ -120,6 +120,27 @@ async def test_adapters_stay_over_new_weights(folders):
     )
     np.testing.assert_allclose(output.log_probs, expected, atol=1e-4)
     assert set(output.policy_versions) == {2}
+
+
+async def test_adapters_in_training_change_with_an_update_and_compile_nothing(folders):
+    adapters = {name: blank_adapter(MATH, TINY) for name in ("solver", "checker")}
+    backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=1, adapters=adapters)
+    await backend.start()
+    try:
+        blank = await ask(backend, "solver", name="blank")
+        compiled = (await backend.metrics()).recompilations
+        trained = {"solver": scaled_adapter(MATH, drawn(MATH, 1)), "checker": blank_adapter(MATH, TINY)}
+        update = WeightUpdate(version=2, kind="arrays", payload=tiny_params(), adapters=trained)
+        await backend.update_weights(update)
+        solver, checker = [await ask(backend, name) for name in ("solver", "checker")]
+        assert (await backend.metrics()).recompilations == compiled
+    finally:
+        await backend.close()
+    assert set(solver.policy_versions) == {2} and solver.cached_tokens == 0
+    assert checker.token_ids == blank.token_ids, "it was not trained"
+    np.testing.assert_allclose(blank.log_probs, logprobs_of(tiny_params(), PROMPT, blank.token_ids), atol=1e-4)
+    expected = peft_logprobs(folders, "math", [*PROMPT, *solver.token_ids], 8)
+    np.testing.assert_allclose(solver.log_probs, expected, atol=1e-4)
 
 
 async def test_an_unknown_adapter_is_refused_by_name(folders):

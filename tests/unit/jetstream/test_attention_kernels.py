@@ -49,9 +49,9 @@ def lost_behind(cached: LayerKV, counts: jax.Array) -> LayerKV:
 
 
 @functools.partial(jax.jit, static_argnames="window")
-def decoded_by_kernel(q, cached, positions, *, window):
+def decoded_by_kernel(q, cached, positions, sinks=None, *, window):
     with pltpu.force_tpu_interpret_mode(True):
-        return decode_kernel(q, cached, PAGES, positions, window=window)
+        return decode_kernel(q, cached, PAGES, positions, sinks, window=window)
 
 
 @jax.jit
@@ -61,9 +61,9 @@ def written_by_kernel(cached, new, positions):
 
 
 @functools.partial(jax.jit, static_argnames="window")
-def chunk_by_kernel(q, cached, new, starts, *, window):
+def chunk_by_kernel(q, cached, new, starts, sinks=None, *, window):
     with pltpu.force_tpu_interpret_mode(True):
-        return attention._chunk_by_kernel(q, cached, new, starts, window=window)
+        return attention._chunk_by_kernel(q, cached, new, starts, sinks, window=window)
 
 
 plain_decode = jax.jit(attention.decode_attention, static_argnames="window")
@@ -124,3 +124,29 @@ def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
     cached, new = kept(kind, 1, LENGTH), kept(kind, 3, 50)
     wanted = plain_chunk(q, cached, new, at, window=window)
     np.testing.assert_allclose(chunk_by_kernel(q, cached, new, at, window=window), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_sink_takes_its_share_in_kernels_and_products(window):
+    """Against a softmax with a column more, without a value, as transformers computes it."""
+    sinks = 3 * drawn(9, 2, 4)
+    q, cached, at = drawn(0, 3, 2, 4, 8), kept("float32", 1, PAGE, rows=14), jnp.array([200, 128, 130])
+    k, v = drawn(3, 3, 2, 8), drawn(4, 3, 2, 8)
+    found, rows = plain_decode(q, in_rows(cached, at), (k, v), at, None, sinks, window=window)
+    written = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], jnp.float32), at)
+    distance = at[:, None] - jnp.arange(rows.values.shape[2])
+    visible = (distance >= 0) & (distance < (window or PAGE * COUNT))
+    scores = jnp.where(visible[:, None, None], jnp.einsum("bkgh,bkhs->bkgs", q, rows.keys), -jnp.inf)
+    column = jnp.broadcast_to(sinks[None, ..., None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
+    expected = jnp.einsum("bkgs,bksh->bkgh", weights, rows.values)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(decoded_by_kernel(q, written, at, sinks, window=window), expected, atol=1e-5)
+
+    q, rows, chunk = drawn(0, 2, 4, 8, 3, 50), kept("float32", 1, LENGTH), kept("float32", 3, 50)
+    products = plain_chunk(q, rows, chunk, at, sinks, window=window)
+    np.testing.assert_allclose(chunk_by_kernel(q, rows, chunk, at, sinks, window=window), products, atol=1e-5)
+    # The first token of a chunk attends as one that is decoded there.
+    first = (chunk.keys[..., 0], chunk.values[:, :, 0])
+    decoded, _ = plain_decode(q[..., 0].transpose(3, 0, 1, 2), rows, first, at, None, sinks, window=window)
+    np.testing.assert_allclose(products[..., 0].transpose(3, 0, 1, 2), decoded, atol=1e-5)

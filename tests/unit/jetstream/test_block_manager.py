@@ -1,5 +1,7 @@
 """Which context stands in which pages: the blocks against a model that remembers what every page was given."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -101,13 +103,21 @@ class PageMachine(RuleBasedStateMachine):
     """Random requests. The model keeps for every context its ids, and for every page the KV that was written to it: of
     which context prefix each position is, as the device would hold it."""
 
-    PAGES, SIZE, MAX_CONTEXT_PAGES = 9, 3, 6
+    PAGES, SIZE, MAX_CONTEXT_PAGES, HOST_PAGES = 9, 3, 6, 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(self.PAGES, self.SIZE, self.MAX_CONTEXT_PAGES)
+        self.rates: dict[str, float] = {}
+        self.blocks = BlockManager(
+            self.PAGES,
+            self.SIZE,
+            self.MAX_CONTEXT_PAGES,
+            host_pages=self.HOST_PAGES,
+            return_rate=lambda session: self.rates.get(session, 0.0),
+        )
         self.contexts: dict[int, list[int]] = {}
         self.kv = np.full((self.PAGES + 1, self.SIZE), None, object)
+        self.host = np.full((self.HOST_PAGES, self.SIZE), None, object)
         self.weights = 0
 
     def write(self, context: int, begin: int, contents: list[int]) -> None:
@@ -115,12 +125,24 @@ class PageMachine(RuleBasedStateMachine):
             page = self.blocks.pages(context)[position // self.SIZE]
             self.kv[page, position % self.SIZE] = (self.weights, *contents[: position + 1])
 
-    @rule(prompt=ids, session=st.sampled_from(["a", "b", None]))
-    def place(self, prompt: list[int], session: str | None) -> None:
-        placement = self.blocks.allocate(prompt, session)
+    def offload(self) -> None:
+        for page, host_page in self.blocks.saved:
+            self.host[host_page] = self.kv[page]
+        self.blocks.saved.clear()
+
+    @rule(session=st.sampled_from("ab"), rate=st.sampled_from([0.0, 0.1, 2.0, math.inf]))
+    def wait(self, session: str, rate: float) -> None:
+        self.rates[session] = rate
+
+    @rule(prompt=ids, session=st.sampled_from(["a", "b", None]), cost=st.sampled_from([0.0, 0.2, 5.0]))
+    def place(self, prompt: list[int], session: str | None, cost: float) -> None:
+        placement = self.blocks.allocate(prompt, session, recompute_cost=cost if self.contexts else 0.0)
+        self.offload()
         if placement is None:
             assert self.contexts, "one context always fits"
             return
+        for host_page, page in placement.restored:
+            self.kv[page] = self.host[host_page]
         assert placement.reused < len(prompt) and placement.pages == self.blocks.pages(placement.context)
         if placement.copy is not None:
             source, target = placement.copy
@@ -141,6 +163,7 @@ class PageMachine(RuleBasedStateMachine):
         if not self.blocks.grow(context, len(new)):
             assert len(self.contexts) > 1, "one context always fits"
             return
+        self.offload()
         self.contexts[context] = before + new
         self.write(context, len(before), self.contexts[context])
         self.blocks.append(context, new)
@@ -186,26 +209,31 @@ class PageMachine(RuleBasedStateMachine):
                 ref_counts[page] += 1
         assert ref_counts == {number: page.ref_count for number, page in blocks._pages.items()}
         assert blocks._idle == sum(not count for count in ref_counts.values())
+        assert sorted([*blocks._host_free, *blocks._on_host]) == list(range(self.HOST_PAGES))
+        assert all(page.sessions for page in blocks._on_host.values()), "kept for nobody"
 
     @invariant()
     def idle_pages_can_all_be_given_up(self) -> None:
-        leaves = {page.rank for page in self.blocks._pages.values() if not page.ref_count and not page.children}
-        assert leaves <= set(self.blocks._leaves)
+        on_device = self.blocks._pages.values()
+        inner = {page.parent for page in on_device}
+        leaves = {page.number for page in on_device if not page.ref_count and page not in inner}
+        assert leaves == set(self.blocks._leaves)
 
     @invariant()
     def the_share_in_use_is_of_all_positions(self) -> None:
         assert 0 <= self.blocks.used_share <= 1
 
 
+class HostPageMachine(PageMachine):
+    """The same with pages of the host."""
+
+    HOST_PAGES = 4
+
+
 TestPageMachine = PageMachine.TestCase
 TestPageMachine.settings = settings(max_examples=60, stateful_step_count=25)
-
-
-def test_the_heap_of_leaves_does_not_grow_with_requests():
-    blocks = make_blocks(4)
-    for number in range(100):
-        blocks.free(held(blocks, [number % 3, 5, 6], "s"), session_ends=False)
-    assert len(blocks._leaves) <= 16
+TestHostPageMachine = HostPageMachine.TestCase
+TestHostPageMachine.settings = settings(max_examples=100, stateful_step_count=35)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -217,3 +245,69 @@ def test_contexts_for_whom_there_are_pages_always_run(slots: int):
         for context in contexts:
             blocks.append(context, [2, 3, 4, 5])
             blocks.free(context, session_ends=False)
+
+
+def test_the_session_that_returns_soonest_is_evicted_last():
+    rates = {"soon": 1.0, "late": 0.1}
+    blocks = BlockManager(4, 4, 2, return_rate=rates.__getitem__)
+    soon, late = held(blocks, [1] * 7, "soon"), held(blocks, [2] * 7, "late")
+    own = blocks.pages(late)
+    blocks.free(soon, session_ends=False)
+    blocks.free(late, session_ends=False)  # used last
+    assert blocks.allocate([3, 3], None).pages == own[1:]
+    assert blocks.allocate([4, 4], None).pages == own[:1]
+
+
+def test_a_page_of_several_waiting_sessions_is_kept_longer():
+    blocks = BlockManager(5, 4, 2, return_rate={"a": 1.0, "b": 1.0, "c": 1.5}.__getitem__)
+    for session, prompt in (("a", [1] * 5), ("b", [1] * 5), ("c", [2] * 5)):
+        blocks.free(held(blocks, prompt, session), session_ends=False)
+    assert [page.ids for page in blocks._pages.values()] == [[1] * 4, [2] * 4]
+    assert blocks.allocate([3] * 7, None) and blocks.allocate([4] * 7, None)
+    assert [1] * 4 in [page.ids for page in blocks._pages.values()], "two may return to it"
+
+
+def test_kv_that_is_worth_a_slot_until_its_session_returns_makes_others_wait():
+    blocks = BlockManager(4, 4, 4, return_rate=lambda session: 0.5)
+    blocks.free(held(blocks, [1] * 13, "waits"), session_ends=False)  # three pages of ids nobody else has
+    assert blocks.allocate([2] * 5, "new", recompute_cost=0.17) is None, "12 ids at 0.17 s are more than 2 s"
+    assert blocks.allocate([2] * 5, "new", recompute_cost=0.16) is not None
+
+
+def test_a_session_in_the_cache_takes_the_pages_of_others():
+    blocks = BlockManager(4, 4, 4, return_rate=lambda session: 0.5)
+    blocks.free(held(blocks, [1] * 9, "waits"), session_ends=False)
+    blocks.free(held(blocks, [2] * 8, "back"), session_ends=False)
+    assert blocks.allocate([3] * 8, "new", recompute_cost=9.0) is None
+    assert blocks.allocate([2] * 12, "back", recompute_cost=9.0).reused == 7
+
+
+def test_pages_of_waiting_sessions_move_to_the_host_and_come_back_in_order():
+    blocks = BlockManager(3, 4, 3, host_pages=3)
+    waits = held(blocks, [1] * 9, "waits")
+    first, second = blocks.pages(waits)[:2]
+    blocks.free(waits, session_ends=False)
+    blocks.free(held(blocks, [2] * 9, "ends"), session_ends=True)
+    assert blocks.saved == [(second, 2), (first, 1)], "ends before beginnings"
+    back = blocks.allocate([1] * 9, "waits")
+    assert [host for host, _ in back.restored] == [1, 2] and back.reused == 8
+    assert len(blocks.saved) == 2, "ended sessions are not kept"
+
+
+def test_ended_sessions_leave_nothing_on_the_host():
+    blocks = BlockManager(2, 4, 2, host_pages=2)
+    blocks.free(held(blocks, [1] * 6, "a"), session_ends=False)
+    blocks.free(held(blocks, [2] * 6, "b"), session_ends=False)
+    assert len(blocks._on_host) == 2
+    blocks.free(held(blocks, [3], "a"), session_ends=True)  # another context
+    assert {name for page in blocks._on_host.values() for name in page.sessions} == {"b"}
+
+
+def test_new_weights_drop_host_pages():
+    blocks = BlockManager(2, 4, 2, host_pages=2)
+    blocks.free(held(blocks, [1] * 6, "a"), session_ends=False)
+    running = held(blocks, [2] * 6, "b")
+    blocks.reset()
+    assert not blocks._on_host and sorted(blocks._host_free) == [0, 1] and not blocks.saved
+    blocks.free(running, session_ends=False)
+    assert blocks.allocate([1] * 6, "a").reused == 0

@@ -1,4 +1,4 @@
-"""Decode steps on pages where they lie, as a TPU runs them (interpreted), against those on gathered rows."""
+"""Decode steps on pages where they lie, as a TPU (interpreted) and a CPU run them, against those on gathered rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.kv_cache import KVCache, gather_pages
-from jax_agent_rl.jetstream.programs import decode_program
+from jax_agent_rl.jetstream.programs import Kernels, decode_program
 from tests.tiny import TINY, tiny_params
 
 STEPS = 6
+needs_compiler = pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
+ALL_KERNELS = [pytest.param(k, marks=needs_compiler) if k is Kernels.CPU else k for k in Kernels]
 SHAPES = EngineShapes(
     max_model_len=96, max_concurrent_decodes=4, kv_cache_tokens=288, decode_steps=STEPS, prefill_buckets=(32,)
 )
@@ -34,21 +37,22 @@ def three_slots() -> DecodeBatch:
     return slots
 
 
-def decoded(in_place: bool, cache: KVCache, slots: DecodeBatch) -> tuple[KVCache, jax.Array]:
+def decoded(kernels: Kernels, cache: KVCache, slots: DecodeBatch) -> tuple[KVCache, jax.Array]:
     engine = JaxEngine(TINY, SHAPES)
     params = engine.load_params(tiny_params())
-    program = jax.jit(decode_program(TINY, STEPS, None, in_place))
-    with pltpu.force_tpu_interpret_mode(True) if in_place else contextlib.nullcontext():
+    program = jax.jit(decode_program(TINY, STEPS, None, kernels))
+    with pltpu.force_tpu_interpret_mode(True) if kernels is Kernels.PALLAS else contextlib.nullcontext():
         return program(params, cache, slots, np.array([STEPS, 9], np.int32))
 
 
-def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
+@pytest.mark.parametrize("kernels", ALL_KERNELS[1:])
+def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache(kernels: Kernels):
     empty = JaxEngine(TINY, SHAPES).init_cache()
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
     slots = three_slots()
-    found, (ids, scores) = decoded(True, cache, slots)
-    wanted, (wanted_ids, wanted_scores) = decoded(False, cache, slots)
+    found, (ids, scores) = decoded(kernels, cache, slots)
+    wanted, (wanted_ids, wanted_scores) = decoded(Kernels.NONE, cache, slots)
     np.testing.assert_array_equal(ids, wanted_ids)
     ran = np.asarray(ids) >= 0
     assert ran.sum(0).tolist() == [STEPS, STEPS, 2, 0]
@@ -64,8 +68,8 @@ def test_pages_read_where_they_lie_give_the_same_ids_and_the_same_cache():
         assert all(np.any(held[page] != before[page]) for page in (1, 2, 7, 9))
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["rows", "in place"])
-def test_pages_that_held_nans_serve_like_empty_ones(in_place: bool):
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
+def test_pages_that_held_nans_serve_like_empty_ones(kernels: Kernels):
     """Those of weights that went wrong, when right ones have come."""
     engine, slots = JaxEngine(TINY, SHAPES), make_decode_batch(2, SHAPES.context_pages)
     prompt, params = np.arange(3, 44, dtype=np.int32), engine.load_params(tiny_params())
@@ -76,7 +80,7 @@ def test_pages_that_held_nans_serve_like_empty_ones(in_place: bool):
         """Of two chunks, of which the second begins within a page, and what is sampled behind."""
         for part in (slice(0, 20), slice(20, -1)):
             cache = engine.extend(params, cache, [Extension((4, 2), part.start, prompt[part])])
-        return decoded(in_place, cache, slots)[1]
+        return decoded(kernels, cache, slots)[1]
 
     wanted = served(engine.init_cache())
     found = served(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.init_cache()))

@@ -1,6 +1,5 @@
 """Keys, values and weights in 8 bits: as rounded by hand, in the memory that is promised, and however they come in."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -33,7 +32,7 @@ def scored(config: DecoderConfig, params: Params, *, kv: str | None = None, weig
     slots, count = make_decode_batch(1, 2), len(IDS) - 1
     slots.pages[:] = [2, 1]
     slots.tokens[:], slots.remaining[:], slots.temperature[:] = IDS[0], count, 1.0
-    decode = jax.jit(functools.partial(programs.decode, config, count, None, False))
+    decode = jax.jit(programs.decode_program(config, count, None, programs.Kernels.NONE))
     held = engine_params(config, params, dtype=jnp.float32, quantize=weights and DTYPES[weights])
     cache = empty_cache(config, 3, 32, DTYPES[kv] if kv else jnp.float32)
     _, out = decode(held, cache, slots, np.array([count, 2]), np.array(IDS[1:], np.int32)[:, None])

@@ -12,6 +12,7 @@ import pytest
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.decode_batch import Sampled
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.engine_core import EngineThread
 from jax_agent_rl.jetstream.scheduler import Scheduler
@@ -57,7 +58,7 @@ class CountingEngine:
     def __init__(self, shapes: EngineShapes) -> None:
         self.config, self.shapes = TINY, shapes
         self.max_concurrent_decodes = shapes.max_concurrent_decodes
-        self.table = SimpleNamespace(recompilations=0)
+        self.table = SimpleNamespace(recompilations=0, compile_seconds=0.0)
         self.gate = Gate()
         self.broken: Exception | None = None
         self.refusal: Exception | None = None
@@ -76,6 +77,9 @@ class CountingEngine:
             raise self.refusal
         return jax.numpy.array(params["final_norm"])
 
+    def offload_params(self, params):
+        return jax.device_get(params)
+
     def copy_page(self, cache, source, target):
         return cache
 
@@ -89,7 +93,7 @@ class CountingEngine:
         assert not params.is_deleted()
         step = np.arange(steps)[:, None]
         ids = np.where(step < slots.remaining, (slots.tokens + step + 1) % TINY.vocab_size, -1)
-        return cache, ids, np.zeros(ids.shape, np.float32)
+        return cache, Sampled(ids, np.zeros(ids.shape, np.float32))
 
 
 @contextlib.asynccontextmanager

@@ -28,8 +28,9 @@ MODELS = {
     "dense": replace(base, qkv_bias=True, tie_word_embeddings=False),
     "few KV heads": replace(base, num_kv_heads=2, qk_norm=True, sandwich_norms=True, sliding_window=4,
                             windowed_layers=(True, False), local_rope=Rope(theta=100.0)),
-    "experts": replace(base, num_kv_heads=4,
-                       experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True)),
+    "experts": replace(base, num_kv_heads=4, attention_sinks=True, o_bias=True, activation="clamped_swiglu",
+                       rope=Rope(partial_rotary=0.5, interleaved=True),
+                       experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True, bias=True)),
 }
 model, mesh, options = MODELS[sys.argv[1]], EngineMeshConfig(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
 shapes = EngineShapes(
@@ -83,6 +84,7 @@ found, part = asyncio.run(outputs(make_engine_mesh(mesh)))
 for a, b in zip(expected, found, strict=True):
     assert a.token_ids == b.token_ids, (a, b)
     np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+    assert (a.routed_experts is None) == (model.experts is None) and a.routed_experts == b.routed_experts
 print(json.dumps(part))
 """
 
@@ -99,6 +101,7 @@ def test_tokens_and_logprobs_are_those_of_one_device_over_turns_and_updates(mode
     (line,) = run_on_devices(ENGINES, model, json.dumps(mesh), json.dumps(options))
     parts = json.loads(line)
     assert parts.pop("router", 1) == 1, "every token is routed on every device"
+    assert parts.pop("expert_down_bias", 1 / 2) == 1 / 2, "added on one of the devices that add up an expert's output"
     assert set(parts.values()) == {1 / 8}, parts
 
 

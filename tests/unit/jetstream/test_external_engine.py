@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +44,12 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, TINY.vocab_size, length).tolist()
 
 
+def exact_logprobs_of(prompt, sampled):
+    """As ``logprobs_of``, with layers in float64: the rounding of a pass in float32 is as large as the engine's."""
+    with jax.enable_x64(True):
+        return logprobs_of(jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), PARAMS), prompt, sampled)
+
+
 async def test_more_requests_than_slots_get_the_logprobs_of_full_passes():
     prompts = [prompt_of(i, 1 + (11 * i) % 40) for i in range(8)]
     async with running() as backend:
@@ -52,7 +59,7 @@ async def test_more_requests_than_slots_get_the_logprobs_of_full_passes():
         metrics = await backend.metrics()
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert len(output.token_ids) == 5 + i and output.stop_reason is StopReason.LENGTH
-        np.testing.assert_allclose(output.log_probs, logprobs_of(PARAMS, prompt, output.token_ids), atol=2e-5)
+        np.testing.assert_allclose(output.log_probs, exact_logprobs_of(prompt, output.token_ids), atol=2e-5)
         assert output.context_digest == digest_ids([*prompt, *output.token_ids])
     assert metrics.generated_tokens == sum(range(5, 13)) and metrics.prefill_tokens == sum(map(len, prompts))
 

@@ -24,7 +24,9 @@ PAGES = np.array([[3, 1, 6, 2, 8], [3, 1, 4, 7, 0]], np.int32)  # two rows that 
 ALONE = 2 * SIZE  # from here on each row has pages of its own
 
 chunk_written = jax.jit(
-    lambda cache, new, starts, into: write_pages(cache, align_to_pages(cache, (new,), starts, into[:, 0]), into)
+    lambda cache, new, starts, into: write_pages(
+        cache, align_to_pages(cache, KVCache((new,)), starts, into[:, 0]), into
+    )
 )
 steps_written = jax.jit(functools.partial(write_back, steps=STEPS))
 rows_of = jax.jit(gather_pages)

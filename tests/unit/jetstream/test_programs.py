@@ -34,9 +34,9 @@ def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_th
     cache = engine.warm_up(params, engine.init_cache())
     before = len(engine.table)
     slots = make_decode_batch(3, SHAPES.context_pages, 10)
-    cache, _, _ = engine.decode(params, cache, slots, 4, 1)
+    cache, _ = engine.decode(params, cache, slots, 4, 1)
     assert len(engine.table) == before + 2  # 64 positions, and 128
-    cache, _, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
+    cache, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, 100), 4, 1)
     assert len(engine.table) == before + 2
     cache = engine.extend(params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))])
     assert len(engine.table) == before + 4  # what computes a chunk, and what writes it

@@ -41,16 +41,17 @@ def described(mesh: Mesh, shape: tuple[int, ...], dtype: jnp.dtype, *axes: str |
 
 
 def learner_program(mesh: Mesh, length: int, *, windowed: bool) -> jax.stages.Lowered:
-    """Attention of two rows and its gradients."""
+    """Attention of two rows, with sinks where there is a window, and its gradients."""
 
-    def loss(q, k, v, vision_processor):
-        return jnp.sum(sharded_tree_attention(q, k, v, vision_processor, mesh).astype(jnp.float32))
+    def loss(q, k, v, sinks, tree_mask):
+        return jnp.sum(sharded_tree_attention(q, k, v, tree_mask, mesh, sinks).astype(jnp.float32))
 
     q = described(mesh, (2, HEADS, length, SIZE), jnp.bfloat16, None, "tensor", "context")
     k = described(mesh, (2, KV_HEADS, length, SIZE), jnp.bfloat16, None, "tensor", "context")
     marks = described(mesh, (2, length), jnp.int32, None, "context")
-    vision_processor = TreeMask(marks, marks, described(mesh, (), jnp.int32)) if windowed else TreeMask(marks)
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, k, vision_processor)
+    tree_mask = TreeMask(marks, marks, described(mesh, (), jnp.int32)) if windowed else TreeMask(marks)
+    sinks = described(mesh, (HEADS,), jnp.bfloat16, "tensor") if windowed else None
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, k, sinks, tree_mask)
 
 
 @pytest.mark.parametrize("windowed", [False, True], ids=["dense", "windowed"])
@@ -81,16 +82,17 @@ def kernels(program: jax.stages.Compiled) -> int:
 def decode_step_of(
     mesh: Mesh, dtype: jnp.dtype, *, slots: int, length: int, page: int, size: int, window: int | None
 ) -> tuple[jax.stages.Compiled, float]:
-    """And the bytes each of two chips holds of the cache."""
+    """With sinks where there is a window; and the bytes each of two chips holds of the cache."""
     cached = described_cache(mesh, slots * length // page, page, dtype, size)
     new = described(mesh, (slots, KV_HEADS, size), jnp.bfloat16, None, "tensor")
     q = described(mesh, (slots, KV_HEADS, HEADS // KV_HEADS, size), jnp.bfloat16, None, "tensor")
     at, pages = described(mesh, (slots,), jnp.int32), described(mesh, (slots, length // page), jnp.int32)
 
-    def step(cached, q, new, at, pages):
-        return decode_attention(q, cached, (new, new), at, pages, window=window, mesh=mesh)
+    def step(cached, q, new, at, pages, sinks):
+        return decode_attention(q, cached, (new, new), at, pages, sinks, window=window, mesh=mesh)
 
-    program = jax.jit(step, donate_argnums=0).lower(cached, q, new, at, pages).compile()
+    sinks = described(mesh, (KV_HEADS, HEADS // KV_HEADS), jnp.bfloat16, "tensor") if window else None
+    program = jax.jit(step, donate_argnums=0).lower(cached, q, new, at, pages, sinks).compile()
     return program, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cached)) / 2
 
 

@@ -57,6 +57,13 @@ def test_what_was_appended_is_never_compared_even_where_it_is_trained_on():
     assert len(comparable(made, 3)) == sum(made.loss_mask)
 
 
+def test_constrained_tokens_are_not_compared():
+    made = of_versions((3, 3, 3), (3,))
+    first = replace(made.turns[0], output=replace(made.turns[0].output, constrained=(False, True, False)))
+    made = replace(made, turns=(first, *made.turns[1:]))
+    assert comparable(made, 3).tolist() == [True] * 3 and sum(made.loss_mask) == 3
+
+
 def test_an_infinite_gap_is_a_breach_and_what_is_no_number_is_left_to_the_update():
     assert Comparison.of(np.array([np.inf, 0.0])).largest > 1000
     assert Comparison.of(np.array([np.nan, 0.25])) == Comparison(tokens=1, mean=0.25, largest=0.25)

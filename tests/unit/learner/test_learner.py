@@ -11,9 +11,10 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError, NonFiniteError
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
+from jax_agent_rl.types import Group
 from tests.simulated import run_on_devices
 from tests.tiny import TINY, logprobs_of, tiny_params
-from tests.trajectories import random_groups, trajectory
+from tests.trajectories import random_groups, trajectory, with_supports
 
 
 def learner(**changes) -> Learner:
@@ -47,6 +48,15 @@ REFERENCE = {"share_prefixes": False, "pack_length": 32, "micro_batch_size": 1}
 def test_the_gradient_does_not_depend_on_the_layout(layout: dict, mode: str):
     groups = random_groups(0)
     algorithm = {"loss_agg_mode": mode}
+    expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
+    got = gradient(learner(algorithm=algorithm, **layout), groups)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("layout", [{"share_prefixes": True}, {"pack_length": 40, "micro_batch_size": 3}], ids=str)
+def test_the_gradient_over_supports_does_not_depend_on_the_layout(layout: dict):
+    groups, algorithm = with_supports(random_groups(0)), {"entropy_coeff": 0.01}
     expected = gradient(learner(algorithm=algorithm, **REFERENCE), groups)
     got = gradient(learner(algorithm=algorithm, **layout), groups)
     for a, b in zip(got, expected, strict=True):
@@ -139,6 +149,7 @@ from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
 from tests.tiny import TINY, tiny_params
+from jax_agent_rl.types import Group
 from tests.trajectories import random_groups
 
 config = replace(TINY, vocab_size=96)
@@ -187,3 +198,26 @@ def test_observations_are_trained_on_when_asked_for_and_have_no_gap(updates: int
     assert not result.skipped and np.isfinite(list(result.metrics.values())).all()
     if updates == 1:  # later updates start from other weights
         assert result.metrics["logprob_gap_max"] == pytest.approx(plain["logprob_gap_max"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"adv_estimator": "reinforce_plus_plus"}, {"loss_agg_mode": "seq-mean-token-mean"}], ids=str
+)
+def test_constrained_tokens_are_context_like_inserted_ones(algorithm: dict):
+    """Golden: the same ids with the constrained ones inserted between turns."""
+    constrained, inserted = [], []
+    for t in random_groups(9, groups=1)[0].trajectories:
+        ids = (*t.response_ids, *range(5, 11))[:6]
+        fields = {"reward": t.reward, "index": int(t.trajectory_id.rpartition("-")[2]), "group": t.group_id}
+        whole = trajectory(t.prompt_ids, ids, logprobs=[-9.0] * 6, **fields)
+        marks = (False, True, False, False, True, True)  # the last one, too, where the reward is
+        turn = replace(whole.turns[0], output=replace(whole.turns[0].output, constrained=marks))
+        constrained.append(replace(whole, turns=(turn,)))
+        inserted.append(trajectory(t.prompt_ids, ids, mask=[1, 0, 1, 1, 0, 0], logprobs=[-9.0] * 6, **fields))
+    both = [
+        gradient(learner(algorithm=algorithm), [Group(group_id=t[0].group_id, trajectories=tuple(t))])
+        for t in (constrained, inserted)
+    ]
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert max(np.abs(g).max() for g in both[0]) > 0

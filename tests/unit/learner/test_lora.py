@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -158,3 +159,5 @@ def test_bad_settings_are_refused_with_the_fix():
     mixture = DecoderConfig(**{**vars(TINY), "family": "qwen3_moe", "experts": experts})
     with pytest.raises(ConfigError, match="has no gate_proj, up_proj, down_proj"):
         new_adapters(LORA, mixture)
+    with pytest.raises(ConfigError, match="a glm4 model stores gate_proj, up_proj in one matrix"):
+        new_adapters(LORA, replace(TINY, family="glm4"))

@@ -17,7 +17,7 @@ from jax_agent_rl.models.sharding import place
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import Experts, Rope
 from tests.tiny import TINY, tiny_params
-from tests.trajectories import random_groups
+from tests.trajectories import random_groups, with_routed_experts, with_supports
 
 base = replace(TINY, vocab_size=96, num_layers=2)
 MODELS = {
@@ -26,7 +26,12 @@ MODELS = {
     "experts": replace(base, qk_norm=True,
                        experts=Experts(count=8, per_token=2, intermediate_size=16, normalize=True)),
 }
+MODELS["restricted"] = base
 config, groups = MODELS[sys.argv[1]], random_groups(0, vocabulary=96)
+if config.experts:  # half of the choices are given, the others are the router's
+    groups = with_routed_experts(groups, layers=2, experts=8, per_token=2)
+if sys.argv[1] == "restricted":
+    groups = with_supports(groups, vocabulary=96)
 
 def results(mesh, **changes):
     coef = 1.0 if config.experts else 0.0
@@ -120,11 +125,12 @@ WITH_ADAPTERS = [
         ("dense", [{"mesh": mesh} for mesh in ONE_AXIS], {}),
         ("dense", MIXED, {}),
         ("experts", WITH_EXPERTS, {}),
+        ("restricted", MIXED[:1], {}),
         ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "alpha": 6.0}}),
         ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "int8"}}),
         ("dense", WITH_ADAPTERS, {"lora": {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": "nf4"}}),
     ],
-    ids=["one axis", "mixed", "experts", "adapters", "int8", "nf4"],
+    ids=["one axis", "mixed", "experts", "supports", "adapters", "int8", "nf4"],
 )
 def test_a_mesh_gives_the_loss_and_gradient_of_one_device(model: str, cases: list[dict], always: dict):
     if always.get("lora", {}).get("quantize"):

@@ -9,22 +9,26 @@ from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.tree_mask import TreeMask
 
 
-def plain(q, k, v, subtree_end):
+def plain(q, k, v, subtree_end, sinks=None):
     """Every head by itself, all scores at once."""
     group = q.shape[1] // k.shape[1]
     index = jnp.arange(q.shape[2])
     visible = (index[None, None] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None])
     k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k) / q.shape[-1] ** 0.5
-    return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf)), v)
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    if sinks is not None:  # a column of its own, as in transformers, that has no value
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores)[..., : k.shape[2]], v)
 
 
-def scaled(q, k, v, subtree_end):
-    return tree_attention(q * q.shape[-1] ** -0.5, k, v, TreeMask(subtree_end))
+def scaled(q, k, v, subtree_end, sinks=None):
+    return tree_attention(q * q.shape[-1] ** -0.5, k, v, TreeMask(subtree_end), sinks)
 
 
-@pytest.mark.parametrize("length", [1, 100, 128, 300])
-def test_outputs_and_gradients_equal_those_of_plain_attention(length: int):
+@pytest.mark.parametrize(("length", "with_sinks"), [(1, False), (100, False), (128, True), (300, False), (300, True)])
+def test_outputs_and_gradients_equal_those_of_plain_attention(length: int, with_sinks: bool):
     rng = np.random.default_rng(length)
     q = rng.standard_normal((2, 6, length, 8)).astype(np.float32)
     k, v = (rng.standard_normal((2, 2, length, 8)).astype(np.float32) for _ in range(2))
@@ -35,11 +39,15 @@ def test_outputs_and_gradients_equal_those_of_plain_attention(length: int):
         for begin, end in zip(cuts, cuts[1:], strict=False):
             ends[row, begin:end] = end
 
-    def loss(function):
-        return lambda q, k, v: jnp.sum(jnp.sin(function(q, k, v, jnp.asarray(ends))))
+    sinks = 2 * rng.standard_normal(6).astype(np.float32) if with_sinks else None
 
-    np.testing.assert_allclose(scaled(q, k, v, jnp.asarray(ends)), plain(q, k, v, jnp.asarray(ends)), atol=2e-5)
-    got = jax.grad(loss(scaled), argnums=(0, 1, 2))(q, k, v)
-    expected = jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)
+    def loss(function):
+        return lambda arrays: jnp.sum(jnp.sin(function(*arrays[:3], jnp.asarray(ends), arrays[3])))
+
+    arrays = (q, k, v, sinks)
+    np.testing.assert_allclose(
+        scaled(q, k, v, jnp.asarray(ends), sinks), plain(q, k, v, jnp.asarray(ends), sinks), atol=2e-5
+    )
+    got, expected = (jax.tree.leaves(jax.grad(loss(function))(arrays)) for function in (scaled, plain))
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)

@@ -44,6 +44,8 @@ def test_what_was_saved_is_read_back(folder: Path):
         ({"eos_token_id": [2, None]}, r"eos_token_id=\[2, None\]"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": -1}}, "factor=-1"),
         ({"rope_parameters": 10000}, "rope_parameters=10000"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],

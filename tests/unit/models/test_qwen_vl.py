@@ -95,7 +95,7 @@ def test_what_is_tied_may_stand_in_the_section_of_text_alone():
         ("rope_scaling.mrope_section", [16, 24, 16], "that sum to head_dim / 2 = 64"),
         ("rope_scaling.type", "yarn", "type='yarn', expected 'mrope' or 'default'"),
         ("use_sliding_window", True, "use_sliding_window=True is not supported"),
-        ("head_dim", 64, "head_dim=64, expected hidden_size / num_attention_heads"),
+        ("head_dim", 64, "head_dim=64 is not supported, only 128"),
         ("vision_config", None, "depth is missing"),
         ("vision_config.hidden_act", "quick_gelu", "hidden_act='quick_gelu' is not supported"),
         ("vision_config.out_hidden_size", 2048, "out_hidden_size=2048 is not supported, only 3584"),

@@ -18,8 +18,30 @@ experts = Experts(count=4, per_token=2, intermediate_size=16, normalize=True)
 gemma = {"qk_norm": True, "sandwich_norms": True, "norm_offset": 1.0, "activation": "gelu_tanh",
          "attention_scale": 0.25,
          "sliding_window": 4, "windowed_layers": (True, False), "local_rope": Rope(theta=100.0), "embed_scale": 32**0.5}
+def trained(learner):
+    "Parameters and gradients after one step."
+    gradients = jax.tree.map(lambda m: m / 0.1, optax.tree_utils.tree_get(learner.state.policy.opt_state, "mu"))
+    return jax.tree.map(np.asarray, (learner.params, gradients))
+
+def check(results):
+    (params, gradients), (mesh_params, mesh_gradients) = results
+    jax.tree.map(check_step, params, mesh_params, gradients, mesh_gradients)
+
+def check_step(one_params, mesh_params, one_gradients, mesh_gradients):
+    np.testing.assert_allclose(one_gradients, mesh_gradients, atol=1e-6)
+    # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up to the learning rate.
+    exact = (np.abs(one_gradients) > 1e-7) | (one_gradients == mesh_gradients)
+    assert (~exact).sum() <= 1 + exact.size // 100
+    np.testing.assert_allclose(one_params[exact], mesh_params[exact], atol=2e-5)
+    np.testing.assert_allclose(one_params, mesh_params, atol=2e-3)  # two steps of the learning rate
+
+gpt_oss = {"qkv_bias": True, "o_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",
+           "sliding_window": 4, "windowed_layers": (True, False),
+           "experts": replace(experts, intermediate_size=base.intermediate_size, bias=True)}
 for config in (
     replace(base, family="qwen2", qkv_bias=True),
+    replace(base, family="gpt_oss", **gpt_oss),
+    replace(base, family="glm4", sandwich_norms=True, rope=Rope(partial_rotary=0.5, interleaved=True)),
     replace(base, family="qwen3_moe", qk_norm=True, experts=experts),
     replace(base, family="gemma3_text", **gemma),
 ):
@@ -34,9 +56,8 @@ for config in (
             assert params["layers"]["q"].sharding == shardings["layers"]["q"]
             made = Learner(config, params, algorithm=AlgorithmConfig(), config=settings, temperature=1.0)
             made.update(random_groups(0, vocabulary=96))
-            results.append([np.asarray(x) for x in jax.tree.leaves(made.params)])
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+            results.append(trained(made))
+    check(results)
     print(config.family, "equal")
 
 # Two rows, each with two images and padding, on the mesh: what the tower gives, and its gradients.
@@ -85,23 +106,13 @@ for shape in ({}, {"fsdp": 2, "tensor": 2}):
     made = Learner(config, tiny_params(config=config), algorithm=AlgorithmConfig(), config=settings, temperature=1.0,
                    vision_processor=vision_processor())
     made.update([Group(group_id="g", trajectories=members)])
-    gradients = jax.tree.map(lambda m: m / 0.1, optax.tree_utils.tree_get(made.state.policy.opt_state, "mu"))
-    results.append((made.params, gradients))
-
-def check_step(one_params, mesh_params, one_gradients, mesh_gradients):
-    np.testing.assert_allclose(one_gradients, mesh_gradients, atol=1e-6)
-    # AdamW divides a gradient by its own size: one of rounding size moves its parameter by up to the learning rate.
-    exact = (np.abs(one_gradients) > 1e-7) | (one_gradients == mesh_gradients)
-    assert (~exact).sum() <= 1 + exact.size // 100
-    np.testing.assert_allclose(one_params[exact], mesh_params[exact], atol=2e-5)
-    np.testing.assert_allclose(one_params, mesh_params, atol=2e-3)  # two steps of the learning rate
-
-(params, gradients), (mesh_params, mesh_gradients) = jax.tree.map(np.asarray, results)
-jax.tree.map(check_step, params, mesh_params, gradients, mesh_gradients)
+    results.append(trained(made))
+check(results)
 print(config.family, "equal")
 """
 
 
 def test_a_mesh_reads_and_trains_every_family_as_one_device_does():
     lines = run_on_devices(SCRIPT, flags="")  # Adam makes more of what quick compilation rounds otherwise
-    assert lines == [f"{family} equal" for family in ("qwen2", "qwen3_moe", "gemma3_text", "qwen2_5_vl")]
+    families = ("qwen2", "gpt_oss", "glm4", "qwen3_moe", "gemma3_text", "qwen2_5_vl")
+    assert lines == [f"{family} equal" for family in families]

@@ -72,3 +72,12 @@ def test_the_heading_comes_first_wherever_a_run_goes_on_and_every_twenty_steps()
     lines = file.getvalue().splitlines()
     assert lines[0] == "resumed after step 7"
     assert [i for i, line in enumerate(lines) if line.split()[0] == "step"] == [1, 22]
+
+
+def test_the_rewards_of_each_role_end_the_line_of_a_step():
+    progress, _, file = plain()
+    roles = {"role/solver/reward_mean": 0.75, "role/checker/reward_mean": 0.25, "role/solver/turns_mean": 1.0}
+    progress.step(RECORD | {"step": 1}, seconds_left=10)
+    progress.step(RECORD | {"step": 2} | roles, seconds_left=10)
+    _, alone, both = file.getvalue().splitlines()
+    assert both.endswith("solver 0.75, checker 0.25") and not alone.endswith("0.25") and "solver" not in alone

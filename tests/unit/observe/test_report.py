@@ -17,10 +17,10 @@ from jax_agent_rl.observe.report.charts import MAX_POINTS, charts, thinned
 from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
 from jax_agent_rl.observe.report.timeline import MAX_PAUSE_SECONDS, TimeAxis, timeline
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
-from jax_agent_rl.observe.run_dir import RunDir, trajectory_record
+from jax_agent_rl.observe.run_dir import RunDir, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
 from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
-from tests.trajectories import call, trajectory
+from tests.trajectories import call, session, trajectory
 
 
 class Scripts(HTMLParser):
@@ -202,6 +202,20 @@ def test_observations_that_were_trained_on_have_their_advantages():
     assert dict(zip(COLUMNS, facts(record), strict=True))["advantage"] == -0.3
 
 
+def test_constrained_tokens_are_shown_as_not_trained_on():
+    made = trajectory([1], [4, 2, 7, 8, 5], mask=[1, 1, 1, 0, 1])
+    first = replace(made.turns[0], output=replace(made.turns[0].output, constrained=(True, False, True)))
+    made = replace(made, turns=(first, made.turns[1]))
+    token_values = {"advantages": [0.5, -1.0], "old_logprobs": [-1.5, -1.0]}
+    record = json.loads(json.dumps(trajectory_record(made, step=1, split="train", token_values=token_values)))
+    assert record["advantages"] == [None, 0.5, None, 0.0, -1.0]
+    vocabulary = Vocabulary(decode)
+    shown = tokens(record, vocabulary, Prompts(vocabulary))
+    assert shown["a"] == [500, -1000] and shown["o"] == [None, -1500, None, -1000]
+    assert [turn.get("c") for turn in shown["turns"]] == [[1, 0, 1], None]
+    assert restore_trajectory(record).loss_mask == made.loss_mask == (0, 1, 0, 0, 1)
+
+
 def test_a_letter_of_two_tokens_is_shown_once():
     vocabulary = Vocabulary(decode)
     made = tokens(records_of()[3], vocabulary, Prompts(vocabulary))
@@ -213,6 +227,27 @@ def test_equal_prompts_are_written_once():
     prompts = Prompts(vocabulary)
     assert [tokens(record, vocabulary, prompts)["p"] for record in records_of()] == [0] * 4
     assert len(prompts.rows) == 1
+
+
+def test_a_session_has_the_graph_of_its_segments_and_is_counted_as_a_whole():
+    record = json.loads(json.dumps(trajectory_record(session(), step=1, split="train")))
+    vocabulary = Vocabulary(decode)
+    made = tokens(record, vocabulary, Prompts(vocabulary))
+    graph = made["session"]
+    assert [(s["at"], s["up"], s["shared"], s["after"]) for s in graph] == [(2, -1, 0, 0), (0, 0, 4, 1), (1, 0, 1, 0)]
+    assert [(s["calls"], s["turns"], s["trained"], s["share"]) for s in graph] == [
+        ("1, 5", 2, 3, 0.4286),
+        ("2", 1, 2, 0.2857),
+        ("3–4", 2, 2, 0.2857),
+    ]
+    assert graph[2]["note"].startswith("message 1 of 1") and "session" not in made["segments"][0]
+    row = dict(zip(COLUMNS, facts(record), strict=True))
+    assert (row["turns"], row["sampled"], row["inserted"]) == (5, 7, 2)
+
+
+def test_a_trajectory_of_one_segment_has_no_graph():
+    vocabulary = Vocabulary(decode)
+    assert "session" not in tokens(records_of()[0], vocabulary, Prompts(vocabulary))
 
 
 def test_the_list_shows_what_it_filters_by():

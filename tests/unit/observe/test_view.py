@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from jax_agent_rl.cli import app
 from jax_agent_rl.errors import JaxAgentRLError
 from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
-from jax_agent_rl.observe.view import COLOURS, outline, render_group, split_groups
+from jax_agent_rl.observe.view import COLOURS, outline, render, render_group, split_groups
 from jax_agent_rl.types import Fork
 from tests.report_runs import make_run
-from tests.trajectories import trajectory
+from tests.trajectories import session, trajectory
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,44 @@ def test_trajectories_that_are_equal_are_both_named():
 def test_groups_of_different_steps_are_separate():
     records = [*records_of(STEM, BRANCH), *records_of(STEM, step=2)]
     assert [len(group) for group in split_groups(records)] == [2, 1]
+
+
+# --- sessions of several segments ---
+
+
+def test_a_session_is_shown_as_the_graph_of_its_segments_and_then_segment_by_segment():
+    (record,) = records_of(session())
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(record, lambda ids: " ".join(map(str, ids))))
+    lines = [line.strip("│╭╮╰╯─ ") for line in console.file.getvalue().splitlines()]
+    assert lines[1].endswith("sampled 7 of 9 response tokens") and "turns 5" in lines[1]
+    assert lines[2:6] == [
+        "3 segments",
+        "└── segment 1  calls 1, 5  3 trained tokens (43%)",
+        "├── segment 2  calls 2  2 trained tokens (29%)  leaves segment 1 after turn 1 (shared ids: 4)",
+        "└── segment 3  calls 3–4  2 trained tokens (29%)  leaves segment 1 in the prompt (shared ids: 1): "
+        "message 1 of 1 (user) has 'help' where the recorded one (user) has 'question'",
+    ]
+    assert lines[6:12] == ["segment 1", "1 3«4 2»7«5»", "segment 2", "1 3 4 2 6«8 2»", "segment 3", "1 9«20»7«21»"]
+
+
+def test_a_call_that_was_spliced_says_so():
+    made = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
+    first, second = made.turns
+    made = replace(made, turns=(replace(first, number=0), replace(second, number=1, note="message 4 \x1b[2J")))
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(*records_of(made), str))
+    assert "call 2 was spliced: message 4 \\x1b[2J" in console.file.getvalue()
+
+
+def test_records_of_earlier_versions_are_shown_without_calls(tmp_path):
+    (record,) = records_of(session())
+    for part in (record, *record["segments"]):
+        for turn in part["turns"]:
+            del turn["number"], turn["note"]
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(record, str))
+    assert "segment 1  turns: 1  2 trained tokens (29%)" in console.file.getvalue()
 
 
 # --- outlines ---

@@ -258,3 +258,12 @@ def test_rows_without_an_agent_are_counted_where_tools_would_go_unused():
 def test_calls_are_missed_wherever_rows_run_on_tools(overrides: list[str], row: dict, expected: bool):
     names = [rule.name for rule in rules(conf(*overrides), [row])]
     assert ("tools_unused" in names) is expected
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.0, 1), (0.45, 1), (0.9, 0)])
+def test_a_mixture_that_learns_without_the_engines_experts_is_warned_of(share: float, warned: int):
+    said: list[str] = []
+    watch = Watch([rule for rule in rules(conf()) if rule.name == "router_replay_missing"], said.append)
+    for step in range(1, 5):
+        watch.update({"kind": "step", "step": step, "router_replay_share": share})
+    assert sum("router_replay_missing" in line for line in said) == warned

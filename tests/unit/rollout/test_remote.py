@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -31,7 +32,7 @@ from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.requests import decode_request, encode_request
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.http.weight_files import Uploads
-from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from jax_agent_rl.utils.media import as_frames, as_image
@@ -106,10 +107,10 @@ async def test_another_protocol_version_is_refused_with_both_numbers():
     async with served() as (_, http, _remote):
         for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
             async with send(http.url, headers=headers) as response:
-                assert response.status == 426 and "protocol 2" in (await response.json())["error"]["message"]
+                assert response.status == 426 and "protocol 4" in (await response.json())["error"]["message"]
         old = RemoteBackend(http.url)
         old._headers[wire.PROTOCOL_HEADER] = "3"
-        with pytest.raises(BackendError, match="speaks protocol 2, the client 3"):
+        with pytest.raises(BackendError, match="speaks protocol 4, the client 3"):
             await old.start()
 
 
@@ -143,7 +144,8 @@ def test_an_address_without_a_scheme_is_refused():
 
 def test_requests_and_outputs_travel_unchanged():
     sampling = SamplingParams(max_tokens=3, temperature=0.7, top_p=0.1 + 0.2, seed=2**40, stop=("é\n",), top_k=3)
-    asked = request(session_id="s", session_ends=True, priority=-2)
+    sampling = replace(sampling, grammar='start: "é"')
+    asked = request(session_id="s", session_ends=True, priority=-2, resumed=1)
     asked = GenerateRequest(
         **{f: getattr(asked, f) for f in asked.__dataclass_fields__} | {"sampling": sampling, "lora": "a"}
     )
@@ -156,8 +158,11 @@ def test_requests_and_outputs_travel_unchanged():
         stop_match="x",
         context_digest="d",
         cached_tokens=3,
+        constrained=(True, False),
     )
     assert wire.decode_output(json.loads(wire.line(wire.encode_output(output)))) == output
+    chunk = TokenChunk(token_ids=(2,), log_probs=(-math.pi,), policy_versions=(4,), constrained=(False,), final=output)
+    assert wire.decode_chunk(json.loads(wire.line(wire.encode_chunk(chunk)))) == chunk
 
 
 @pytest.mark.parametrize(

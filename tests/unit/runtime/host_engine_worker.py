@@ -30,7 +30,9 @@ async def lead(config: Config) -> None:
     with leading() as channel:
         learner = make_learner(config, model, channel=channel)
         weight_buffer = make_weight_buffer(config)
-        publisher = make_publisher(config, model, probe_ids=PROMPT, weight_buffer=weight_buffer)
+        publisher = make_publisher(
+            config, model, probe_ids=PROMPT, find_dtype=lambda: "float32", weight_buffer=weight_buffer
+        )
         client = LLMServerClient(decode_text=str)
         try:
             await client.start({"host-0": functools.partial(make_host_engine, config, weight_buffer)})
@@ -46,9 +48,10 @@ async def lead(config: Config) -> None:
 
 async def show(client: LLMServerClient, learner: Learner | LeadingLearner, version: int) -> None:
     for server in client.servers:
-        request = GenerateRequest(request_id=f"v{version}", prompt_ids=PROMPT, sampling=GREEDY)
-        output = await server.generate(request)
-        line = {"server": server.name, "versions": sorted(set(output.policy_versions)), "found": output.log_probs}
+        requests = (GenerateRequest(request_id=f"v{version}-{i}", prompt_ids=PROMPT, sampling=GREEDY) for i in range(2))
+        output, other = await asyncio.gather(*map(server.generate, requests))  # by each engine, if there are two
+        line = {"server": server.name, "versions": sorted({*output.policy_versions, *other.policy_versions})}
+        line |= {"found": output.log_probs, "other": other.log_probs}
         line["expected"] = logprobs_of(learner.params, PROMPT, output.token_ids).tolist()
         line["recompilations"] = (await server.backend.metrics()).recompilations
         print(json.dumps(line), flush=True)

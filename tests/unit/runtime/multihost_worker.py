@@ -55,7 +55,7 @@ def lead(made: Learner, job: dict) -> None:
 def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict) -> float:
     """What of the stored parameters this process reads for its own devices; every value is checked."""
     folder = stored.version_folder(job["out"] + ".stored", 1)
-    reader = stored.StoredParams(folder, manifest_digest=learner.store(folder))
+    reader = stored.StoredParams(folder, manifest_digest=learner.store(folder, "float32"))
     places = jax.tree.map(lambda x: x.sharding, made.params)
     found = reader.read(MODEL.parameter_shapes(), dtype=np.float32, shardings=places)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(made.params), strict=True):

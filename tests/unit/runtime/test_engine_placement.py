@@ -10,13 +10,14 @@ from jax.sharding import Mesh
 
 from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
+from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.rollout.ray.weights import KIND, from_object_store, store
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.engines import check_turns
+from jax_agent_rl.runtime.engine_devices import check_turns
 from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
@@ -146,9 +147,12 @@ async def test_an_engine_of_this_process_takes_weights_from_the_store(tmp_path):
     assert engine.policy_version == 4
 
 
-def meshes(learner: range, engine: range) -> tuple[Mesh, Mesh]:
+def meshes(learner: range, engines: range, *, data: int = 1) -> tuple[Mesh, Mesh]:
     """Over devices of these numbers; a mesh asks nothing of them but that."""
-    return tuple(Mesh(np.array(numbers, object), ("fsdp",)) for numbers in (learner, engine))
+    return tuple(
+        Mesh(np.array(numbers, object).reshape(size, 1, 1, 1, -1), MESH_AXES)
+        for numbers, size in ((learner, 1), (engines, data))
+    )
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
@@ -165,3 +169,6 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
         check_turns(hybrid, *meshes(learner, engine))
     for learner, engine in ((range(4), range(4, 8)), (range(4), range(1)), (range(1), range(4))):
         check_turns(asynchronous, *meshes(learner, engine))
+    check_turns(asynchronous, *meshes(range(4), range(4), data=4))  # four engines, none of which exchanges anything
+    with pytest.raises(ConfigError, match="the same 2 devices"):
+        check_turns(asynchronous, *meshes(range(4), range(4), data=2))

@@ -134,8 +134,9 @@ def test_a_host_is_reached_in_the_network_of_process_0():
     assert own_address("auto").count(".") == 3
 
 
-def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(tmp_path: Path):
-    engine = SMALL | {"mesh": {"tensor": 2}}
+@pytest.mark.parametrize("axis", ["tensor", "data"])
+def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_trained(tmp_path: Path, axis: str):
+    engine = SMALL | {"mesh": {axis: 2}}
     recipe = tiny_recipe(tmp_path, rollout={"max_in_flight": 2, "max_model_len": 48, "jetstream": engine})
     port = free_port()
     settings = ["learner.mesh.fsdp=4", "learner.multihost.num_processes=2"]
@@ -159,4 +160,5 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
     ]
     for line in lines:
         assert line["found"] == pytest.approx(line["expected"], abs=1e-4) and line["recompilations"] == 0
+        assert line["other"] == pytest.approx(line["expected"], abs=1e-4)
     assert lines[0]["found"] != lines[2]["found"], "the weights did not change"

@@ -30,8 +30,9 @@ def test_a_folder_alone_has_defaults_and_contexts_that_no_learner_limits():
             model=Path("models/qwen"), overrides=["rollout.max_model_len=40000", "agent.max_response_length=32768"]
         )
     )
-    assert config.run_dir == "runs/qwen" and config.data.train == NO_ROWS
-    assert choose(PolicyChoice(model=Path("m"), data=Path("rows.jsonl"))).data.train == "rows.jsonl"
+    assert config.run_dir == "runs/qwen" and [source.path for source in config.data.train] == [NO_ROWS]
+    (source,) = choose(PolicyChoice(model=Path("m"), data="rows.jsonl")).data.train
+    assert source.path == "rows.jsonl"
 
 
 @pytest.mark.parametrize(

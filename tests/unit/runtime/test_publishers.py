@@ -1,22 +1,38 @@
 """New weights from a learner through each transport, over HTTP, into an engine."""
 
+import asyncio
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_agent_rl.config import build
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.quantized import EightBits
+from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.runtime.publishers import make_publisher
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.ray.weights import Tensor, from_object_store
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.publishers import ArrayPublisher, ObjectStorePublisher, make_publisher
+from jax_agent_rl.testing.conformance.backends import BASE, OTHER
+from jax_agent_rl.trainer.components import Publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
+from tests.toy_backend import ToyBackend
 
 SHAPES = EngineShapes(
     max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
@@ -35,15 +51,15 @@ class Parameters:
 
     params: Params
 
-    def store(self, folder: str) -> str:
-        stored.write_part(folder, self.params, part=0)
+    def store(self, folder: str, dtype: str) -> str:
+        stored.write_part(folder, self.params, part=0, dtype=dtype)
         return stored.publish(folder, parts=1)
 
 
 @pytest.mark.parametrize("transport", ["files", "tensorstore"])
 async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, transport: str):
     config = configured(weight_dir=str(tmp_path), weight_transport=transport)
-    publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5])
+    publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32")
     backend = JetStreamBackend(TINY, tiny_params(), SHAPES, version=-1)
     await backend.start()
     server = RolloutServer(backend, weight_dir=str(tmp_path))
@@ -67,6 +83,102 @@ async def test_what_a_learner_publishes_a_remote_engine_serves(tmp_path: Path, t
         await remote.close()
         await server.close()
         await backend.close()
+
+
+def engine(dtype: str, *, quantize: EightBits | None = None) -> JetStreamBackend:
+    """An engine that was started with weights in the dtype it takes."""
+    params = jax.tree.map(lambda x: x.astype("float32" if quantize else dtype), tiny_params())
+    return JetStreamBackend(TINY, params, SHAPES, version=-1, dtype=dtype, quantize=quantize)
+
+
+@pytest.mark.parametrize("transport", ["files", "tensorstore", "upload", "object_store"])
+async def test_weights_rounded_for_the_transfer_are_those_the_engine_would_have_rounded(
+    tmp_path: Path, transport: str, monkeypatch
+):
+    """Bit by bit, in half the bytes; the yardstick is the learner's own arrays, given to an engine in this process."""
+    learner, folder = Parameters(tiny_params(7)), tmp_path / "weights"
+    folder.mkdir()
+    taken, expected = engine("bfloat16"), engine("bfloat16")
+    expected._core._weights = ServedWeights(TINY, learner.params, expected._mesh)  # in float32
+    server = RolloutServer(taken, weight_dir=None if transport == "upload" else str(folder))
+    remote = RemoteBackend(server.url, shares_disk=transport != "upload")
+    for one in (taken, expected, server):
+        await one.start()
+    remote.url = server.url
+    await remote.start()
+    client = LLMServerClient([AsyncServer(remote)])
+    try:
+        if transport == "object_store":
+            stored_objects: list[Any] = []
+            ray = SimpleNamespace(put=lambda tree: stored_objects.append(tree) or len(stored_objects) - 1)
+            monkeypatch.setitem(sys.modules, "ray", ray)
+            publisher: Publisher = ObjectStorePublisher(ArrayPublisher(), client.weight_dtype)
+        else:
+            shared = (
+                {"weight_dir": str(folder), "weight_transport": "tensorstore"} if transport == "tensorstore" else {}
+            )
+            config = configured(**shared or {"weight_dir": str(folder)})
+            publisher = make_publisher(config, TINY, probe_ids=[3, 4, 5], find_dtype=client.weight_dtype)
+        update = publisher.make(learner, 1)
+        assert update.dtype == "bfloat16"
+        if transport == "object_store":
+
+            async def fetch(reference: int) -> Any:
+                return stored_objects[reference]
+
+            await from_object_store(taken, fetch).update_weights(update)
+            size = sum(tensor.data.nbytes for tensor in tensors(stored_objects[0]))
+        else:
+            await client.update_weights(update)
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        whole = sum(x.nbytes for x in jax.tree.leaves(learner.params))
+        assert size < 0.75 * whole, "half, and names, digests and the probe"
+        await expected.update_weights(WeightUpdate(version=1, kind="arrays", payload=learner.params))
+        ours, theirs = (one._core.scheduler.params for one in (taken, expected))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert a.dtype == b.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+        request = GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=6, seed=1))
+        a, b = await remote.generate(request), await expected.generate(request)
+        assert (a.token_ids, a.log_probs) == (b.token_ids, b.log_probs)
+        publisher.close()
+    finally:
+        for one in (remote, server, taken, expected):
+            await one.close()
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors of a nested dict."""
+    for value in tree.values():
+        yield from tensors(value) if isinstance(value, dict) else [value]
+
+
+def test_weights_are_rounded_only_for_engines_that_round_all_of_them_alike():
+    assert engine("bfloat16").capabilities.weight_dtype == "bfloat16"
+    assert engine("float32").capabilities.weight_dtype == "float32"
+    assert engine("bfloat16", quantize="int8").capabilities.weight_dtype == "float32", "8 bits are made of 32"
+    one, other = (AsyncServer(engine(dtype), name=dtype) for dtype in ("bfloat16", "float32"))
+    assert LLMServerClient([one]).weight_dtype() == "bfloat16"
+    assert LLMServerClient([one, other]).weight_dtype() == "float32"
+    assert LLMServerClient().weight_dtype() == "float32"
+
+
+async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
+    """Weights that were rounded for the others would change what it computes."""
+    backend = ToyBackend()
+    client = LLMServerClient([AsyncServer(ToyBackend(weight_dtype="bfloat16"))])
+    rounded = WeightUpdate(version=1, kind="toy", payload=OTHER, lasting=True, dtype="bfloat16")
+    await client.update_weights(rounded)
+    joining = asyncio.create_task(client.join("late", lambda: backend))
+    while "late" not in {server.name for server in client._fenced}:
+        await asyncio.sleep(0)
+    assert client.weight_dtype() == "float32" and len(client.servers) == 1
+    with pytest.raises(WeightUpdateError, match="late takes weights in float32, .* rounded to bfloat16"):
+        await AsyncServer(backend, name="late").update_weights(rounded)
+    await client.update_weights(WeightUpdate(version=2, kind="toy", payload=BASE, lasting=True))
+    await joining
+    assert len(client.servers) == 2 and backend.policy_version == 2
+    await client.close()
 
 
 @pytest.mark.parametrize(

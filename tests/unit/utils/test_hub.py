@@ -14,11 +14,15 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.testing.conformance.models import write_tiny_model
 from jax_agent_rl.utils.hub import absolute_model_path, hub_name, model_folder
 
+ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOAD = """
 import sys
@@ -35,10 +39,11 @@ except ModelError as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """One model, ``some/model``, with the files of a folder; ``some/closed`` is gated."""
+    """The files of a folder: ``some/model`` and ``openai/gsm8k`` as models and data sets; ``some/closed`` is gated."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = {file.name: file.read_bytes() for file in folder.iterdir()} | {"pytorch_model.bin": b"pickled"}
+        files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+        self.files = {name: file.read_bytes() for name, file in files.items()} | {"pytorch_model.bin": b"pickled"}
         self.sent: list[str] = []
         super().__init__(("127.0.0.1", 0), Answer)
 
@@ -47,7 +52,7 @@ class Answer(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        if listed := re.fullmatch(r"/api/models/(some/\w+)/revision/(\w+)", self.path):
+        if listed := re.fullmatch(r"/api/(?:models|datasets)/(some/\w+|openai/gsm8k)/revision/(\w+)", self.path):
             if listed[1] == "some/closed":
                 self.refuse(403, "GatedRepo")
             elif listed[2] not in ("main", COMMIT):
@@ -55,13 +60,13 @@ class Answer(BaseHTTPRequestHandler):
             else:
                 siblings = [{"rfilename": name} for name in self.server.files]
                 self.answer(json.dumps({"id": listed[1], "sha": COMMIT, "siblings": siblings}).encode())
-        elif self.path.startswith(f"/api/models/some/model/tree/{COMMIT}"):
+        elif re.match(rf"/api/(models|datasets)/(some/model|openai/gsm8k)/tree/{COMMIT}", self.path):
             tree = [
                 {"type": "file", "path": name, "oid": hashlib.sha1(body).hexdigest(), "size": len(body)}
                 for name, body in self.server.files.items()
             ]
             self.answer(json.dumps(tree).encode())
-        elif found := re.fullmatch(rf"/some/\w+/resolve/{COMMIT}/(.+)", self.path):
+        elif found := re.fullmatch(rf"(?:/datasets)?/(?:some/\w+|openai/gsm8k)/resolve/{COMMIT}/(.+)", self.path):
             self.answer(self.server.files[found[1]])
             if self.command == "GET":
                 self.server.sent.append(found[1])
@@ -97,11 +102,13 @@ def hub(tmp_path) -> Iterator[Hub]:
         server.shutdown()
 
 
-def load(hub: Hub, cache: Path, name: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+def load(
+    hub: Hub, cache: Path, name: str, *arguments: str, script: str = LOAD, **more: str
+) -> subprocess.CompletedProcess[str]:
     """What a process says that reads the model; where the Hub is, it takes from its environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), **more}
-    command = [sys.executable, "-c", LOAD, name, *arguments]
+    command = [sys.executable, "-c", script, name, *arguments]
     return subprocess.run(command, env=environment, cwd=cache.parent, capture_output=True, text=True, timeout=120)
 
 
@@ -162,3 +169,131 @@ def test_folders_are_never_looked_up(tmp_path, monkeypatch):
         assert model_folder(path, weights=True) == Path(path).expanduser()
     assert absolute_model_path("some/model") == str(tmp_path / "some" / "model")
     assert absolute_model_path("other/model@main") == "other/model@main"
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+LOAD_ROWS = """
+import json, sys
+from jax_agent_rl.config import DataSource
+from jax_agent_rl.data.dataset import open_dataset
+from jax_agent_rl.errors import DataError
+for source in map(json.loads, sys.argv[1:]):
+    try:
+        print([row["prompt"][0]["content"] for row in open_dataset([DataSource(**source)])])
+    except DataError as error:
+        print(error)
+"""
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: [main/test-0.parquet, main/test-1.parquet]}
+- config_name: other
+  data_files: rows.jsonl
+---
+# A data set
+"""
+
+
+@pytest.fixture
+def published(tmp_path) -> Path:
+    """Rows in files as data sets have them; each row's question is the name of its file."""
+    folder = tmp_path / "published_rows"
+    for name in (
+        "main/train-0-of-2.parquet",
+        "main/train-1-of-2.parquet",
+        "main/test-0.parquet",
+        "main/test-1.parquet",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        row = {"data_source": "x", "prompt": [{"role": "user", "content": name}]}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / name)
+    (folder / "rows.jsonl").write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "rows"}]}))
+    (folder / "main" / "train-0.csv").write_text("x")
+    return folder
+
+
+def rows_of(folder: Path, cache: Path, *sources: dict, **more: str) -> tuple[list[str], list[str]]:
+    """What is said of each source, and which files were sent."""
+    with Hub(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = load(server, cache, *map(json.dumps, sources), script=LOAD_ROWS, **more)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), server.sent
+
+
+def test_a_data_set_of_the_hub_is_read_by_name_split_and_glob_and_no_other_file_is_downloaded(published, tmp_path):
+    (published / "README.md").write_text(CARD)
+    train = ["main/train-0-of-2.parquet", "main/train-1-of-2.parquet"]
+    said, sent = rows_of(
+        published,
+        tmp_path / "cache",
+        {"path": "some/model", "name": "main"},
+        {"path": "hf://datasets/some/model@main", "name": "main", "split": "test"},
+        {"path": "hf://datasets/some/model/main/train-1*.parquet"},
+        {"path": "some/model", "name": "other"},
+    )
+    test = ["main/test-0.parquet", "main/test-1.parquet"]
+    assert said == list(map(str, [train, test, train[1:], ["rows"]]))
+    assert sorted(sent) == sorted([*train, *test, "README.md", "rows.jsonl"])
+    offline = [{"path": "some/model", "name": "main"}, {"path": "some/other"}]
+    said, sent = rows_of(published, tmp_path / "cache", *offline, HF_HUB_OFFLINE="1")
+    assert said[0] == str(train) and not sent
+    assert said[1].startswith(
+        "there is no file 'some/other' here, and 'some/other' could not be downloaded from the Hub"
+    )
+    assert said[1].endswith("set data.train / data.eval to files here")
+
+
+def test_a_data_set_without_a_card_is_read_by_the_names_of_its_files(published, tmp_path):
+    said, _ = rows_of(published, tmp_path / "cache", {"path": "some/model"}, {"path": "some/model", "name": "main"})
+    assert said[0] == str(["main/train-0-of-2.parquet", "main/train-1-of-2.parquet"])
+    assert "names no configurations; leave out name='main'" in said[1]
+
+
+def test_what_a_data_set_does_not_have_is_said_with_what_there_is(published, tmp_path):
+    (published / "README.md").write_text(CARD)
+    said, _ = rows_of(
+        published,
+        tmp_path / "cache",
+        {"path": "some/model"},
+        {"path": "some/model", "name": "main", "split": "dev"},
+        {"path": "hf://datasets/some/model/dev/*.parquet"},
+        {"path": "some/closed"},
+        {"path": "hf://some/model"},
+    )
+    assert "no configuration 'default'; set name to one of ['main', 'other']" in said[0]
+    assert "no split 'dev'; there are ['test', 'train']" in said[1]
+    assert "no files (.jsonl, .parquet) that match dev/*.parquet; name them, like hf://datasets/some/model" in said[2]
+    assert "some/closed is gated: accept its licence on the Hub and set HF_TOKEN" in said[3]
+    assert "'hf://some/model' names no dataset; write hf://datasets/owner/name" in said[4]
+
+
+def test_the_example_downloads_gsm8k_and_says_when_it_could_not(tmp_path):
+    published = tmp_path / "gsm8k" / "main"
+    published.mkdir(parents=True)
+    for split, numbers in (("train", range(3)), ("test", range(3, 8))):
+        problems = [{"question": f"Q{number}?", "answer": f"#### {number}"} for number in numbers]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(problems), published / f"{split}-00000-of-00001.parquet")
+    files = "[{split: train, path: main/train-*}, {split: test, path: main/test-*}]"
+    configs = f"configs: [{{config_name: main, data_files: {files}}}]"
+    (tmp_path / "gsm8k" / "README.md").write_text(f"---\n{configs}\n---\n")
+    script = f"import runpy; runpy.run_path({str(ROOT / 'examples/gsm8k_tool/prepare.py')!r}, run_name='__main__')"
+    with Hub(tmp_path / "gsm8k") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        online = load(server, tmp_path / "cache", "--out", str(tmp_path / "a"), "--heldout", "2", script=script)
+        offline = load(server, tmp_path / "none", "--out", str(tmp_path / "b"), script=script, HF_HUB_OFFLINE="1")
+        server.shutdown()
+
+    def truths(folder: str) -> list[list[str]]:
+        return [
+            [row["reward_model"]["ground_truth"] for row in load_rows(tmp_path / folder / f"{part}.jsonl")]
+            for part in ("train", "heldout")
+        ]
+
+    assert truths("a") == [["0", "1", "2"], ["3", "4"]] and "INSTEAD" not in online.stderr
+    assert list(map(len, truths("b"))) == [16, 8]
+    assert "writing the problems of sample.jsonl INSTEAD" in offline.stderr

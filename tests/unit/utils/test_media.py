@@ -1,13 +1,15 @@
 """One form for images and videos, whatever a tool made of them."""
 
 import base64
+import http.server
 import io
+import threading
 
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile
 
-from jax_agent_rl.utils.media import FORMATS, as_frames, as_image, check_media, read_images
+from jax_agent_rl.utils.media import FORMATS, as_frames, as_image, check_media, media_source, read_images, read_media
 
 
 def test_what_is_transparent_stands_on_white():
@@ -87,6 +89,32 @@ def test_files_of_other_formats_reach_no_reader(kind: str, monkeypatch):
         read_images([text])
 
 
+def test_bytes_and_text_of_a_file_are_the_same_image():
+    text = encode_image(Image.effect_noise((4, 3), 90), "PNG")
+    images = read_images([base64.b64decode(text), text, f"data:image/png;base64,{text}"])
+    assert len({image.tobytes() for image in images}) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ({"type": "image", "image": "a.png"}, ("image", "a.png")),
+        ({"type": "image", "image": {"bytes": b"x", "path": None}}, ("image", {"bytes": b"x", "path": None})),
+        ({"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}, ("image", "data:x")),
+        ({"type": "image_url", "image_url": "data:x"}, ("image", "data:x")),
+        ({"type": "input_image", "image_url": "data:x"}, ("image", "data:x")),
+        ({"type": "video", "video": ["a.png"]}, ("video", ["a.png"])),
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, ("video", "a.mp4")),
+        ({"type": "image"}, ("image", None)),
+        ({"type": "text", "text": "image"}, None),
+        ({"type": "input_audio"}, None),
+        ({}, None),
+    ],
+)
+def test_a_part_in_each_notation_names_its_source(part: dict, found: tuple | None):
+    assert media_source(part) == found
+
+
 def test_small_files_with_many_pixels_are_refused_before_any_is_unpacked(monkeypatch):
     one = encode_image(Image.new("1", (4000, 4000)), "PNG")
     assert len(one) < 10_000
@@ -109,3 +137,22 @@ def test_an_image_file_cut_short_is_one_error():
     whole = base64.b64decode(encode_image(Image.effect_noise((64, 64), 90), "PNG"))
     with pytest.raises(ValueError, match="an image cannot be read"):
         read_images([base64.b64encode(whole[: len(whole) // 2]).decode()])
+
+
+def test_a_playlist_in_place_of_a_video_is_not_followed():
+    pytest.importorskip("av")
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/part.ts"
+        playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{url}\n#EXT-X-ENDLIST\n"
+        with pytest.raises(ValueError, match="a video cannot be read"):
+            read_media([{"role": "user", "content": [{"type": "video", "video": playlist.encode()}]}])
+        server.shutdown()
+    assert asked == []

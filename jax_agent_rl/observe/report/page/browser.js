@@ -40,7 +40,7 @@ function browserPane() {
   }
 
   function plain(row) { // decoded once, when somebody searches
-    row.text ??= words(trajectory(row.at).t).join("").toLowerCase();
+    row.text ??= contexts(trajectory(row.at)).map((made) => words(made.t).join("")).join("\n").toLowerCase();
     return row.text;
   }
 
@@ -118,7 +118,7 @@ function factsOf(row, made) {
   const pairs = [
     ["reward", el("span", { class: "reward" }, number(row.reward, 4))], ["step", `${row.step} (${row.split})`], ["group", row.group], ["agent", facts.agent],
     ["data", facts.source], ["truth", facts.truth === undefined ? undefined : visible(facts.truth)], ["advantage", row.advantage ?? undefined],
-    ["ended with", row.finish], ["tokens", `${row.sampled} sampled, ${row.inserted} inserted`], ["tool calls", row.calls],
+    ["ended with", row.finish], ["tokens", `${row.sampled} sampled, ${row.inserted} inserted`], ["segments", made.session?.length], ["tool calls", row.calls],
     ["tool errors", row.errors.length ? visible(row.errors.join(", ")) : undefined], ["no loss", facts.no_loss], ["branch of", row.parent ?? undefined],
     ...parts.map(([name, value]) => [visible(name), number(value)]), ...Object.entries(facts.seconds || {}).map(([name, value]) => [name.replace("_seconds", ""), seconds(value)]),
   ];

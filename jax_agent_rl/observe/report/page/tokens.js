@@ -9,6 +9,8 @@ function words(ids, spanning = {}) {
   return ids.map((place, i) => spanning[i] ?? index.vocabulary.texts[place]);
 }
 
+const contexts = (made) => [...(made.segments || []), made];
+
 // The response as blocks of tokens with their numbers.
 function blocks(made) {
   const found = [], texts = words(made.t, made.x), versions = made.v.flatMap(([version, count]) => Array(count).fill(version));
@@ -26,7 +28,7 @@ function blocks(made) {
           token.version = versions[mine];
           mine++;
         }
-        if (kind === "sampled" || turn.learn) token.advantage = milli(Array.isArray(made.a) ? made.a[trained++] : made.a);
+        if (kind === "sampled" ? !turn.c?.[i] : turn.learn) token.advantage = milli(Array.isArray(made.a) ? made.a[trained++] : made.a);
         tokens.push(token);
       }
       found.push({ kind, turn, number: n + 1, tokens });
@@ -148,7 +150,7 @@ function promptCard(made) {
 
 function turnHead(block) {
   const { turn } = block, calls = turn.calls || [];
-  if (block.kind === "sampled") return [el("b", {}, `turn ${block.number}`), `${turn.s} sampled`, `ended: ${turn.stop}`, turn.cached ? `${turn.cached} cached` : null, turn.score === undefined ? null : `score ${number(turn.score)}`];
+  if (block.kind === "sampled") return [el("b", {}, `turn ${block.number}`), `${turn.s} sampled`, `ended: ${turn.stop}`, turn.cached ? `${turn.cached} cached` : null, turn.score === undefined ? null : `score ${number(turn.score)}`, turn.note ? visible(turn.note) : null];
   return [el("b", {}, calls.length ? "tool" : "inserted"), `${turn.i} inserted`, ...calls.map((call) =>
     el("span", {}, visible(call.name) || "(undecodable call)", ` ${number(call.seconds)} s `, call.error ? el("span", { class: "bad" }, visible(call.error)) : null))];
 }
@@ -156,8 +158,23 @@ function turnHead(block) {
 function tokenView(made, mode) {
   const found = blocks(made), scale = scaleOf(found);
   const cards = found.map((block) => turnCard(turnHead(block), tokenText(block.tokens, mode, scale), false));
-  const segments = (made.segments || []).flatMap((segment, n) => [el("h3", {}, `earlier context ${n + 1}`), ...tokenView(segment, mode)]);
-  return [...segments, el("div", { class: "scale" }, legendOf(mode, found, scale)), promptCard(made), ...cards];
+  if (made.session) return sessionView(made, mode);
+  return [el("div", { class: "scale" }, legendOf(mode, found, scale)), promptCard(made), ...cards];
+}
+
+// A session of several contexts: which left which, and where; then their tokens.
+function sessionView(made, mode) {
+  const heads = made.session.map((segment, n) => el("h3", {}, `segment ${n + 1}`)), depth = [];
+  const list = made.session.map((segment, n) => {
+    depth[n] = segment.up < 0 ? 0 : depth[segment.up] + 1;
+    const place = segment.after ? `after turn ${segment.after}` : "in the prompt";
+    return el("li", { style: `margin-left:${22 * depth[n]}px` },
+      el("button", { onclick: () => heads[n].scrollIntoView({ behavior: "smooth" }) }, `segment ${n + 1}`),
+      ` ${segment.calls ? `calls ${segment.calls}` : `turns: ${segment.turns}`} · ${segment.trained} trained tokens (${percent(segment.share)})`,
+      segment.up < 0 ? null : el("div", {}, `leaves segment ${segment.up + 1} ${place} (shared ids: ${segment.shared})`, segment.note ? `: ${visible(segment.note)}` : ""));
+  });
+  const parts = made.session.map((segment) => ({ ...contexts(made)[segment.at], session: undefined }));
+  return [el("ul", { class: "session", "aria-label": "segments" }, list), ...parts.flatMap((part, n) => [heads[n], ...tokenView(part, mode)])];
 }
 
 // A group as a tree of turns: what its trajectories have in common stands once.

@@ -67,6 +67,16 @@ async def test_logprobs_top_k(probe: Probe) -> None:
     probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
 
 
+@check("logprobs", "any_sampling")
+async def test_logprobs_min_p(probe: Probe) -> None:
+    """With min-p, ids are nearly as likely as the likeliest and log-probs are normalized over them."""
+    prompt = probe.prompt(20, seed=14)
+    sampling: dict[str, Any] = {"temperature": 1.3, "min_p": 0.2}
+    output = await probe.generate(prompt, max_tokens=24, seed=18, **sampling)
+    cause = "min-p is ignored, or its threshold is not relative to the likeliest id after temperature"
+    probe.assert_logprobs(prompt, output, f"log-probs at {sampling}", cause=cause, **sampling)
+
+
 @check()
 async def test_ids_in_ids_out(probe: Probe) -> None:
     """Exactly the given ids are conditioned on; every sampled id has a log-prob and a version."""

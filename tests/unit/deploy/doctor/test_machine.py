@@ -85,7 +85,8 @@ CPU = Devices(platform="cpu", kind="cpu", count=1)
 
 
 def compared(seen: Devices | str, present: set[str], *, need: int, forced: str) -> list[Finding]:
-    compare_devices(report := Reporter("accelerators"), seen, present, need=need, forced=forced)
+    report = Reporter("accelerators")
+    compare_devices(report, seen, present, need=need, forced=forced, find_idle=lambda count: [f"0 of {count} idle"])
     return report.findings
 
 
@@ -96,7 +97,7 @@ def compared(seen: Devices | str, present: set[str], *, need: int, forced: str) 
         (CPU, {"gpu"}, "", ["ok", "warn"], "pip install -U 'jax[cuda13]'"),
         (CPU, {"tpu"}, "", ["ok", "warn"], "pip install -U 'jax[tpu]'"),
         (CPU, {"gpu"}, "cpu", ["ok", "warn"], "unset JAX_PLATFORMS (it is 'cpu')"),
-        (Devices(platform="gpu", kind="H200", count=8), {"gpu"}, "", ["ok"], "8 x H200"),
+        (Devices(platform="gpu", kind="H200", count=8), {"gpu"}, "", ["ok", "warn"], "8 x H200 (gpu) 0 of 8 idle"),
         ("RuntimeError: the TPU is in use", {"tpu"}, "", ["fail"], "in use"),
     ],
 )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.deploy.launch.hosts import Host
-from jax_agent_rl.deploy.launch.plan import ServerPlacement, place, place_on_cpus
+from jax_agent_rl.deploy.launch.plan import ServerPlacement, place, place_on_cpus, report_idle
 from jax_agent_rl.deploy.launch.settings import Settings
 from jax_agent_rl.errors import LaunchError
 
@@ -50,6 +50,18 @@ def test_further_hosts_serve_with_all_of_their_gpus_and_ports_count_per_host():
     placement = place_on(2, 4, wanted=settings(learner=2, group=2))
     assert groups(placement) == [("b", (0, 1), 8100), ("b", (2, 3), 8101)]
     assert [server.name for server in placement.servers] == ["server-0", "server-1"]
+
+
+def test_gpus_that_neither_learn_nor_serve_are_named_with_what_to_change():
+    gpus = {HERE: list(range(8)), THERE: list(range(6))}
+    wanted = settings(learner=1, group=4)
+    here, there = report_idle(gpus, place(gpus, wanted, port=8100), wanted)
+    assert here == (
+        "a: GPUs 5, 6, 7 idle, too few for a server of 4: set rollout.vllm.tensor_parallel_size to a divisor of 7, or "
+        "the product of learner.mesh to 4"
+    )
+    assert there.startswith("b: GPUs 4, 5 idle") and there.endswith("to a divisor of 6")
+    assert not report_idle(gpus, place(gpus, settings(learner=2, group=2), port=8100), settings(learner=2, group=2))
 
 
 def test_the_users_utilization_is_kept():

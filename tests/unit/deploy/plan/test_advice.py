@@ -23,7 +23,7 @@ def adviser(tmp_path):
     def run(changes=(), topology="v5e:2x2"):
         slice, config = Slice.parse(topology), load(file, changes)
         model, devices = load_config(config.model.path), devices_of(slice)
-        check_layout(config, model, devices)
+        check_layout(config, model, devices, memory=slice.chip.hbm_bytes)
         return Adviser(config=config, model=model, slice=slice, devices=devices)
 
     return run
@@ -63,7 +63,7 @@ def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path)
         for hint in proposed:
             if "=" in hint:
                 changed = load(tmp_path / "recipe.yaml", [*axes, *SMALLEST, *hint.split()])
-                check_layout(changed, here.model, here.devices)
+                check_layout(changed, here.model, here.devices, memory=here.slice.chip.hbm_bytes)
                 assert changed.learner.mesh.devices == 4
 
 

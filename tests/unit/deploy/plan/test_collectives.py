@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jax_agent_rl.deploy.plan.collectives import Collective, collectives
+from jax_agent_rl.deploy.plan.hlo import Hlo, parse
 from jax_agent_rl.models.mesh import MESH_AXES
 
 
@@ -25,8 +26,9 @@ def mesh(*, slices: int = 1, **sizes: int) -> Mesh:
     return Mesh(chips.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def program(*lines: str, before: str = "") -> str:
-    return before + "ENTRY %main.1 (p.1: f32[8]) -> f32[8] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+def program(*lines: str, before: str = "") -> Hlo:
+    entry = "".join(f"  {line}\n" for line in lines)
+    return parse(f"{before}ENTRY %main.1 (p.1: f32[8]) -> f32[8] {{\n{entry}}}\n")
 
 
 def one(line: str, over: Mesh) -> Collective:

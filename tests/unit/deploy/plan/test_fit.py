@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.collectives import Collective
-from jax_agent_rl.deploy.plan.compiled import Compiled, Flops, Memory, needed, seconds_per_call
+from jax_agent_rl.deploy.plan.compiled import Compiled, Flops, Memory, ideal_seconds, needed
 from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads, sum_step
 from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program
 from jax_agent_rl.deploy.plan.topology import CHIPS, GIB
@@ -84,13 +84,13 @@ def load_recipe(folder, changes=()):
 
 
 def test_a_call_takes_as_long_as_its_slowest_part():
-    links = Collective(kind="all-gather", axes=("fsdp",), between_slices=False, times=1, bytes=1e9)
+    links = Collective(kind="all-gather", axes=("fsdp",), between_slices=False, members=4, times=1, bytes=1e9)
     one = compiled(program(), work=Flops(flops=197e12, bytes=819e9 / 2), exchanges=(links,))
-    seconds = seconds_per_call(one, V5E)
+    seconds = ideal_seconds(one, V5E)
     assert (seconds.products, seconds.memory, seconds.links) == (1.0, 0.5, 1e9 / (2 * 50e9))
     assert (seconds.total, seconds.bound) == (1.0, "products")
     far = compiled(program(), exchanges=(dataclasses.replace(links, between_slices=True),))
-    assert seconds_per_call(far, V5E).links == 1e9 / 3.1e9
+    assert ideal_seconds(far, V5E).links == 1e9 / 3.1e9
 
 
 def test_what_a_refused_program_exchanges_is_not_known_and_its_time_a_bound(tmp_path):

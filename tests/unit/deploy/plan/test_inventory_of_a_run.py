@@ -90,7 +90,8 @@ def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):
         engine = JaxEngine(TINY, engine_shapes(config), mesh=mesh, table=table)
         served, cache = engine.load_params(weights), engine.init_cache()
         slots = make_decode_batch(8, engine.shapes.context_pages, 16)
-        given.append((shapes(served), shapes(engine.decode(served, cache, slots, 16, 1))))
+        cache, sampled = engine.decode(served, cache, slots, 16, 1)
+        given.append((shapes(served), shapes((cache, sampled.ids, sampled.log_probs))))
         given[-1] += ([key[0] for key in table.recorded],)
     assert given[0] == given[1]
     assert given[1][2] == ["no weights", "weights", "empty", "decode"]

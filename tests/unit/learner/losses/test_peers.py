@@ -69,7 +69,7 @@ def test_what_depends_on_lengths_is_said_for_equal_ones(overrides: list[str], ve
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_every_aggregation_is_said_with_its_formula(mode: str):
     constant = ["algorithm.loss_scale_factor=7"] if mode.endswith("norm") else []
-    assert f"{mode} = {FORMULAS[mode].format(scale_factor=7)}, over" in said(
+    assert f"{mode} = {FORMULAS[mode].format(scale_factor=7, units='trajectories')}, over" in said(
         f"algorithm.loss_agg_mode={mode}", *constant
     )
 
@@ -88,7 +88,7 @@ def test_a_batch_is_weighed_by_its_own_lengths():
 def test_lengths_are_counted_as_the_learner_cuts_and_masks_the_batch():
     groups = random_groups(0, groups=3, members=2)
     masked = {groups[2].trajectories[0].trajectory_id}
-    got = trained_lengths(groups, 2, masked=masked)
+    got = trained_lengths(groups, 2, masked=masked, segment_weight="session")
     assert [[g.group_id for g in part] for part in mini_batches(groups, 2)] == [["g0", "g1"], ["g2"]]
     assert [len(part) for part in got] == [4, 1] and got[1] == [groups[2].trajectories[1].num_sampled]
     assert len(mini_batches(groups, 5)) == 3

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import re
 import sys
 from dataclasses import fields, replace
 
@@ -10,9 +11,10 @@ import pytest
 
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.testing.conformance.probe import CheckFailed
+from jax_agent_rl.testing.conformance.reference import log_softmax
 from jax_agent_rl.testing.conformance.runner import run_suite
-from jax_agent_rl.types import PauseMode, StopReason, digest_ids
-from tests.toy_backend import EOS, IMAGE, MODELS, ToyBackend, ToyModel, toy_subject
+from jax_agent_rl.types import PauseMode, RoutedExperts, StopReason, digest_ids
+from tests.toy_backend import EOS, IMAGE, MODELS, PER_TOKEN, VOCAB, ToyBackend, ToyModel, toy_subject
 
 
 class DropsEos(ToyBackend):
@@ -30,14 +32,16 @@ class CallsEosLength(ToyBackend):
 class RawLogprobs(ToyBackend):
     def sample(self, run):
         token, _ = super().sample(run)
-        plain = replace(run.request, sampling=replace(run.request.sampling, temperature=1.0, top_p=1.0, top_k=0))
+        plain = replace(
+            run.request, sampling=replace(run.request.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        )
         return token, float(self.distribution(replace(run, request=plain))[token])
 
 
 class UntruncatedLogprobs(ToyBackend):
     def sample(self, run):
         token, _ = super().sample(run)
-        whole = replace(run.request, sampling=replace(run.request.sampling, top_p=1.0, top_k=0))
+        whole = replace(run.request, sampling=replace(run.request.sampling, top_p=1.0, top_k=0, min_p=0.0))
         return token, float(self.distribution(replace(run, request=whole))[token])
 
 
@@ -240,6 +244,177 @@ class Adapting(ToyBackend):
         super().__init__(lora=True)
 
 
+class IgnoresMinP(ToyBackend):
+    def distribution(self, run):
+        plain = replace(run.request, sampling=replace(run.request.sampling, min_p=0.0))
+        return super().distribution(replace(run, request=plain))
+
+
+class KeepsOneMore(ToyBackend):
+    def distribution(self, run):
+        sampling = run.request.sampling
+        more = replace(sampling, top_k=sampling.top_k + 1) if sampling.top_k else sampling
+        return super().distribution(replace(run, request=replace(run.request, sampling=more)))
+
+
+class ReportsNoSupports(ToyBackend):
+    def kept(self, run):
+        return super().kept(run)[:0]
+
+
+class ReportsAllIds(ToyBackend):
+    def kept(self, run):
+        return np.full_like(super().kept(run), 0xFFFFFFFF)
+
+
+class ReportsSupportsOfThePreviousId(ToyBackend):
+    def kept(self, run):
+        before = replace(run, ids=run.ids[:-1]) if run.ids else run
+        return super().kept(before)
+
+
+class ReportsBitsBackwards(ToyBackend):
+    def kept(self, run):
+        return super().kept(run).byteswap()
+
+
+class LosesSupportsWhenAborted(ToyBackend):
+    def output(self, run, reason):
+        output = super().output(run, reason)
+        return replace(output, supports=()) if reason is StopReason.ABORTED else output
+
+
+class StreamsNoSupports(ToyBackend):
+    async def chunks(self, request):
+        async for chunk in super().chunks(request):
+            yield replace(chunk, supports=())
+
+
+class Constrained(ToyBackend):
+    """Follows the suite's one grammar: words of so many letters."""
+
+    def __init__(self, **options):
+        super().__init__(grammars=True, **options)
+
+    def _check(self, request):
+        super()._check(request)
+        if request.sampling.grammar and not self.bounds(request):
+            raise BackendError("not a grammar")
+
+    def bounds(self, request):
+        found = re.fullmatch(r"start: /\[a-z\]\{(\d+),(\d+)\}/", request.sampling.grammar)
+        return found and (int(found[1]), int(found[2]))
+
+    def allowed(self, run):
+        least, most = self.bounds(run.request)
+        ids = np.arange(VOCAB)
+        return np.where(ids == EOS, len(run.ids) >= least, len(run.ids) < most)
+
+    def distribution(self, run):
+        free = super().distribution(run)
+        if run.request.sampling.grammar is None:
+            return free
+        return log_softmax(np.where(self.allowed(run), free, -np.inf)[None])[0]
+
+
+class Marking(Constrained):
+    """Says which ids a grammar constrained, but not what it left."""
+
+    def __init__(self):
+        super().__init__(sampling_replay=False)
+
+    def output(self, run, reason):
+        marks = (run.request.sampling.grammar is not None,) * len(run.ids)
+        return replace(super().output(run, reason), constrained=marks)
+
+
+class ReportsUnmaskedSupports(Constrained):
+    def kept(self, run):
+        free = replace(run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None)))
+        return super().kept(free)
+
+
+class IgnoresGrammars(Constrained):
+    def allowed(self, run):
+        return np.ones(VOCAB, bool)
+
+
+class ForgetsMarks(Marking):
+    def output(self, run, reason):
+        return replace(super().output(run, reason), constrained=())
+
+
+class UnmaskedLogprobs(Constrained):
+    def sample(self, run):
+        token, log_prob = super().sample(run)
+        free = replace(run, request=replace(run.request, sampling=replace(run.request.sampling, grammar=None)))
+        return token, log_prob if run.request.sampling.grammar is None else float(self.distribution(free)[token])
+
+
+class TakesAnyGrammar(Constrained):
+    def bounds(self, request):
+        return super().bounds(request) or (1, 1)
+
+
+class Routing(ToyBackend):
+    """Reports the experts of the toy model; those of a prompt that is cached are kept beside it."""
+
+    def __init__(self):
+        super().__init__(routed_experts=True)
+        self.kept: dict[tuple, np.ndarray] = {}
+
+    def routed(self, run):
+        """The choices [T, L, k] of all positions fed."""
+        scores = self.weights(run).router_scores(run.context[:-1])
+        return np.argsort(-scores, axis=-1)[..., :PER_TOKEN].astype(np.uint8)
+
+    def output(self, run, reason):
+        start = run.request.routed_experts_prompt_start
+        reported = RoutedExperts.of(start, self.routed(run)[start:])
+        return replace(super().output(run, reason), routed_experts=reported)
+
+
+class ReportsTheNextPosition(Routing):
+    def routed(self, run):
+        return np.roll(super().routed(run), -1, axis=0)
+
+
+class ReversesLayers(Routing):
+    def routed(self, run):
+        return super().routed(run)[:, ::-1]
+
+
+class KeepsStaleExperts(Routing):
+    def routed(self, run):
+        chosen, prompt = super().routed(run), run.request.prompt_ids
+        chosen[: len(prompt)] = self.kept.setdefault(prompt, chosen[: len(prompt)].copy())
+        return chosen
+
+
+class LosesExpertsOfReusedPrefixes(Routing):
+    def routed(self, run):
+        chosen = super().routed(run)
+        chosen[: run.cached] = 0
+        return chosen
+
+
+class IgnoresTheStart(Routing):
+    def output(self, run, reason):
+        start = run.request.routed_experts_prompt_start
+        return replace(super().output(run, reason), routed_experts=RoutedExperts.of(start, self.routed(run)))
+
+
+class CountsExpertsFromTheResumption(Routing):
+    def routed(self, run):
+        return super().routed(run)[run.request.resumed :]
+
+
+class RoutesAsItsNeighbour(Routing):
+    def routed(self, run):
+        other = next((other for other in self.running.values() if len(other.context) > len(run.context)), run)
+        return super().routed(other)[: len(run.context) - 1]
+
+
 class AdaptsNobody(Adapting):
     def weights(self, run):
         return self.model
@@ -312,6 +487,26 @@ CAUGHT_BY = [
     (HangsAtClose, "close-ends-everything"),
     (LeavesAThread, "close-ends-everything"),
     (CrossesAnswers, "concurrency-64"),
+    (IgnoresGrammars, "grammars"),
+    (ForgetsMarks, "grammars"),
+    (ReportsUnmaskedSupports, "grammars"),
+    (IgnoresMinP, "logprobs-min-p"),
+    (KeepsOneMore, "replay-top-k"),
+    (ReportsNoSupports, "replay-supports"),
+    (ReportsAllIds, "replay-supports"),
+    (ReportsSupportsOfThePreviousId, "replay-supports"),
+    (ReportsBitsBackwards, "replay-supports"),
+    (LosesSupportsWhenAborted, "replay-abort"),
+    (StreamsNoSupports, "replay-chunks"),
+    (UnmaskedLogprobs, "grammars"),
+    (TakesAnyGrammar, "wrong-grammars-refused"),
+    (ReportsTheNextPosition, "experts-match-reference"),
+    (ReversesLayers, "experts-match-reference"),
+    (RoutesAsItsNeighbour, "experts-match-reference"),
+    (LosesExpertsOfReusedPrefixes, "experts-of-a-next-turn"),
+    (IgnoresTheStart, "experts-of-a-next-turn"),
+    (CountsExpertsFromTheResumption, "experts-survive-an-abort"),
+    (KeepsStaleExperts, "experts-of-new-weights"),
 ]
 
 
@@ -330,7 +525,9 @@ def short_timeouts(monkeypatch):
 
 @pytest.mark.parametrize(("broken", "check"), CAUGHT_BY, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_broken_backend_is_caught_with_the_reason(broken, check):
-    kind = next(kind for kind in (Seeing, Adapting, ToyBackend) if issubclass(broken, kind))
+    kind = next(
+        kind for kind in (Seeing, Adapting, Marking, Constrained, Routing, ToyBackend) if issubclass(broken, kind)
+    )
     honest = run_suite(toy_subject(kind), only=[check])
     assert [r.outcome for r in honest.results] == ["passed"], honest.results
     (result,) = run_suite(toy_subject(broken, timeout=4.0), only=[check]).results
@@ -384,7 +581,7 @@ def test_an_unknown_check_is_refused():
 
 def test_every_check_states_its_rule():
     results = run_suite(toy_subject(ToyBackend)).results
-    assert len(results) == 46 and all(result.claim.endswith(".") for result in results)
+    assert len(results) == 57 and all(result.claim.endswith(".") for result in results)
 
 
 def test_a_failure_says_what_was_expected_what_came_and_why():

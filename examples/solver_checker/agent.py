@@ -1,0 +1,35 @@
+"""A solver answers a question, a checker says whether an answer is right: the solver's, or another one."""
+
+from __future__ import annotations
+
+import random
+
+from jax_agent_rl.agents import AgentLoop, register_agent
+from jax_agent_rl.rewards.rules import last_number
+from jax_agent_rl.types import FinishReason
+
+
+@register_agent("solver_checker")
+class SolverChecker(AgentLoop):
+    """One turn each; the checker reads the question and an answer, but not how the solver was asked.
+
+    Half of the answers the checker reads are right, however good the solver is: otherwise the verdict that is right
+    more often, whatever the answer, is all the checker would learn.
+    """
+
+    roles = ("solver", "checker")
+
+    async def run(self, row, *, trajectory_id, group_id, sampling):
+        ids = {"trajectory_id": trajectory_id, "group_id": group_id, "sampling": sampling}
+        extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
+        solver = self.start(row, role="solver", **ids)
+        await solver.generate(session_ends=True, max_tokens=12)
+        answer = solver.messages[-1]["content"].strip()
+        draw = random.Random(trajectory_id)
+        if (last_number(answer) == last_number(truth)) != (right := draw.random() < 0.5):
+            answer = truth if right else str(int(truth) + draw.choice((-10, -2, -1, 1, 2, 10)))
+        claim = {"role": "user", "content": f"{extra['question']} {answer}"}
+        seen = {**row, "prompt": [*extra["checker_prompt"], claim], "extra_info": {"answer": answer}}
+        checker = self.start(seen, role="checker", **ids)
+        await checker.generate(session_ends=True, max_tokens=4)
+        return [solver.finish(FinishReason.ANSWER), checker.finish(FinishReason.ANSWER)]

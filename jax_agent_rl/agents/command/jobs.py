@@ -1,0 +1,111 @@
+"""A job: a command that the runner starts for a task, and the machine it runs on."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from pydantic import BaseModel, ValidationError
+
+RUNNER = Path(__file__).with_name("runner.py")
+GRACE_SECONDS = 10.0  # for the runner to unpack, to pack the working folder and to end
+OUTPUT_BYTES = 16 << 20  # of the runner, whose result holds the working folder
+PORT = 8080  # of the endpoint, on the loopback of the program
+REWARD_FILE = "logs/verifier/reward.txt"
+
+
+class JobResult(BaseModel):
+    """What the runner printed; a program beside it could have forged it, so its shape is checked."""
+
+    exit_code: int | None = None
+    stopped: str | None = None
+    stdout: str = ""
+    stderr: str = ""
+    workspace: str | None = None
+    read_back: str | None = None
+
+    @classmethod
+    def parse(cls, printed: str | bytes, *, stopped: str, stderr: str) -> JobResult:
+        """Return what the runner printed; if that is no result, one that says what ``stopped`` it."""
+        try:
+            return cls.model_validate_json(printed)
+        except ValidationError:
+            return cls(stopped=stopped, stderr=stderr[-4000:])
+
+
+class TaskMachine(ABC):
+    """Where the program of one task runs, and afterwards the task's tests on the files it left."""
+
+    @abstractmethod
+    async def run_program(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        program: Mapping[str, bytes],
+        endpoint: Path,
+        seconds: float,
+    ) -> JobResult:
+        """Run the agent's program to its end.
+
+        Args:
+            argv: the command line.
+            env: variables besides the task's own.
+            program: the program's files, by path below ``/tmp``.
+            endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.
+            seconds: its time limit.
+
+        Raises:
+            TrajectoryError: the machine itself failed.
+        """
+
+    @abstractmethod
+    async def run_tests(self, seconds: float) -> JobResult:
+        """Run the task's tests on the files the program left; ``read_back`` is the reward file's text.
+
+        Raises:
+            TrajectoryError: the machine itself failed.
+        """
+
+    async def close(self) -> None:
+        """Remove what is left of the machine. The default has nothing to remove."""
+        return None
+
+
+def archive(files: Mapping[str, bytes], *, folders: Sequence[str], workspace: bytes | None = None) -> bytes:
+    """Return a tar archive.
+
+    Args:
+        files: contents by path.
+        folders: folders that exist even if they are empty.
+        workspace: another tar archive, whose files and folders go below ``folders[0]``.
+
+    Raises:
+        tarfile.TarError: ``workspace`` is not a tar archive.
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as packed:
+        for folder in folders:
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            packed.addfile(entry)
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o755
+            packed.addfile(entry, io.BytesIO(data))
+        if workspace is not None:
+            _add_workspace(packed, workspace, folders[0])
+    return buffer.getvalue()
+
+
+def _add_workspace(packed: tarfile.TarFile, workspace: bytes, folder: str) -> None:
+    with tarfile.open(fileobj=io.BytesIO(workspace), mode="r:") as left:
+        for member in left:
+            name = PurePosixPath(member.name)
+            if not (member.isfile() or member.isdir()) or name.is_absolute() or ".." in name.parts:
+                continue  # links could lead the tests elsewhere
+            member.name = str(PurePosixPath(folder) / name)
+            packed.addfile(member, left.extractfile(member) if member.isfile() else None)

@@ -1,0 +1,139 @@
+"""Images and videos in prompts: one form for what datasets hold.
+
+==============================================  =====================================================================
+``content``                                     the items
+==============================================  =====================================================================
+text with ``<image>`` and ``<video>``           the columns ``images`` and ``videos``, in order (verl)
+parts ``{"type": "image"}``                     likewise
+parts ``{"type": "image", "image": …}``         in the part (Qwen)
+parts ``{"type": "image_url", "image_url": …}``  in the part (OpenAI)
+==============================================  =====================================================================
+
+An item is a path from the dataset file's folder, a ``data:`` URL, bytes, or ``{"bytes": …, "path": …}`` as Hugging Face
+datasets store it; a video is one of these, or a list of frames. In the rows that agents see, every item is a part
+``{"type": kind, kind: source}``, the source bytes, a ``data:`` URL or an absolute path, or a list of these. They are
+read when a trajectory begins (``utils.media.read_media``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import DataError
+from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, media_source
+
+Source = str | bytes | list[str | bytes]
+
+
+def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str, Any]]:
+    """Return a row's prompt with its images and videos as parts; messages without any keep their content as text.
+
+    Args:
+        row: has ``prompt``, and may have ``images`` and ``videos``.
+        folder: that of its file.
+
+    Raises:
+        DataError: an item cannot be used, or placeholders and columns differ in number.
+    """
+    columns = {kind: row.get(f"{kind}s") for kind in KINDS}
+    for kind, items in columns.items():
+        if items is not None and not isinstance(items, list):
+            raise DataError(f"'{kind}s' must be a list of {kind}s, got {items!r:.80}")
+    given = {kind: list(items) for kind, items in columns.items() if items}
+    left = {kind: iter(items) for kind, items in given.items()}
+    shown = dict.fromkeys(KINDS, 0)
+    prompt = []
+    for index, message in enumerate(row["prompt"]):
+        content = message["content"]
+        parts = _split(content, given) if isinstance(content, str) else [_part(p, f"prompt[{index}]") for p in content]
+        for number, part in enumerate(parts):
+            if part["type"] == "text":
+                continue
+            kind, source = part["type"], part["source"]
+            if source is None:
+                shown[kind] += 1
+                source = next(left.get(kind, iter(())), None)
+                where = f"{kind}s[{shown[kind] - 1}]"
+            else:
+                where = f"prompt[{index}].content[{number}]"
+            if source is None:
+                continue  # counted below
+            try:
+                parts[number] = {"type": kind, kind: _usable(kind, source, folder)}
+            except ValueError as error:
+                raise DataError(f"{where}: {error}") from None
+        if all(part["type"] == "text" for part in parts):
+            prompt.append({**message, "content": "".join(part["text"] for part in parts)})
+        else:
+            prompt.append({**message, "content": parts})
+    for kind, count in shown.items():
+        if count != len(given.get(kind, ())):
+            raise DataError(
+                f"'prompt' shows {count} of {kind!r} (<{kind}>, or parts of that type without a source), but "
+                f"'{kind}s' has {len(given.get(kind, ()))}; write one <{kind}> for each"
+            )
+    return prompt
+
+
+def media_kinds(row: Mapping[str, Any]) -> frozenset[str]:
+    """Return the kinds of media that a row's prompt shows."""
+    contents = (message["content"] for message in row["prompt"])
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return frozenset(part["type"] for part in parts) & frozenset(KINDS)
+
+
+def _split(text: str, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Split text at the placeholders of the kinds that the row has columns for."""
+    if not given:
+        return [{"type": "text", "text": text}]
+    pieces = re.split(f"<({'|'.join(given)})>", text)
+    kinds = pieces[1::2]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
+    for kind, after in zip(kinds, pieces[2::2], strict=True):
+        parts += [{"type": kind, "source": None}, *([{"type": "text", "text": after}] if after else [])]
+    return parts or [{"type": "text", "text": ""}]
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise DataError(f"{where}: a part of 'content' must be an object with a 'type', got {part!r:.80}")
+    if found := media_source(part):
+        return {"type": found[0], "source": found[1]}
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            f"{where}: a part of 'content' must be {{'type': 'text', 'text': …}}, or of type image or video, got "
+            f"{part!r:.80}"
+        )
+    return {"type": "text", "text": part["text"]}
+
+
+def _usable(kind: str, item: Any, folder: Path) -> Source:
+    """Return the source of an item in one of three forms; raise ValueError if it has none of them."""
+    if isinstance(item, Mapping):
+        keys = ("bytes", "path", kind, f"{kind}_url", "url")
+        if unknown := sorted(key for key, value in item.items() if value is not None and key not in (*keys, "type")):
+            raise ValueError(f"{unknown} have no effect here; remove them (model.max_pixels limits sizes)")
+        return _usable(kind, next((item[key] for key in keys if item.get(key) is not None), None), folder)
+    if isinstance(item, list) and kind == "video":
+        if not 0 < len(item) <= MAX_FRAMES:
+            raise ValueError(f"a video must have 1 to {MAX_FRAMES} frames, got {len(item)}")
+        return [frame for one in item if isinstance(frame := _usable("image", one, folder), str | bytes)]
+    if kind == "video" and item and isinstance(item, str | bytes) and find_spec("av") is None:
+        raise ValueError("a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its frames")
+    if isinstance(item, bytes) and item:
+        return item
+    if not isinstance(item, str) or not item:
+        raise ValueError(f"must be a path, a data: URL or bytes, got {item!r:.80}")
+    if item.startswith("data:"):
+        return item
+    scheme, separator, rest = item.partition("://")
+    if separator and scheme != "file":
+        raise ValueError(f"{item[:200]!r} is not downloaded in a run; download it and name the file")
+    path = folder / Path(rest if separator else item).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}; paths are relative to the dataset file's folder")
+    return str(path)

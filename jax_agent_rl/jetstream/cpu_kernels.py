@@ -1,0 +1,165 @@
+"""Kernels of a decode step on CPUs (``cpu_kernels.cc``), built with the system's C++ compiler at first use.
+
+XLA multiplies a large matrix with a few columns at a fraction of a CPU's memory bandwidth and operations, and its
+attention needs pages copied to rows before each dispatch. The kernels read every weight once, where it lies, and only
+the cached positions that are visible.
+
+Shapes: B slots, P pages of S positions, K key/value heads, G queries of each, h head size. All arrays are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.jetstream.kv_cache import LayerKV
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layers import ACTIVATIONS
+from jax_agent_rl.utils.files import cache_root
+
+logger = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_suffix(".cc")
+TARGETS = ("product", "gated_product", "decode_attention")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+
+
+_building = threading.Lock()
+
+
+def kernels_digest() -> str | None:
+    """Build and register the kernels, once per process; return what their names end with, or None without a compiler.
+
+    The names contain a digest of source, compiler and CPU, so that a program from JAX's compilation cache never calls
+    other kernels than it was compiled for.
+    """
+    with _building:  # engines start in threads of their own
+        return _registered()
+
+
+@functools.cache
+def _registered() -> str | None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    slower = "decoding takes XLA's own products, which are two to three times slower"
+    if compiler is None:
+        logger.warning("no C++ compiler (%s) on the PATH: %s; install one", ", ".join(COMPILERS), slower)
+        return None
+    try:
+        # The macros name the compiler's version and every extension of this CPU.
+        macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
+        parts = (SOURCE.read_text(), macros, " ".join(FLAGS), version("jaxlib"))
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        library = ctypes.CDLL(str(_built(compiler, digest)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.stderr.strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else error
+        logger.warning("%s could not build the decode kernels (%s): %s", compiler, why, slower)
+        return None
+    for target in TARGETS:
+        function = jax.ffi.pycapsule(getattr(library, target))
+        jax.ffi.register_ffi_target(f"jax_agent_rl.{target}.{digest}", function, platform="cpu")
+    return digest
+
+
+def _built(compiler: str, digest: str) -> Path:
+    """Return the shared library, compiled unless the cache has it."""
+    folder = cache_root() / "kernels"
+    file = folder / f"decode-{digest}.so"
+    if not file.exists():
+        begin = time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            made = Path(temporary) / file.name
+            _run(compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made))
+            os.replace(made, file)  # other processes may build it at the same time
+        logger.info("built the decode kernels for this CPU in %.1f s: %s", time.perf_counter() - begin, file)
+    return file
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:
+    """Multiply [..., out, in] x [in, B] -> [..., out, B].
+
+    Args:
+        config: of the norm.
+        weight: read once.
+        x: the columns.
+        norm: [in], the weight of an RMS norm of ``x``; None for none.
+    """
+    out = jax.ShapeDtypeStruct((*weight.shape[:-1], x.shape[1]), x.dtype)
+    return _call("product", out)(weight, x, _or_empty(norm), **_norm_settings(config))
+
+
+def gated_product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:
+    """Apply the activation to the two products of [2, out, in] x [in, B] -> [out, B]; arguments as :func:`product`."""
+    out = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), x.dtype)
+    activation = np.int64(list(ACTIVATIONS).index(config.activation))
+    return _call("gated_product", out)(weight, x, _or_empty(norm), activation=activation, **_norm_settings(config))
+
+
+def decode_attention(
+    config: DecoderConfig,
+    qkv: jax.Array,
+    cached: LayerKV,
+    positions: jax.Array,
+    pages: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    sinks: jax.Array | None = None,
+    *,
+    windowed: bool = False,
+) -> tuple[jax.Array, LayerKV]:
+    """Rotate one token per slot, write it to its page and attend to the slot's pages, where they lie.
+
+    Args:
+        config: the model, with the engine's ``num_kv_heads``.
+        qkv: [K, G + 2, h, B], queries, key and value of each key/value head, not rotated.
+        cached: P pages, changed in place where XLA donates them.
+        positions: int32 [B], position of each token, which attends to the cache up to there.
+        pages: int32 [B, n], pages of each slot.
+        table: cos and sin [r/2, B] of the slots' angles.
+        sinks: [K, G], a further score of each query head's softmax; None for none.
+        windowed: attend to the last ``config.sliding_window`` positions only.
+
+    Returns:
+        [K, G, h, B], and the updated cache.
+    """
+    kv_heads, heads, size, slots = qkv.shape
+    mixed = jax.ShapeDtypeStruct((kv_heads, heads - 2, size, slots), qkv.dtype)
+    out = (mixed, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cached.keys, cached.values)))
+    mixed, keys, values = _call("decode_attention", out, input_output_aliases={1: 1, 2: 2})(
+        *(qkv, cached.keys, cached.values, pages, positions, *table, _or_empty(sinks)),
+        scale=np.float32(config.score_scale),
+        window=np.int64((windowed and config.sliding_window) or 0),
+        interleaved=config.rope.interleaved,
+    )
+    return mixed, LayerKV(keys, values)
+
+
+def _call(target: str, out: Any, **options: Any) -> Callable[..., Any]:
+    return jax.ffi.ffi_call(f"jax_agent_rl.{target}.{kernels_digest()}", out, **options)
+
+
+def _or_empty(x: jax.Array | None) -> jax.Array:
+    return jnp.zeros(0, jnp.float32) if x is None else x
+
+
+def _norm_settings(config: DecoderConfig) -> dict[str, np.float32]:
+    return {"eps": np.float32(config.rms_norm_eps), "offset": np.float32(config.norm_offset)}

@@ -1,0 +1,328 @@
+"""Several engines of one process, each on devices of its own, as one backend.
+
+::
+
+    request ──► Balancer ──┬──► JetStreamBackend 0: thread, scheduler, KV cache     devices 0 … t-1
+    session, prefix, load  ├──► JetStreamBackend 1                                  devices t … 2t-1
+                           └──► …
+    weights ──one program on all devices──► each engine takes its shards, without a copy
+
+Engines sample independently. Only to load or release weights do they meet: a program with collectives has to be
+launched once, by one thread, while no engine computes. Every engine's thread brings its old weights to a barrier, the
+last one to arrive does the work for all, and each goes on with its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jax_agent_rl.errors import BackendError, EngineDiedError
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.forward import EngineParams
+from jax_agent_rl.jetstream.shapes import EngineShapes
+from jax_agent_rl.jetstream.sharding import engine_shardings, split_mesh
+from jax_agent_rl.jetstream.weights import FILES, ServedWeights, WeightLoader, to_host
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.rollout.protocol import (
+    BackendMetrics,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    RolloutBackend,
+    TokenChunk,
+    WeightUpdate,
+)
+from jax_agent_rl.rollout.routing import Balancer, PrefixIndex
+from jax_agent_rl.types import PauseMode, TokenOutput
+
+_SEED_STRIDE = 1 << 20
+"""Between the seeds of engines; those of hosts lie between them."""
+_ENDED = "another data-parallel engine of this process has ended"
+
+
+class ReplicaGroup:
+    """The meeting point of the module docstring.
+
+    Args:
+        mesh: of all engines, which lie along ``data``.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.replicas = [Replica(self, number, part) for number, part in enumerate(split_mesh(mesh))]
+        self._given: list[Any] = [None] * len(self.replicas)
+        self._results: list[Any] = []
+        self._work: Callable[[list[Any]], list[Any]] = list
+        self._barrier = threading.Barrier(len(self.replicas), action=self._run)
+
+    def meet(self, number: int, given: Any, work: Callable[[list[Any]], list[Any]]) -> Any:
+        """Wait for all engines; return this one's part of ``work``'s result, or raise its error.
+
+        Args:
+            number: of the calling engine.
+            given: what it brings.
+            work: maps what all bring to a result for each; the same for all.
+
+        Raises:
+            EngineDiedError: an engine has ended.
+        """
+        self._given[number], self._work = given, work
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise EngineDiedError(_ENDED) from None
+        result, self._results[number] = self._results[number], None  # nothing here keeps weights in memory
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def end(self) -> None:
+        """Let no engine wait any more, as one has ended."""
+        self._barrier.abort()
+
+    def _run(self) -> None:
+        given, self._given = self._given, [None] * len(self._given)
+        work, self._work = self._work, list
+        try:
+            self._results = work(given)
+        except Exception as error:  # raised in every engine's thread
+            self._results = [error] * len(given)
+
+    def load(self, load: WeightLoader, params: Params, old: list[EngineParams | None]) -> list[EngineParams]:
+        """Load parameters into all engines, in the memory of their old weights if all have some on devices."""
+        whole = None
+        if not any(x is None or not isinstance(x.embed, jax.Array) for x in old):
+            whole = jax.tree.map(self._joined, *old)
+        return self._split(load(params, whole))
+
+    def _joined(self, *parts: jax.Array) -> jax.Array:
+        """Return one array of the engines' shards."""
+        sharding = parts[0].sharding
+        assert isinstance(sharding, NamedSharding)
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        whole = NamedSharding(self.mesh, sharding.spec)
+        return jax.make_array_from_single_device_arrays(parts[0].shape, whole, shards)
+
+    def _split(self, params: EngineParams) -> list[EngineParams]:
+        """Return each engine's shards of arrays on all devices."""
+
+        def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            shards = [s.data for s in x.addressable_shards if s.device in sharding.device_set]
+            return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+        return [jax.tree.map(own, params, engine_shardings(params, replica.mesh)) for replica in self.replicas]
+
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """The place of one engine in its group."""
+
+    group: ReplicaGroup
+    number: int
+    mesh: Mesh
+
+    def load(self, load: WeightLoader, params: Params, old: EngineParams | None = None) -> EngineParams:
+        """Load parameters together with the other engines, see :class:`WeightLoader`."""
+        # Engine 0's loader, whoever runs it: the programs are compiled once.
+        loader = load if self.number == 0 else None
+
+        def work(given: list[Any]) -> list[EngineParams]:
+            first = next(loader for loader, _ in given if loader is not None)
+            return self.group.load(first, params, [old for _, old in given])
+
+        return self.group.meet(self.number, (loader, old), work)
+
+    def offload(self, params: EngineParams) -> EngineParams:
+        """Return a copy of the weights on the host, which all engines share."""
+        return self.group.meet(self.number, params, lambda given: [to_host(given[0])] * len(given))
+
+
+class DataParallelBackend:
+    """The backend of the module docstring.
+
+    Args:
+        config: the model.
+        params: see :class:`JetStreamBackend`.
+        shapes: of each engine.
+        mesh: of all engines, from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`.
+        seed: see :class:`JetStreamBackend`; each engine gets its own.
+        print_line: called with the first engine's progress.
+        **options: see :class:`JetStreamBackend`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Params,
+        shapes: EngineShapes,
+        *,
+        mesh: Mesh,
+        seed: int = 0,
+        print_line: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._weights = ServedWeights(config, params, mesh)
+        make = functools.partial(JetStreamBackend, config, params, shapes, **options)
+        self._group = ReplicaGroup(mesh)
+        self._engines: dict[str, JetStreamBackend] = {}
+        for replica in self._group.replicas:
+            printing = {"print_line": print_line} if print_line and replica.number == 0 else {}
+            number = str(replica.number)
+            self._engines[number] = make(replica=replica, seed=seed + replica.number * _SEED_STRIDE, **printing)
+        self._balancer = Balancer(max_in_flight=shapes.max_concurrent_decodes)
+        for name in self._engines:
+            self._balancer.add(name)
+        self._homes: dict[str, str] = {}  # of running requests
+
+    @property
+    def engines(self) -> tuple[JetStreamBackend, ...]:
+        """The engines, in the order of their devices."""
+        return tuple(self._engines.values())
+
+    @property
+    def capabilities(self) -> Capabilities:
+        each = [engine.capabilities for engine in self.engines]
+        return replace(each[0], max_concurrent=sum(one.max_concurrent for one in each))
+
+    @property
+    def policy_version(self) -> int:
+        return min(engine.policy_version for engine in self.engines)
+
+    async def start(self) -> None:
+        results = await asyncio.gather(*(engine.start() for engine in self.engines), return_exceptions=True)
+        if any(results):
+            await self.close()
+            _raise_first(results)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        with self._assigned(request) as engine:
+            return await engine.generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        with self._assigned(request) as engine:
+            async with contextlib.aclosing(engine.stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def abort(self, request_id: str) -> bool:
+        home = self._homes.get(request_id)
+        return home is not None and await self._engines[home].abort(request_id)
+
+    @contextlib.contextmanager
+    def _assigned(self, request: GenerateRequest) -> Iterator[JetStreamBackend]:
+        """Yield the engine for a request: its session's, one with its prefix, or the least busy one."""
+        if request.request_id in self._homes:
+            raise BackendError(
+                f"request {request.request_id!r} is already running; ids of running requests must be unique"
+            )
+        session, balancer = request.session_id, self._balancer
+        chain: list[int] = []  # placeholder ids do not tell images apart
+        if balancer.home(session) is None and not request.multi_modal:
+            chain = PrefixIndex.chain(request.prompt_ids, request.lora)
+        name = balancer.acquire(session, chain)
+        if name is None:  # all slots are taken: it waits in an engine, in order of priority
+            name = balancer.home(session) or min(balancer.servers, key=balancer.in_flight)
+            balancer.assign(name, session, chain)
+        self._homes[request.request_id] = name
+        try:
+            yield self._engines[name]
+        finally:
+            del self._homes[request.request_id]
+            balancer.release(name)
+            if request.session_ends and session is not None:
+                balancer.end_session(session)
+
+    # --- all engines ------------------------------------------------------------------------------------------
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Serve new weights on all engines, or on none; see :meth:`JetStreamBackend.update_weights`."""
+        if update.kind in FILES:  # read once, for all devices
+            update = await asyncio.to_thread(self._weights.read, update)
+        await self._on_all(lambda engine: engine.update_weights(update))
+        self._balancer.forget_prefixes()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._on_all(lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        await self._on_all(lambda engine: engine.resume())
+
+    async def reset_prefix_cache(self) -> None:
+        await self._on_all(lambda engine: engine.reset_prefix_cache())
+        self._balancer.forget_prefixes()
+
+    async def sleep(self) -> None:
+        await self._on_all(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        await self._on_all(lambda engine: engine.wake())
+
+    async def _on_all(self, call: Callable[[JetStreamBackend], Any]) -> None:
+        """Call all engines at once, wait for all, then raise the first error."""
+        _raise_first(await asyncio.gather(*map(call, self.engines), return_exceptions=True))
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Health:
+        each = await asyncio.gather(*(engine.health() for engine in self.engines))
+        first = next((one for one in each if not one.ok), each[0])
+        shares = [one.kv_used_share for one in each if one.kv_used_share is not None]
+        return replace(
+            first,
+            running=sum(one.running for one in each),
+            waiting=sum(one.waiting for one in each),
+            kv_used_share=fmean(shares) if shares else None,
+        )
+
+    async def metrics(self) -> BackendMetrics:
+        """Return the sums over all engines; of the time they take weights together, the longest."""
+        each = [asdict(one) for one in await asyncio.gather(*(engine.metrics() for engine in self.engines))]
+        sums = {name: sum(one[name] for one in each) for name in each[0]}
+        return BackendMetrics(**sums | {"weight_update_seconds": max(one["weight_update_seconds"] for one in each)})
+
+    async def tensor_samples(self) -> Mapping[str, TensorSample]:
+        """Return the first engine's; all have the same weights."""
+        return await self.engines[0].tensor_samples()
+
+    async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
+        """Return the first engine's."""
+        return await self.engines[0].layer_outputs(token_ids)
+
+
+def _raise_first(results: Sequence[BaseException | None]) -> None:
+    """Raise the first error, and one that says that another engine has ended only if there is no other."""
+    errors = [result for result in results if result is not None]
+    if errors:
+        raise next((error for error in errors if _ENDED not in str(error)), errors[0])
+
+
+def make_backend(
+    config: DecoderConfig, params: Params, shapes: EngineShapes, *, mesh: Mesh, **options: Any
+) -> RolloutBackend:
+    """Return the backend of a mesh, with as many engines as it has along ``data``.
+
+    Args:
+        config: the model.
+        params: see :class:`JetStreamBackend`.
+        shapes: of each engine.
+        mesh: of all engines.
+        **options: see :class:`JetStreamBackend`.
+    """
+    kind = DataParallelBackend if mesh.shape["data"] > 1 else JetStreamBackend
+    return kind(config, params, shapes, mesh=mesh, **options)

@@ -1,0 +1,161 @@
+"""Several LoRA adapters in training over one frozen model: each is a policy with an optimizer of its own.
+
+::
+
+    groups ─► by Trajectory.adapter ─┬─► Learner of adapter A: advantages, losses, optimizer ─┐
+                                     └─► Learner of adapter B                                 ┴─► UpdateResult
+
+The learners share the frozen parameters and the compiled programs. A step changes all of its adapters or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.config import LoraConfig
+from jax_agent_rl.learner.cancellation import StepCancellation
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.optimized_params import HostState, LearnerState
+from jax_agent_rl.models import stored
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.peft import PeftAdapter, scaled_adapter
+from jax_agent_rl.types import Group
+
+_SUMS = ("batch_tokens", "computed_tokens", "rows", "learner_seconds", "trained_tokens")
+
+
+class MultiAdapterLearner:
+    """The adapters of ``agent.role_adapters`` and their optimizers.
+
+    Args:
+        learner: of the first adapter, not trained yet; the others begin as it does.
+        lora: its configuration.
+        names: of the adapters.
+    """
+
+    def __init__(self, learner: Learner, lora: LoraConfig, names: Sequence[str]) -> None:
+        self._lora = lora
+        self._learners = {name: learner.twin() for name in sorted(set(names))}
+        self._before: dict[str, HostState] | None = None
+
+    @property
+    def state(self) -> dict[str, LearnerState]:
+        """The state to checkpoint, by adapter: after the last :meth:`update` that is final."""
+        if (before := self._before) is not None:
+            return {name: state.on_device() for name, state in before.items()}
+        return {name: learner.state for name, learner in self._learners.items()}
+
+    @state.setter
+    def state(self, state: Mapping[str, LearnerState]) -> None:
+        for name, learner in self._learners.items():
+            learner.state = state[name]
+
+    @property
+    def params(self) -> Params:
+        """The frozen model below the adapters, on device."""
+        learner = next(iter(self._learners.values()))
+        return learner.merged(jax.tree.map(jnp.zeros_like, learner.trained))
+
+    @property
+    def adapters(self) -> dict[str, PeftAdapter]:
+        """The adapters as they are now, on the host."""
+        return {
+            name: scaled_adapter(self._lora, jax.device_get(learner.trained))
+            for name, learner in self._learners.items()
+        }
+
+    def store(self, folder: str, dtype: str) -> str:
+        """Write :attr:`params` as :meth:`Learner.store` does."""
+        stored.write_part(folder, self.params, part=0, dtype=dtype)
+        return stored.publish(folder, parts=1)
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct programs compiled so far; all learners run the same."""
+        return next(iter(self._learners.values())).programs_compiled
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Collection[str] = (),
+        tick: Callable[[int, int], None] = lambda done, total: None,
+        cancellation: StepCancellation | None = None,
+        check: AgreementCheck = UNCHECKED,
+    ) -> UpdateResult:
+        """Train each adapter on the trajectories that it sampled; for the arguments see :meth:`Learner.update`.
+
+        Raises:
+            StepCancelled, NonFiniteError: as :meth:`Learner.update`; no adapter has changed.
+            KeyError: a trajectory was sampled by no adapter in training.
+        """
+        shares = by_adapter(groups)
+        cancellation = cancellation or StepCancellation()
+        results = {}
+        with self._all_or_nothing(shares.keys(), cancellation):
+            for name, share in shares.items():
+                own = {t.trajectory_id for group in share for t in group.trajectories}.intersection(masked)
+                results[name] = self._learners[name].update(
+                    share, masked=own, tick=tick, cancellation=cancellation, check=check
+                )
+        return combined(results)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, names: Collection[str], cancellation: StepCancellation) -> Iterator[None]:
+        """Undo the updates of all adapters if one fails; a single one is undone by its learner."""
+        if len(names) == 1:
+            yield
+            return
+        self._before = {name: HostState.of(learner.state) for name, learner in self._learners.items()}
+        try:
+            with cancellation.revocable():
+                yield
+        except BaseException:
+            self.state = {name: state.on_device() for name, state in self._before.items()}
+            raise
+        finally:
+            self._before = None
+
+
+def by_adapter(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Return the groups of each adapter, with the trajectories that it sampled."""
+    shares: dict[str, list[Group]] = {}
+    for group in groups:
+        names = sorted({str(t.adapter) for t in group.trajectories})
+        for name in names:
+            members = tuple(t for t in group.trajectories if str(t.adapter) == name)
+            shares.setdefault(name, []).append(replace(group, trajectories=members))
+    return dict(sorted(shares.items()))
+
+
+def combined(results: Mapping[str, UpdateResult]) -> UpdateResult:
+    """Return the result of a step: each adapter's metrics as ``adapter/<name>/<metric>``, and those of all.
+
+    Of all adapters, counts and seconds are sums, ``…_max`` the largest, rates those of the sums, and the rest means.
+    """
+    metrics = {
+        f"adapter/{name}/{key}": value for name, result in results.items() for key, value in result.metrics.items()
+    }
+    for key in dict.fromkeys(key for result in results.values() for key in result.metrics):
+        values = [result.metrics[key] for result in results.values() if key in result.metrics]
+        metrics[key] = sum(values) if key in _SUMS else max(values) if key.endswith("_max") else float(np.mean(values))
+    seconds = metrics["learner_seconds"]
+    metrics |= {
+        "sharing_factor": metrics["batch_tokens"] / metrics["computed_tokens"],
+        "learner_tokens_per_second": metrics["batch_tokens"] / seconds,
+        "computed_tokens_per_second": metrics["computed_tokens"] / seconds,
+    }
+    return UpdateResult(
+        metrics=metrics,
+        skipped=any(result.skipped for result in results.values()),
+        rejected=frozenset().union(*(result.rejected for result in results.values())),
+        tokens={name: values for result in results.values() for name, values in result.tokens.items()},
+    )

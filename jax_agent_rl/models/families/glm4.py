@@ -1,0 +1,45 @@
+"""GLM-4 of April 2025 (``glm4``): norms on both sides, half of each head rotates, gate and up in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.families.common import ModelFamily, read_common, refuse, write_common
+from jax_agent_rl.models.tensor_files import Packed
+
+
+def read(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a ``config.json`` of the family."""
+    refuse(raw, hidden_act="silu")
+    common = read_common(raw, eos=(151329, 151336, 151338), partial_rotary=0.5)
+    common["rope"] = replace(common["rope"], interleaved=True)
+    return DecoderConfig(**common, qkv_bias=bool(raw.get("attention_bias", True)), sandwich_norms=True)
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """Write a ``config.json`` of the family."""
+    return write_common(config, "Glm4ForCausalLM") | {
+        "hidden_act": "silu",
+        "pad_token_id": None,  # transformers' default is an id of the published vocabulary
+        "attention_bias": config.qkv_bias,
+        "partial_rotary_factor": config.rope.partial_rotary,
+    }
+
+
+FAMILY = ModelFamily(
+    model_types=("glm4",),
+    read=read,
+    write=write,
+    names={
+        "post_attention_norm": "post_self_attn_layernorm",
+        "pre_feedforward_norm": "post_attention_layernorm",
+        "post_feedforward_norm": "post_mlp_layernorm",
+    },
+    packed={
+        "gate": Packed(name="mlp.gate_up_proj.weight", number=0, count=2),
+        "up": Packed(name="mlp.gate_up_proj.weight", number=1, count=2),
+    },
+)

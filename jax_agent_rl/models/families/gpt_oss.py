@@ -1,0 +1,99 @@
+"""gpt-oss (``gpt_oss``): experts with biases and a clamped gate, attention sinks, windows in every other layer.
+
+Its published weights hold the experts in MXFP4; they are read as floats, and written so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_agent_rl.models.config import DecoderConfig, Experts
+from jax_agent_rl.models.families.common import (
+    LAYER_KINDS,
+    ModelFamily,
+    integer,
+    read_common,
+    read_layer_kinds,
+    refuse,
+    section,
+    write_common,
+    write_scaling,
+)
+from jax_agent_rl.models.tensor_files import Packed
+
+_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def read(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a ``config.json`` of the family."""
+    refuse(raw, hidden_act="silu", attention_bias=True, **_GATE)
+    refuse(section(raw, "quantization_config"), quant_method="mxfp4")
+    if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
+        raw = {**raw, "rope_scaling": _YARN}
+    common = read_common(raw, eos=(), theta=150000.0)
+    count = common["num_layers"]
+    return DecoderConfig(
+        **common,
+        qkv_bias=True,
+        o_bias=True,
+        attention_sinks=True,
+        activation="clamped_swiglu",
+        sliding_window=integer(raw, "sliding_window", 128),
+        windowed_layers=read_layer_kinds(raw, count, default=tuple(i % 2 == 0 for i in range(count))),
+        experts=Experts(
+            count=integer(raw, "num_local_experts", 128),
+            per_token=integer(raw, "num_experts_per_tok", 4),
+            intermediate_size=common["intermediate_size"],
+            normalize=True,  # a softmax over the chosen experts' scores is one over all, normalized
+            bias=True,
+        ),
+    )
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """Write a ``config.json`` of the family."""
+    assert config.experts is not None
+    return write_common(config, "GptOssForCausalLM") | {
+        "rope_scaling": write_scaling(config.rope) or {"rope_type": "default"},  # absent, it is YaRN
+        "hidden_act": "silu",
+        "attention_bias": True,
+        **_GATE,
+        "sliding_window": config.sliding_window,
+        "layer_types": [LAYER_KINDS[config.is_windowed(i)] for i in range(config.num_layers)],
+        "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.per_token,
+    }
+
+
+def _in_one(number: int) -> Packed:
+    return Packed(name="mlp.experts.gate_up_proj", number=number, count=2, axis=2, interleaved=True, transposed=True)
+
+
+def _bias_in_one(number: int) -> Packed:
+    return Packed(name="mlp.experts.gate_up_proj_bias", number=number, count=2, axis=1, interleaved=True)
+
+
+FAMILY = ModelFamily(
+    model_types=("gpt_oss",),
+    read=read,
+    write=write,
+    names={"router": "mlp.router"},
+    packed={
+        "sinks": Packed(name="self_attn.sinks"),
+        "expert_gate": _in_one(0),
+        "expert_up": _in_one(1),
+        "expert_down": Packed(name="mlp.experts.down_proj", transposed=True),
+        "expert_gate_bias": _bias_in_one(0),
+        "expert_up_bias": _bias_in_one(1),
+        "expert_down_bias": Packed(name="mlp.experts.down_proj_bias"),
+    },
+)

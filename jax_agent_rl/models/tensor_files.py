@@ -1,0 +1,195 @@
+"""Tensors in safetensors files: one for each parameter, or several packed into one, or in blocks of 4 bits.
+
+A parameter is read slice by slice, so that no host or device holds more than its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jax_agent_rl.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A parameter's part of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        number: which of its parameters this is, from 0.
+        count: parameters in the tensor.
+        axis: of the tensor, along which they are packed.
+        interleaved: they alternate along the axis, instead of following each other.
+        transposed: the tensor's last two axes are the parameter's in the other order.
+    """
+
+    name: str
+    number: int = 0
+    count: int = 1
+    axis: int = 0
+    interleaved: bool = False
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.count == 1 else f"{self.name} (part {self.number + 1} of {self.count})"
+
+    def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the tensor's shape from the parameter's."""
+        stored = self._turned(shape)
+        stored[self.axis] *= self.count
+        return tuple(stored)
+
+    def tensor_index(self, index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return where the tensor holds a slice of the parameter, perhaps among others' numbers."""
+        bounds = self._turned([at.indices(size)[:2] for at, size in zip(index, shape, strict=True)])
+        begin, end = bounds[self.axis]
+        if self.interleaved:
+            bounds[self.axis] = begin * self.count, end * self.count
+        else:
+            before = self.number * self._turned(shape)[self.axis]
+            bounds[self.axis] = before + begin, before + end
+        return tuple(slice(*ends) for ends in bounds)
+
+    def unpack(self, found: np.ndarray) -> np.ndarray:
+        """Return the parameter's numbers among those at :meth:`tensor_index`."""
+        if self.interleaved:
+            found = found[(slice(None),) * self.axis + (slice(self.number, None, self.count),)]
+        return found.swapaxes(-1, -2) if self.transposed else found
+
+    def pack(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the tensor of all its parameters, in order."""
+        stored = [part.swapaxes(-1, -2) if self.transposed else part for part in parts]
+        if not self.interleaved:
+            return np.concatenate(stored, axis=self.axis)
+        shape = [*stored[0].shape]
+        shape[self.axis] *= self.count
+        return np.stack(stored, axis=self.axis + 1).reshape(shape)
+
+    def _turned(self, sizes: Sequence[Any]) -> list[Any]:
+        return [*sizes[:-2], sizes[-1], sizes[-2]] if self.transposed else [*sizes]
+
+
+Stored = str | Packed
+"""A tensor's name, if it holds one parameter, or a part of it."""
+Names = Stored | list[Any]
+"""Where one parameter is stored, or (nested) each part of a stack."""
+Tensors = dict[str, Callable[[], Any]]
+"""By name, what opens a tensor without reading it."""
+
+
+def tensor_name(stored: Stored) -> str:
+    """Return the tensor's name."""
+    return stored if isinstance(stored, str) else stored.name
+
+
+def named_tensors(parameters: Iterable[tuple[Names, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield tensors under their names from parameters, which may be stacks; packed ones when all parts were there."""
+    packed: dict[str, dict[int, np.ndarray]] = {}
+    for names, value in parameters:
+        for stored, array in _unstack(names, value):
+            if isinstance(stored, str):
+                yield stored, np.ascontiguousarray(array)
+                continue
+            parts = packed.setdefault(stored.name, {})
+            parts[stored.number] = array
+            if len(parts) == stored.count:
+                del packed[stored.name]
+                yield stored.name, np.ascontiguousarray(stored.pack([parts[i] for i in range(stored.count)]))
+
+
+def _unstack(names: Names, array: np.ndarray) -> Iterator[tuple[Stored, np.ndarray]]:
+    if not isinstance(names, list):
+        yield names, array
+    else:
+        for inner, part in zip(names, array, strict=True):
+            yield from _unstack(inner, part)
+
+
+def open_tensors(files: Sequence[str | Path]) -> Tensors:
+    """Open every tensor of the files; those in MXFP4 under the name of the whole tensor.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    found: Tensors = {}
+    for file in files:
+        try:
+            handle = safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
+        found |= {name: partial(handle.get_slice, name) for name in handle.keys()}
+    for name in [name for name in found if name.endswith("_blocks")]:
+        if (scales := name.removesuffix("blocks") + "scales") in found:
+            found[name.removesuffix("_blocks")] = partial(Mxfp4Slice, found.pop(name), found.pop(scales))
+    return found
+
+
+class Mxfp4Slice:
+    """A stack of matrices [E, in, out] in MXFP4: blocks of 32 numbers of 4 bits along ``in``, each with an exponent.
+
+    Rouhani et al. 2023, Microscaling data formats for deep learning, arXiv 2310.10537. Read as float32.
+
+    Args:
+        blocks: opens uint8 [E, out, in / 32, 16], two numbers in each, the low bits first.
+        scales: opens uint8 [E, out, in / 32], exponents plus 127.
+    """
+
+    _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    _BLOCK = 32
+
+    def __init__(self, blocks: Callable[[], Any], scales: Callable[[], Any]) -> None:
+        self._blocks, self._scales = blocks(), scales()
+
+    def get_shape(self) -> list[int]:
+        """Return [E, in, out]."""
+        experts, out, blocks, _ = self._blocks.get_shape()
+        return [experts, blocks * self._BLOCK, out]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a slice as float32."""
+        experts, (begin, end, _), out = index[0], index[1].indices(self.get_shape()[1]), index[2]
+        first, last = begin // self._BLOCK, -(-end // self._BLOCK)
+        pairs = self._blocks[experts, out, first:last, :]
+        exponents = self._scales[experts, out, first:last].astype(np.int32) - 127
+        values = np.concatenate([self._VALUES, -self._VALUES])
+        numbers = np.stack([values[pairs & 15], values[pairs >> 4]], axis=-1).reshape(*pairs.shape[:3], self._BLOCK)
+        whole = np.ldexp(numbers, exponents[..., None]).reshape(*pairs.shape[:2], (last - first) * self._BLOCK)
+        return whole[:, :, begin - first * self._BLOCK : end - first * self._BLOCK].swapaxes(1, 2)
+
+
+def read_slice(
+    tensors: Tensors, stored: Stored, index: tuple[slice, ...], shape: tuple[int, ...], where: str
+) -> np.ndarray:
+    """Read a slice of one parameter.
+
+    Args:
+        tensors: opened ones.
+        stored: where the parameter is.
+        index: of the slice.
+        shape: of the parameter.
+        where: folder, for messages.
+
+    Raises:
+        ModelError: the tensor is missing, unreadable or of another shape.
+    """
+    name, packed = tensor_name(stored), None if isinstance(stored, str) else stored
+    if name not in tensors:
+        raise ModelError(
+            f"{where}: tensor {name!r} is missing from the safetensors files; download or convert the model again"
+        )
+    expected = shape if packed is None else packed.tensor_shape(shape)
+    try:
+        tensor = tensors[name]()
+        found = tuple(tensor.get_shape())
+        if found == expected:
+            return tensor[index] if packed is None else packed.unpack(tensor[packed.tensor_index(index, shape)])
+    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # the latter: a type numpy lacks
+        raise ModelError(f"{where}: tensor {name!r} cannot be read ({error}); use float weights") from error
+    raise ModelError(f"{where}: {name} has shape {found}, config.json says {expected}; they are of different models")

@@ -1,0 +1,251 @@
+"""Tool classes written for verl, unchanged: ``__init__(config, tool_schema)``, ``create() -> (id, ToolResponse)``.
+
+Where verl is not installed, :func:`verl_modules` answers what such classes import from it while they are loaded::
+
+    verl.tools.base_tool       BaseTool, and the schemas and ToolResponse it imports itself
+    verl.tools.schemas         OpenAIFunctionToolSchema and its parts, ToolResponse
+    verl.tools.function_tool   function_tool
+    verl.utils.rollout_trace   rollout_trace_op, which traces nothing here: sessions trace every call
+
+:class:`VerlTool` runs an instance of such a class, for all trajectories.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult, is_number
+from jax_agent_rl.tools.function_tool import function_tool
+
+logger = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class OpenAIFunctionPropertySchema(BaseModel):
+    """The JSON Schema of one argument."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str | list[str]
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(BaseModel):
+    """The JSON Schema of all arguments."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    properties: dict[str, OpenAIFunctionPropertySchema]
+    required: list[str] = Field(default_factory=list)
+
+
+class OpenAIFunctionSchema(BaseModel):
+    """A function: its name, description and arguments."""
+
+    name: str
+    description: str
+    parameters: OpenAIFunctionParametersSchema = Field(
+        default_factory=lambda: OpenAIFunctionParametersSchema(type="object", properties={})
+    )
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool in OpenAI's format, the ``tool_schema`` of a class."""
+
+    type: str
+    function: OpenAIFunctionSchema
+
+
+class VerlResponse(BaseModel):
+    """A tool's answer: text, images and videos; the text may be positional."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def __init__(self, text: str | None = None, **media: Any):
+        super().__init__(text=text, **media)
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to show."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """Return whether there is text and nothing else."""
+        return bool(self.text) and not (self.image or self.video)
+
+
+class VerlBaseTool:
+    """The base class that verl's tools extend; the methods do as little as verl's.
+
+    Args:
+        config: the entry's ``config``.
+        tool_schema: the entry's ``tool_schema``; None: :meth:`get_openai_tool_schema` makes it.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
+        self.config = config
+        self.tool_schema: OpenAIFunctionToolSchema | None = tool_schema
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ToolDefinitionError(
+                f"{type(self).__name__} has no schema; give the entry a tool_schema, or the class a "
+                "get_openai_tool_schema"
+            )
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """Return the schema."""
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str | None, VerlResponse]:
+        """Prepare for a trajectory."""
+        return instance_id, VerlResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[VerlResponse, float, dict[str, Any]]:
+        """Run one call; returns the answer, its reward and metrics."""
+        return VerlResponse("Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Score the trajectory."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free what ``create`` made."""
+
+
+def rollout_trace_op(function: _Function) -> _Function:
+    """Return the function as it is."""
+    return function
+
+
+_SCHEMAS = {
+    "OpenAIFunctionPropertySchema": OpenAIFunctionPropertySchema,
+    "OpenAIFunctionParametersSchema": OpenAIFunctionParametersSchema,
+    "OpenAIFunctionSchema": OpenAIFunctionSchema,
+    "OpenAIFunctionToolSchema": OpenAIFunctionToolSchema,
+    "ToolResponse": VerlResponse,
+}
+_MODULES: Mapping[str, Mapping[str, Any]] = {
+    "verl": {},
+    "verl.tools": {},
+    "verl.tools.schemas": _SCHEMAS,
+    "verl.tools.base_tool": {**_SCHEMAS, "BaseTool": VerlBaseTool},
+    "verl.tools.function_tool": {"function_tool": function_tool},
+    "verl.utils": {},
+    "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
+}
+
+
+@contextmanager
+def verl_modules() -> Iterator[type[BaseModel]]:
+    """Make ``verl``'s tool interface importable within the context; yield its ``OpenAIFunctionToolSchema``.
+
+    A verl that is installed is used itself. Other modules of verl are not there without it.
+    """
+    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
+        yield importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
+        return
+    made = {name: ModuleType(name) for name in _MODULES}
+    for name, module in made.items():
+        vars(module).update(_MODULES[name], __path__=[])
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(made[parent], leaf, module)
+    sys.modules.update(made)
+    try:
+        yield OpenAIFunctionToolSchema
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+def is_verl_tool(cls: object) -> bool:
+    """Return whether ``cls`` has the methods of verl's tools; it need not extend their base class."""
+    methods = ("create", "execute", "calc_reward", "release")
+    return isinstance(cls, type) and all(
+        inspect.iscoroutinefunction(inspect.getattr_static(cls, m, None)) for m in methods
+    )
+
+
+class VerlTool(BaseTool):
+    """An instance of a verl class as a tool of this package.
+
+    verl calls ``create`` in two ways, with the row's ``create_kwargs`` as keyword arguments or as one argument of
+    that name; the class gets those that its signature takes. It may return ``(id, ToolResponse)`` or the id alone, and
+    the id may be its own. Metrics that are no numbers are left out.
+
+    Args:
+        tool: the instance, kept as ``wrapped``.
+
+    Raises:
+        ToolDefinitionError: ``execute`` requires ``agent_data``, the state of verl's own agent loop.
+    """
+
+    def __init__(self, tool: Any):
+        needed = inspect.signature(tool.execute).parameters.get("agent_data")
+        if needed is not None and needed.default is needed.empty:
+            raise ToolDefinitionError(
+                f"{type(tool).__name__}.execute requires agent_data, which only verl's loop has; give it a default"
+            )
+        function = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)["function"]
+        parameters = function.get("parameters", {"type": "object", "properties": {}})
+        super().__init__(name=tool.name, description=function.get("description", ""), parameters=parameters)
+        self.wrapped = tool
+        self._ids: dict[str, str] = {}
+
+    @classmethod
+    def make(cls, tool: type, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> VerlTool:
+        """Build the tool of an entry of ``tools.tool_config_path``.
+
+        Args:
+            tool: the class.
+            config: the entry's ``config``, whole.
+            schema: the entry's ``tool_schema``.
+        """
+        with verl_modules() as schemas:
+            return cls(
+                tool(config=dict(config), tool_schema=None if schema is None else schemas.model_validate(schema))
+            )
+
+    async def create(self, instance_id: str, **create_kwargs: Any) -> None:
+        taken = inspect.signature(self.wrapped.create).parameters
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        kwargs = dict(create_kwargs) if any_keyword or "create_kwargs" not in taken else {}
+        more = {"instance_id": instance_id, "create_kwargs": create_kwargs}
+        kwargs |= {name: value for name, value in more.items() if any_keyword or name in taken}
+        created = await self.wrapped.create(**kwargs)
+        name, answer = created[:2] if isinstance(created, tuple) else (created, None)
+        self._ids[instance_id] = instance_id if name is None else name
+        if answer is not None and not answer.is_empty():
+            logger.warning("what %s.create returned is not shown to the model, as in verl: %.200r", self.name, answer)
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
+        result = await self.wrapped.execute(self._ids[instance_id], dict(arguments), **execute_kwargs)
+        response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
+        if isinstance(response, BaseModel):  # this module's, or that of a verl that is installed
+            shown = response.model_dump(include={"text", "image", "video"}, exclude_none=True)
+            response = ToolResponse(**shown)
+        numbers = {key: v for key, v in (metrics or {}).items() if isinstance(v, bool) or is_number(v)}
+        return response, reward, numbers
+
+    async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
+        return await self.wrapped.calc_reward(self._ids[instance_id], **calc_reward_kwargs)
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        if (name := self._ids.pop(instance_id, None)) is not None:  # None: create failed
+            await self.wrapped.release(name, **release_kwargs)

@@ -1,0 +1,354 @@
+"""Tools that lease environments: one holder at a time, every lease ended once, whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jax_agent_rl.agents import ToolAgent
+from jax_agent_rl.config import ToolsConfig
+from jax_agent_rl.environments import EnvironmentTool, environment_tool
+from jax_agent_rl.errors import ToolDefinitionError, ToolError
+from jax_agent_rl.tools import ToolRegistry, ToolSession
+from jax_agent_rl.tools.registry import open_tools
+from tests.agent_testbed import ROW
+from tests.fakes import FakeCodec
+from tests.unit.agents.test_branches import FORKS, Branching, assert_same_course
+
+TIMEOUT = 10.0
+
+
+class Notes:
+    """Keeps lines; counts what happens to it."""
+
+    made: list[Notes] = []
+
+    def __init__(self, *, title="notes"):
+        self.made.append(self)
+        self.title, self.lines, self.resets, self.closes = title, [], [], 0
+
+    async def reset(self, **kwargs):
+        self.resets.append(kwargs)
+        self.lines = list(kwargs.get("lines", []))
+
+    async def close(self):
+        self.closes += 1
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    monkeypatch.setattr(Notes, "made", [])
+    return Notes.made
+
+
+async def write(line: str, env: Notes) -> str:
+    """Writes a line.
+
+    Args:
+        line: The line.
+        env: The notes.
+    """
+    if line == "mistake":
+        raise ToolError("no such line")
+    if line == "break":
+        raise OSError("disk full")
+    if line == "hang":
+        await asyncio.Event().wait()
+    env.lines.append(line)
+    return f"{len(env.lines)} {env.title}"
+
+
+def read(env: Notes) -> str:
+    """Reads all lines."""
+    return " ".join(env.lines) or "nothing"
+
+
+def tools_of(*functions, **settings):
+    make = environment_tool(env_cls=Notes, **{"pool_size": 1, **settings})
+    return {tool.name: tool for tool in map(make, functions or (write,))}
+
+
+def session(tools, name="t", *, timeout=TIMEOUT, **kwargs):
+    codec = FakeCodec()
+    limits = {"timeout": timeout, "max_response_length": 99, "truncate_side": "right"}
+    return ToolSession(tools, name, kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits)
+
+
+async def say(opened, line):
+    return (await opened.call("write", {"line": line})).observation
+
+
+async def test_a_trajectory_has_one_environment_for_all_its_calls_and_the_next_one_gets_it_reset(made):
+    tools = tools_of(env_kwargs={"title": "lines"})
+    async with session(tools, write={"create_kwargs": {"lines": ["x"]}}) as opened:
+        assert made == [], "leased by the first call"
+        assert [await say(opened, "a"), await say(opened, "b")] == ["2 lines", "3 lines"]
+    async with session(tools, "u") as opened:
+        assert await say(opened, "c") == "1 lines"
+    (notes,) = made
+    assert notes.resets == [{"lines": ["x"]}, {}] and notes.closes == 0
+    await tools["write"].close()
+    assert notes.closes == 1
+
+
+async def test_the_model_does_not_see_the_environment():
+    tool = tools_of()["write"]
+    assert isinstance(tool, EnvironmentTool) and tool.description == "Writes a line."
+    properties = {"line": {"type": "string", "description": "The line."}}
+    assert tool.parameters == {"type": "object", "properties": properties, "required": ["line"]}
+    async with session({"write": tool}) as opened:
+        assert "wrong arguments" in (await opened.call("write", {"line": "a", "env": "mine"})).observation
+
+
+async def test_tools_of_one_decorator_share_the_environment_and_blocking_ones_run_in_a_thread(made):
+    tools = tools_of(write, read)
+    async with session(tools, read={"create_kwargs": {"lines": ["x"]}}) as opened:
+        calls = [opened.call("write", {"line": "a"}), opened.call("read", {}), opened.call("write", {"line": "b"})]
+        records = await asyncio.gather(*calls)
+        assert [record.observation for record in records] == ["2 notes", "x a", "3 notes"], "one after the other"
+    (notes,) = made
+    async with session(tools) as opened:
+        assert (await opened.call("read", {})).observation == "nothing"
+    assert made == [notes] and len(notes.resets) == 2
+
+
+async def test_a_mistake_of_the_model_keeps_the_environment(made):
+    tools = tools_of()
+    async with session(tools) as opened:
+        assert [await say(opened, line) for line in ("a", "mistake", "b")] == [
+            "1 notes",
+            "Error: no such line",
+            "2 notes",
+        ]
+    await tools["write"].close()
+    assert [notes.closes for notes in made] == [1]
+
+
+@pytest.mark.parametrize("line", ["break", "hang"])
+@pytest.mark.parametrize("scope", ["trajectory", "global"])
+async def test_a_broken_environment_is_closed_and_another_takes_its_place(made, line, scope):
+    tools = tools_of(scope=scope)
+    async with session(tools, timeout=0.05 if line == "hang" else TIMEOUT) as opened:
+        await say(opened, "a")
+        shown = await say(opened, line)
+        assert "disk full" in shown or "write did not answer" in shown
+        for _ in range(20):  # a call that was cut off ends in a task of its own
+            await asyncio.sleep(0)
+        assert made[0].closes == 1
+        if scope == "trajectory":
+            assert "Error: its Notes is gone: a call raised " in await say(opened, "b")
+            async with session(tools, "u") as other:
+                assert await say(other, "c") == "1 notes", "the place is free before the trajectory ends"
+        else:
+            assert await say(opened, "b") == "1 notes"
+    await tools["write"].close()
+    assert [(len(notes.resets), notes.closes) for notes in made] == [(1, 1), (1, 1)]
+
+
+async def test_a_full_pool_makes_calls_wait_and_says_why_they_waited_in_vain(made, caplog):
+    tools = tools_of(pool_size=2)
+    async with contextlib.AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(session(tools, name)) for name in "ab"]
+        await asyncio.gather(say(first, "a"), say(second, "b"))
+        async with session(tools, "c", timeout=0.05) as third:
+            shown = await say(third, "c")
+        reason = "all 2 of its Notes environments are in use (pool_size=2)"
+        assert shown == f"Error: write did not answer within 0.05 seconds: {reason}"
+        assert reason in caplog.text and "agent.tool_timeout=0.05" in caplog.text
+        async with session(tools, "d") as fourth:
+            waiting = asyncio.create_task(say(fourth, "d"))
+            await asyncio.sleep(0)
+            await first.__aexit__(None, None, None)
+            assert await waiting == "1 notes"
+    assert len(made) == 2
+
+
+async def test_global_environments_keep_what_other_trajectories_did_and_are_reset_once(made):
+    tools = tools_of(scope="global")
+    async with session(tools) as one, session(tools, "u") as other:
+        assert [await say(one, "a"), await say(other, "b"), await say(one, "c")] == ["1 notes", "2 notes", "3 notes"]
+    assert [notes.resets for notes in made] == [[{}]]
+    async with session(tools, write={"create_kwargs": {"lines": []}}) as opened:
+        assert "all trajectories share the environments of 'write'" in await say(opened, "d")
+
+
+async def test_one_of_two_tools_that_cannot_be_created_leaves_the_other_its_environment(made):
+    tools = tools_of(write, read, scope="global")
+    async with session(tools, read={"create_kwargs": {"lines": []}}) as opened:
+        assert "read is not available" in (await opened.call("read", {})).observation
+        assert await say(opened, "a") == "1 notes"
+
+
+@pytest.mark.parametrize("fork", FORKS)
+async def test_a_branch_repeats_its_calls_in_an_environment_of_its_own(made, fork):
+    words = [f'<call>write {{"line": "{line}"}}</call>' for line in "abc"] + ["done"]
+    stage = Branching(ToolAgent, words, shared={"tools": ToolRegistry(tools_of(pool_size=2).values())})
+    parent = await stage.parent(ROW)
+    assert_same_course(parent, await stage.branch(parent, *fork))
+    assert [notes.resets for notes in made] == [[{}, {}]], "released by the parent before it branches"
+    assert made[0].lines == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("fork", FORKS)
+async def test_a_branch_does_not_repeat_what_it_did_to_all(made, fork):
+    words = [f'<call>write {{"line": "{line}"}}</call>' for line in "abc"] + ["done"]
+    stage = Branching(ToolAgent, words, shared={"tools": ToolRegistry(tools_of(scope="global").values())})
+    await stage.branch(await stage.parent(ROW), *fork)
+    assert made[0].lines == list("abc") + list("abc")[fork[0] :]
+
+
+async def test_the_end_of_the_run_closes_environments(tmp_path, monkeypatch):
+    (tmp_path / "my_notes.py").write_text(
+        "from jax_agent_rl.environments import environment_tool\n"
+        "from tests.unit.environments.test_environment_tool import Notes, write\n"
+        "Notes.made = made = []\n"
+        "write = environment_tool(env_cls=Notes, pool_size=3)(write)\n"
+    )
+    async with open_tools(ToolsConfig(function_tool_path=str(tmp_path / "my_notes.py"))) as registry:
+        async with session(registry.select()) as opened:
+            assert await say(opened, "a") == "1 notes"
+        made = registry.select()["write"].function.__globals__["Notes"].made
+        assert [notes.closes for notes in made] == [0]
+    assert [notes.closes for notes in made] == [1]
+
+
+def no_env(line: str) -> str:
+    return line
+
+
+@pytest.mark.parametrize(
+    ("settings", "function", "message"),
+    [
+        ({"pool_size": 0}, write, "pool_size of 1 or more"),
+        ({"scope": "rollout"}, write, "got 1 and 'rollout'"),
+        ({}, no_env, "no_env must take its environment as env"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(settings, function, message):
+    with pytest.raises(ToolDefinitionError, match=message):
+        tools_of(function, **settings)
+
+
+# --- any order of events ----------------------------------------------------------------------------------------------
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing else is left to do."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+    def _run_once(self):
+        if not self._ready and self._scheduled:
+            self.now = max(self.now, self._scheduled[0]._when)
+        super()._run_once()
+
+
+class Held:
+    """Fails the test if it is used by two at once, by another trajectory than the one it was reset for, or closed."""
+
+    def __init__(self, world):
+        self.owner, self.in_call, self.closes, self.world = None, False, 0, world
+        world.made.append(self)
+
+    async def reset(self):
+        assert not self.closes
+        self.owner = None
+        await self.world.act(self.world.resets.pop() if self.world.resets else ("ok", 0), self)
+
+    async def close(self):
+        self.closes += 1
+
+
+class World:
+    """One run: the environments made, how resets go, and violations seen inside calls (where errors are messages)."""
+
+    def __init__(self, resets, scope):
+        self.made, self.resets, self.violations, self.scope = [], resets, [], scope
+
+    async def act(self, how, env):
+        kind, seconds = how
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            if kind != "stubborn":
+                raise
+            await asyncio.sleep(seconds)
+        if kind == "mistake":
+            raise ToolError("no")
+        if kind == "raise":
+            raise OSError("broken")
+
+    async def call(self, who: str, kind: str, seconds: int, env: Held) -> str:
+        if env.in_call or env.closes or (self.scope == "trajectory" and env.owner not in (None, who)):
+            self.violations.append((who, kind, env.owner, env.in_call, env.closes))
+        env.owner, env.in_call = who, True
+        try:
+            await self.act((kind, seconds), env)
+        finally:
+            env.in_call = False
+        return "done"
+
+
+ACTS = st.tuples(st.sampled_from(["ok", "ok", "mistake", "raise", "stubborn"]), st.integers(0, 12))
+LIVES = st.tuples(
+    st.integers(0, 10),  # when it begins
+    st.lists(st.lists(ACTS, min_size=1, max_size=2), max_size=4),  # turns of concurrent calls
+    st.one_of(st.none(), st.integers(0, 30)),  # when it is cancelled
+)
+
+
+@example(  # the trajectory is cancelled, its call is not to be stopped, and another one waits for the environment
+    lives=[(0, [[("stubborn", 9)]], 5), (1, [[("ok", 9)]], None)], pool_size=1, scope="trajectory", resets=[]
+)
+@given(
+    lives=st.lists(LIVES, min_size=1, max_size=5),
+    pool_size=st.integers(1, 3),
+    scope=st.sampled_from(["trajectory", "global"]),
+    resets=st.lists(ACTS, max_size=4),
+)
+def test_in_any_order_of_calls_failures_and_cancellations_a_lease_has_one_holder_and_ends_once(
+    lives, pool_size, scope, resets
+):
+    async def run():
+        world = World(list(resets), scope)
+        make = environment_tool(env_cls=Held, pool_size=pool_size, scope=scope, env_kwargs={"world": world})
+        tool = make(world.call)
+        tools = {tool.name: tool}
+
+        async def live(name, begins, turns):
+            await asyncio.sleep(begins)
+            async with session(tools, name) as opened:
+                for turn in turns:
+                    calls = [{"who": name, "kind": kind, "seconds": seconds} for kind, seconds in turn]
+                    await asyncio.gather(*(opened.call("call", arguments) for arguments in calls))
+
+        tasks = []
+        for number, (begins, turns, cancelled) in enumerate(lives):
+            tasks.append(asyncio.create_task(live(f"t{number}", begins, turns)))
+            if cancelled is not None:
+                asyncio.get_running_loop().call_later(cancelled, tasks[-1].cancel)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while len(asyncio.all_tasks()) > 1:  # calls that were cut off
+            await asyncio.sleep(1)
+        assert world.violations == []
+        world.resets.clear()
+        free = [asyncio.create_task(live(f"last{n}", 0, [[("ok", 9)]])) for n in range(pool_size)]
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*free)
+        assert asyncio.get_running_loop().time() == began + 9, "every place of the pool is free again"
+        again = [asyncio.create_task(live(f"more{n}", 0, [[("ok", 9)]])) for n in range(pool_size + 1)]
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*again)
+        assert asyncio.get_running_loop().time() > began + 9, "and there are not more of them"
+        await tool.close()
+        assert world.violations == [] and [env.closes for env in world.made] == [1] * len(world.made)
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(run())

@@ -1,0 +1,226 @@
+"""The kernels of a decode step on CPUs, against float64 numpy, and the engine that uses them against XLA's path."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.jetstream import cpu_kernels
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
+from jax_agent_rl.jetstream.deterministic import DeterministicEngine
+from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
+from jax_agent_rl.jetstream.kv_cache import LayerKV
+from jax_agent_rl.jetstream.programs import Kernels
+from jax_agent_rl.models.config import DecoderConfig, Rope
+from tests.tiny import TINY, tiny_params
+
+pytestmark = pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
+SHAPES = EngineShapes(
+    max_model_len=96, max_concurrent_decodes=3, kv_cache_tokens=288, decode_steps=8, prefill_buckets=(32,)
+)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def normed(x: np.ndarray, weight: np.ndarray, config: DecoderConfig) -> np.ndarray:
+    x = x.astype(np.float64)
+    scaled = x / np.sqrt((x * x).mean(0) + config.rms_norm_eps)
+    return scaled * (config.norm_offset + weight.astype(np.float64))[:, None]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 8, 9, 16, 31, 32, 48, 65])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (13, 37), (50, 96), (100, 33)])
+def test_a_product_is_that_of_float64_for_any_shape(rows: int, size: int, columns: int):
+    weight, x = normal(rows, size), normal(size, columns, seed=1)
+    found = cpu_kernels.product(TINY, jnp.asarray(weight), jnp.asarray(x))
+    np.testing.assert_allclose(found, weight.astype(np.float64) @ x, atol=1e-5 * size**0.5)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 24])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_is_applied_to_what_is_multiplied(offset: float, columns: int):
+    config = dataclasses.replace(TINY, norm_offset=offset)
+    weight, x, norm = normal(2, 13, 41), normal(41, columns, seed=1), normal(41, seed=2)
+    found = cpu_kernels.product(config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm))
+    np.testing.assert_allclose(found, weight.astype(np.float64) @ normed(x, norm, config), atol=5e-5)
+
+
+def gated(activation: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("columns", [1, 5, 24])
+def test_a_gated_product_applies_the_models_activation(activation: str, columns: int):
+    config = dataclasses.replace(TINY, activation=activation)
+    weight, x, norm = 3 * normal(2, 29, 35), normal(35, columns, seed=1), normal(35, seed=2)
+    found = cpu_kernels.gated_product(config, jnp.asarray(weight), jnp.asarray(x), jnp.asarray(norm))
+    gate, up = weight.astype(np.float64) @ normed(x, norm, config)
+    wanted = gated(activation, gate, up)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def attended(
+    config: DecoderConfig,
+    qkv: np.ndarray,
+    position: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    """Return [K, G, h] of one slot in float64: qkv [K, G + 2, h], rotated; cached keys and values [K, S, h]."""
+    window = config.sliding_window or position + 1
+    visible = slice(max(0, position - window + 1), position)
+    keys = np.concatenate([keys[:, visible], qkv[:, -2:-1]], axis=1)
+    values = np.concatenate([values[:, visible], qkv[:, -1:]], axis=1)
+    scores = np.einsum("kgh,ksh->kgs", qkv[:, :-2], keys) * config.score_scale
+    peak = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[..., None] - peak)
+    return np.einsum("kgs,ksh->kgh", weights / total, values)
+
+
+def rotated(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Rotate [.., h] by the angles of [r/2]."""
+    heads, pairs = heads.astype(np.float64).copy(), len(cos)
+    first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
+    second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+    x, y = heads[..., first].copy(), heads[..., second].copy()
+    heads[..., first], heads[..., second] = x * cos - y * sin, y * cos + x * sin
+    return heads
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("sinks", [None, 1.0], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize(("kv_heads", "group", "size", "pairs"), [(1, 1, 8, 4), (3, 3, 64, 32), (2, 7, 20, 6)])
+def test_attention_reads_what_each_slot_sees_in_its_own_pages(
+    kv_heads: int, group: int, size: int, pairs: int, window: int | None, sinks: float | None, interleaved: bool
+):
+    """Positions at both ends of pages, pages in no order; what no slot sees is NaN."""
+    config = dataclasses.replace(
+        TINY, num_kv_heads=kv_heads, num_heads=kv_heads * group, head_dim=size, rope=Rope(interleaved=interleaved),
+        sliding_window=window,
+    )  # fmt: skip
+    positions = np.array([0, 31, 32, 77, 95], np.int32)
+    pages = 1 + np.random.default_rng(5).permutation(15).astype(np.int32).reshape(5, 3)
+    qkv, angles = normal(kv_heads, group + 2, size, 5), normal(pairs, 5, seed=1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    keys, values = normal(5, kv_heads, 96, size, seed=2), normal(5, kv_heads, 96, size, seed=3)
+    own_sinks = None if sinks is None else sinks * normal(kv_heads, group, seed=4)
+    unseen = np.arange(96) >= positions[:, None]
+    if window:
+        unseen |= np.arange(96) <= positions[:, None] - window
+    hidden = [np.where(unseen[:, None, :, None], np.nan, x).astype(np.float32) for x in (keys, values)]
+    paged = [np.zeros((16, kv_heads, 32, size), np.float32) for _ in hidden]
+    for to, rows in zip(paged, hidden, strict=True):
+        to[pages] = rows.reshape(5, kv_heads, 3, 32, size).swapaxes(1, 2)
+    cached = LayerKV(jnp.asarray(paged[0].swapaxes(2, 3)), jnp.asarray(paged[1]))
+    mixed, after = jax.jit(cpu_kernels.decode_attention, static_argnums=0, static_argnames="windowed")(
+        config, qkv, cached, positions, pages, (cos, sin), own_sinks, windowed=window is not None
+    )
+    for slot, position in enumerate(positions):
+        one = qkv[..., slot].astype(np.float64)
+        one[:, :-1] = rotated(one[:, :-1], cos[:, slot], sin[:, slot], interleaved)
+        wanted = attended(config, one, position, keys[slot], values[slot], own_sinks)
+        np.testing.assert_allclose(mixed[..., slot], wanted, atol=2e-5)
+        page = pages[slot, position // 32]
+        np.testing.assert_allclose(after.keys[page, :, :, position % 32], one[:, -2], atol=1e-6)
+        np.testing.assert_array_equal(after.values[page, :, position % 32], qkv[:, -1, :, slot])
+    kept = np.ones((16, 32), bool)
+    kept[pages[np.arange(5), positions // 32], positions % 32] = False
+    for found, before in ((after.keys.swapaxes(2, 3), cached.keys.swapaxes(2, 3)), (after.values, cached.values)):
+        np.testing.assert_array_equal(*(np.asarray(x).swapaxes(1, 2)[kept] for x in (found, before)))
+
+
+VARIANTS = {
+    "plain": TINY,
+    "biases": dataclasses.replace(TINY, qkv_bias=True),
+    "norms of queries and keys": dataclasses.replace(TINY, qk_norm=True),
+}
+
+
+def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Decode three contexts of different lengths after a prefill, over a page's end."""
+    params, cache = engine.load_params(tiny_params(config=config)), engine.init_cache()
+    slots = make_decode_batch(3, SHAPES.context_pages)
+    slots.pages[:] = 1 + np.arange(9).reshape(3, 3)
+    for slot, length in enumerate((29, 5, 60)):
+        prompt = np.random.default_rng(slot).integers(3, config.vocab_size, length).astype(np.int32)
+        cache = engine.extend(params, cache, [Extension(slots.pages[slot], 0, prompt[:-1])])
+        slots.tokens[slot], slots.positions[slot] = prompt[-1], length - 1
+    slots.remaining[:], slots.temperature[:], slots.seed[:] = 8, 1, np.arange(3)
+    _, found = engine.decode(params, cache, slots, 8, 4)
+    return found.ids, found.log_probs
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_the_engine_samples_the_same_ids_with_and_without_kernels(config: DecoderConfig, monkeypatch):
+    native = JaxEngine(config, SHAPES)
+    assert native._kernels is Kernels.CPU
+    monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
+    plain = JaxEngine(config, SHAPES)
+    ids, log_probs = sampled(plain, config)
+    assert plain._kernels is Kernels.NONE
+    monkeypatch.undo()
+    found_ids, found = sampled(native, config)
+    np.testing.assert_array_equal(found_ids, ids)
+    np.testing.assert_allclose(found, log_probs, atol=1e-4)
+
+
+def test_only_an_engine_of_whole_float32_on_one_cpu_uses_them():
+    assert JaxEngine(TINY, SHAPES, dtype=jnp.bfloat16)._kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, kv_dtype="int8")._kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, quantize="int8")._kernels is Kernels.NONE
+    assert DeterministicEngine(TINY, SHAPES)._kernels is Kernels.NONE
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A process that has built nothing yet, with an empty cache."""
+    monkeypatch.setenv("JAX_AGENT_RL_CACHE", str(tmp_path))
+    cpu_kernels._registered.cache_clear()
+    yield monkeypatch
+    cpu_kernels._registered.cache_clear()
+
+
+def test_without_a_compiler_xla_decodes_and_the_log_says_so(unbuilt, tmp_path: Path, caplog):
+    unbuilt.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert JaxEngine(TINY, SHAPES)._kernels is Kernels.NONE
+        assert JaxEngine(TINY, SHAPES)._kernels is Kernels.NONE
+    (line,) = [r.getMessage() for r in caplog.records if r.name == cpu_kernels.__name__]
+    assert "no C++ compiler" in line and "install one" in line
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_nothing_behind(unbuilt, tmp_path: Path, caplog):
+    unbuilt.setattr(cpu_kernels, "FLAGS", ("--no-such-flag",))
+    with caplog.at_level(logging.WARNING):
+        assert cpu_kernels.kernels_digest() is None
+    assert "could not build the decode kernels" in caplog.text and "no-such-flag" in caplog.text
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_a_second_process_finds_the_library_built(unbuilt, tmp_path: Path):
+    unbuilt.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)  # this process has registered another copy
+    digest = cpu_kernels.kernels_digest()
+    (file,) = (tmp_path / "kernels").iterdir()
+    made = file.stat().st_mtime_ns
+    cpu_kernels._registered.cache_clear()
+    assert cpu_kernels.kernels_digest() == digest
+    assert file.stat().st_mtime_ns == made

@@ -1,0 +1,203 @@
+"""Grammars in the JAX engine, on a random model: the output follows them, and everything else stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.chat.grammar import GrammarCompiler
+from jax_agent_rl.errors import BackendError
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
+from jax_agent_rl.utils.sampling_support import decode_supports
+from tests.tiny import full_logits, tiny_params
+from tests.tiny_chat import CONFIG, tokenizer
+
+SHAPES = EngineShapes(
+    max_model_len=64, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+)
+PARAMS = tiny_params(config=CONFIG)
+EOS = 2
+FLAGS = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+    "required": ["ok", "size"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+JSON = f"start: %json {json.dumps(FLAGS)}"
+LETTERS = r"start: /[a-z]{3,9}/"
+
+
+def to_text(ids) -> str:
+    return tokenizer().decode(list(ids))
+
+
+@contextlib.asynccontextmanager
+async def running(**options):
+    grammars = GrammarCompiler(tokenizer(), eos_ids=CONFIG.eos_token_ids, vocab_size=CONFIG.vocab_size)
+    settings = {"grammars": grammars, "decode_text": to_text} | options
+    backend = JetStreamBackend(CONFIG, PARAMS, SHAPES, version=1, seed=3, **settings)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+def request(name: str, prompt=(5, 6, 7), *, max_tokens=40, **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **{"temperature": 1.0, "seed": 1} | sampling),
+    )
+
+
+async def test_every_output_is_one_of_its_grammar_and_ends_there():
+    async with running() as backend:
+        assert backend.capabilities.grammars
+        outputs = await asyncio.gather(
+            *(backend.generate(request(f"j{seed}", grammar=JSON, seed=seed)) for seed in range(4)),
+            *(backend.generate(request(f"l{seed}", grammar=LETTERS, seed=seed)) for seed in range(4)),
+        )
+    for output in outputs[:4]:
+        value = json.loads(to_text(output.token_ids[:-1]))
+        assert value.keys() == {"ok", "size"} and value["ok"] in (True, False) and value["size"] in ("small", "large")
+    for output in outputs[4:]:
+        assert to_text(output.token_ids[:-1]).isalpha() and 3 <= len(to_text(output.token_ids[:-1])) <= 9
+    for output in outputs:
+        assert (output.token_ids[-1], output.stop_reason) == (EOS, StopReason.EOS)
+        assert output.context_digest == digest_ids([5, 6, 7, *output.token_ids])
+    assert len({output.token_ids for output in outputs}) > 4  # it is sampled, not chosen
+
+
+async def test_a_limit_cuts_a_constrained_output_as_any_other():
+    async with running() as backend:
+        output = await backend.generate(request("r", grammar=JSON, max_tokens=3))
+    assert len(output.token_ids) == 3 and output.stop_reason is StopReason.LENGTH
+    assert to_text(output.token_ids).startswith("{")
+
+
+async def test_ids_have_logprobs_and_supports_of_what_the_grammar_left():
+    """Golden: full passes without a cache, normalized in float64 over the ids that spell what each grammar allows."""
+    texts = [tokenizer().decode([i]) for i in range(CONFIG.vocab_size)]
+    letters = [i for i, text in enumerate(texts) if text.isascii() and text.isalpha() and text.islower()]
+    async with running() as backend:
+        few, most = await asyncio.gather(
+            backend.generate(request("a", grammar="start: /[a-z]*/")),
+            backend.generate(request("b", grammar="start: (/[^q]/ | <[0-1]> | <[3-399]>)*", max_tokens=12)),
+        )
+    assert few.constrained == most.constrained == () and few.loss_mask == (1,) * len(few.token_ids)
+    assert kept_ids(few)[0] == {*letters, EOS} and kept_ids(most)[0] == set(range(400))
+    np.testing.assert_allclose(few.log_probs, expected_logprobs(few.token_ids, [*letters, EOS]), atol=5e-5)
+    np.testing.assert_allclose(most.log_probs, expected_logprobs(most.token_ids, range(400)), atol=5e-5)
+
+
+def kept_ids(output) -> list[set[int]]:
+    masks = decode_supports(output.supports, CONFIG.vocab_size)
+    return [set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()) for mask in masks]
+
+
+def expected_logprobs(sampled, support) -> np.ndarray:
+    logits = full_logits(PARAMS, [5, 6, 7, *sampled], CONFIG)[2:-1].astype(np.float64)
+    left = np.log(np.exp(logits[:, list(support)]).sum(axis=-1))
+    return logits[np.arange(len(sampled)), list(sampled)] - left
+
+
+async def test_requests_beside_a_constrained_one_sample_what_they_sample_alone():
+    prompts = [tuple(np.random.default_rng(i).integers(3, 400, 9)) for i in range(3)]
+    plain = [request(f"p{i}", prompt, max_tokens=12, seed=i) for i, prompt in enumerate(prompts)]
+    async with running() as backend:
+        alone = await asyncio.gather(*map(backend.generate, plain))
+        again = [replace(one, request_id=f"{one.request_id}-again") for one in plain]
+        constrained, *beside = await asyncio.gather(
+            backend.generate(request("j", grammar=JSON)), *map(backend.generate, again)
+        )
+        repeated = await backend.generate(request("k", grammar=JSON))
+    assert [output.token_ids for output in beside] == [output.token_ids for output in alone]
+    assert not any(output.supports for output in beside)
+    for one, other in zip(beside, alone, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    assert repeated.token_ids == constrained.token_ids  # the same seed
+
+
+async def test_a_grammar_compiles_its_program_once_and_counts_as_no_recompilation():
+    lines: list[str] = []
+    async with running(compile_ahead=True, print_line=lines.append) as backend:
+        ahead = len(backend._core.scheduler.engine.table)
+        await backend.generate(request("a"))
+        assert len(backend._core.scheduler.engine.table) == ahead
+        await backend.generate(request("b", grammar=JSON, max_tokens=3))
+        once = len(backend._core.scheduler.engine.table)
+        await backend.generate(request("c", grammar=LETTERS, max_tokens=3))
+        assert len(backend._core.scheduler.engine.table) == once > ahead
+        assert (await backend.metrics()).recompilations == 0
+
+
+async def test_an_interrupted_output_continues_in_its_grammar_where_it_was():
+    async with running() as backend:
+        whole = await backend.generate(request("whole", grammar=JSON))
+        client = LLMServerClient([AsyncServer(backend)])
+        seen: list[int] = []
+        task = asyncio.create_task(
+            client.generate(
+                "cut",
+                prompt_ids=(5, 6, 7),
+                sampling_params=request("cut", grammar=JSON).sampling,
+                on_ids=seen.extend,
+            )
+        )
+        while len(seen) < 4:
+            await asyncio.sleep(0)
+        await backend.pause(PauseMode.ABORT)
+        await backend.resume()
+        output = await task
+    assert (output.token_ids, output.supports) == (whole.token_ids, whole.supports)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [('start: %json {"type": "objekt"}', "Invalid type: objekt"), ("no grammar", "Expected token")],
+)
+async def test_a_wrong_grammar_fails_its_own_request_with_the_reason(grammar, message):
+    async with running() as backend:
+        with pytest.raises(BackendError, match=message):
+            await backend.generate(request("r", grammar=grammar))
+        assert (await backend.generate(request("r", max_tokens=3))).token_ids
+
+
+async def test_an_engine_without_a_compiler_refuses_grammars():
+    async with running(grammars=None) as backend:
+        assert not backend.capabilities.grammars
+        with pytest.raises(BackendError, match="grammar"):
+            await backend.generate(request("r", grammar=JSON))
+
+
+async def test_a_grammar_that_cannot_be_followed_any_further_fails_its_request_alone(monkeypatch):
+    def lose_the_way(self, ids):  # as a grammar does that becomes too complex for the library's limits
+        self._matcher.consume_tokens([1] if ids else [])
+
+    async with running() as backend:
+        monkeypatch.setattr("jax_agent_rl.chat.grammar.GrammarState.consume", lose_the_way)
+        beside = asyncio.create_task(backend.generate(request("beside", max_tokens=20)))
+        with pytest.raises(BackendError, match="its grammar failed"):
+            await backend.generate(request("r", grammar=LETTERS))
+        assert len((await beside).token_ids) <= 20
+
+
+@pytest.mark.parametrize("words", [3, 30])
+def test_a_mask_has_the_length_of_the_models_vocabulary_whatever_the_tokenizers_is(words):
+    state = GrammarCompiler(tokenizer(), eos_ids=[EOS]).start('start: "" | "x"')
+    bits = np.full(words, 7, np.uint32)
+    state.fill_allowed(bits)
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+    assert allowed == [i for i in (EOS, tokenizer().convert_tokens_to_ids("x")) if i < 32 * words]

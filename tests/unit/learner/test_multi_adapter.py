@@ -1,0 +1,128 @@
+"""Adapters in training side by side: each learns from its own trajectories, as if it were alone."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig, LoraConfig
+from jax_agent_rl.learner.comparison import AgreementCheck
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner, by_adapter, combined
+from jax_agent_rl.types import Group
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+NAMES = ("solver", "checker")
+
+
+def single(**learner) -> Learner:
+    config = LearnerConfig(learning_rate=1e-2, pack_length=64, remat="none", lora=LORA.model_dump(), **learner)
+    return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+
+
+def played(groups: list[Group], names=NAMES) -> list[Group]:
+    """The same groups, their first two members played with one adapter and the others with another."""
+    return [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, role=names[i // 2], adapter=names[i // 2]) for i, t in enumerate(group.trajectories)
+            ),
+        )
+        for group in groups
+    ]
+
+
+def bits(tree) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_an_adapter_alone_receives_the_gradient_of_its_trajectories():
+    made = MultiAdapterLearner(single(), LORA, NAMES)
+    before = {name: bits(state) for name, state in made.state.items()}
+    (solver,) = (part for name, part in by_adapter(played(random_groups(0))).items() if name == "solver")
+    assert not made.update(solver).skipped
+    assert bits(made.state["checker"]) == before["checker"], "neither its values nor its optimizer"
+    assert bits(made.state["solver"]) != before["solver"]
+
+
+def test_an_adapter_learns_beside_others_what_it_would_alone():
+    groups = played(random_groups(1))
+    together, alone = MultiAdapterLearner(single(), LORA, NAMES), single()
+    for _ in range(2):
+        result = together.update(groups)
+        expected = alone.update(by_adapter(groups)["checker"])
+    assert bits(together.state["checker"]) == bits(alone.state)
+    assert result.metrics["adapter/checker/loss"] == expected.metrics["loss"]
+    assert bits(together.state["solver"].policy.params) != bits(alone.state.policy.params)
+    assert result.tokens.keys() == {t.trajectory_id for group in groups for t in group.trajectories}
+
+
+def test_a_step_that_fails_at_one_adapter_changes_none():
+    made, seen = MultiAdapterLearner(single(), LORA, NAMES), []
+
+    def inspect(comparison):
+        seen.append(comparison)
+        if len(seen) == 2:
+            assert bits(made._learners["checker"].trained) != before, "the first one has learned by then"
+            raise RuntimeError("the second")
+
+    before, states = bits(made._learners["checker"].trained), bits(made.state)
+    with pytest.raises(RuntimeError, match="the second"):
+        made.update(played(random_groups(0)), check=AgreementCheck(since=0, inspect=inspect))
+    assert bits(made.state) == states
+
+
+def test_engines_get_the_model_below_the_adapters_and_each_adapter_scaled():
+    made = MultiAdapterLearner(single(), LORA, NAMES)
+    made.update(played(random_groups(0)))
+    for (path, got), expected in zip(
+        jax.tree_util.tree_leaves_with_path(made.params), jax.tree.leaves(tiny_params()), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected, err_msg=str(path))
+    for name, adapter in made.adapters.items():
+        merged = made._learners[name].params["layers"]["q"]
+        a, b = (x.astype(np.float64) for x in adapter.weights["q"])
+        expected = np.asarray(tiny_params()["layers"]["q"], np.float64) + b @ a
+        np.testing.assert_allclose(merged, expected, atol=1e-6)
+
+
+def test_a_second_adapter_compiles_nothing():
+    alone, both = single(), MultiAdapterLearner(single(), LORA, NAMES)
+    groups = played(random_groups(0))
+    alone.update(by_adapter(groups)["solver"])
+    both.update(groups)
+    assert both.programs_compiled == alone.programs_compiled
+
+
+def test_a_saved_state_continues_as_if_never_saved():
+    groups = played(random_groups(0))
+    made, other = MultiAdapterLearner(single(), LORA, NAMES), MultiAdapterLearner(single(), LORA, NAMES)
+    made.update(groups)
+    other.state = jax.tree.map(lambda x: x.copy(), made.state)
+    made.update(groups)
+    other.update(groups)
+    assert bits(made.state) == bits(other.state)
+
+
+def test_metrics_of_all_adapters_are_sums_maxima_rates_and_means():
+    def result(loss, tokens, seconds, gap):
+        numbers = {"loss": loss, "batch_tokens": tokens, "computed_tokens": tokens / 2, "learner_seconds": seconds}
+        return UpdateResult(metrics=numbers | {"logprob_gap_max": gap}, skipped=False)
+
+    got = combined({"a": result(1.0, 30.0, 1.0, 0.5), "b": result(3.0, 10.0, 3.0, 0.25)}).metrics
+    assert {key: value for key, value in got.items() if "/" not in key} == {
+        "loss": 2.0,
+        "batch_tokens": 40.0,
+        "computed_tokens": 20.0,
+        "learner_seconds": 4.0,
+        "logprob_gap_max": 0.5,
+        "sharing_factor": 2.0,
+        "learner_tokens_per_second": 10.0,
+        "computed_tokens_per_second": 5.0,
+    }
+    assert got["adapter/b/loss"] == 3.0

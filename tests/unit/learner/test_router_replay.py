@@ -1,0 +1,194 @@
+"""The learner takes the engine's experts: ratios of 1 where rounding would choose others, and router gradients."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.moe import route
+from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.types import FinishReason, Group, RoutedExperts, SamplingParams, TokenOutput, Trajectory, Turn
+from tests.tiny import EXPERTS, tiny_params
+from tests.trajectories import random_groups, trajectory, with_routed_experts
+
+SHAPES = EngineShapes(
+    max_model_len=64, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
+)
+SEED = 2  # in bfloat16 many of its tokens choose other experts than in float32
+
+
+def weights(seed: int) -> Params:
+    """Weights that bfloat16 holds exactly: engine and learner differ in their arithmetic alone."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tiny_params(seed, EXPERTS))
+
+
+def learner(params: Params, **changes) -> Learner:
+    config = LearnerConfig(**{"pack_length": 64, "remat": "none"} | changes)
+    return Learner(EXPERTS, params, algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+
+
+@functools.cache
+def sampled(dtype: str) -> tuple[tuple[list[int], TokenOutput], ...]:
+    """Prompts and outputs of an engine."""
+
+    async def run() -> tuple[tuple[list[int], TokenOutput], ...]:
+        backend = JetStreamBackend(EXPERTS, weights(SEED), SHAPES, dtype=dtype)
+        await backend.start()
+        rng = np.random.default_rng(SEED)
+        prompts = [rng.integers(3, EXPERTS.vocab_size, 9).tolist() for _ in range(4)]
+        requests = (
+            GenerateRequest(
+                request_id=str(i),
+                prompt_ids=tuple(prompt),
+                sampling=SamplingParams(max_tokens=30, temperature=1.0, seed=i, ignore_eos=True),
+            )
+            for i, prompt in enumerate(prompts)
+        )
+        try:
+            return tuple(zip(prompts, await asyncio.gather(*map(backend.generate, requests)), strict=True))
+        finally:
+            await backend.close()
+
+    return asyncio.run(run())
+
+
+def group(dtype: str, *, replay: bool) -> Group:
+    made = (
+        Trajectory.from_turns(
+            prompt_ids=prompt,
+            turns=[Turn(output=output if replay else replace(output, routed_experts=None))],
+            trajectory_id=f"g-{i}",
+            group_id="g",
+            agent_name="a",
+            finish_reason=FinishReason.ANSWER,
+            reward=float(i % 2),
+        )
+        for i, (prompt, output) in enumerate(sampled(dtype))
+    )
+    return Group(group_id="g", trajectories=tuple(made))
+
+
+def gaps(own: Group) -> np.ndarray:
+    """Differences between the learner's log-probs and the engine's."""
+    made = learner(weights(SEED))
+    (mini,) = made._scorer.pack([own])
+    scored = made._scorer.logprobs(made._policy.weights, mini.batch)
+    wanted = (trajectory.rollout_logprobs for trajectory in own.trajectories)
+    return np.concatenate([np.abs(a - b) for a, b in zip(scored, wanted, strict=True)])
+
+
+def test_in_bfloat16_the_ratio_is_1_to_rounding_only_with_replay():
+    replayed, free = (gaps(group("bfloat16", replay=replay)) for replay in (True, False))
+    assert replayed.max() < 0.2 and replayed.mean() < 0.03  # nats: what bfloat16 rounds
+    assert free.max() > 2 and (free > 0.2).sum() > 5  # other experts
+
+
+def test_in_float32_both_choose_alike_and_replay_changes_nothing():
+    replayed, free = (gaps(group("float32", replay=replay)) for replay in (True, False))
+    assert replayed.max() < 1e-4 and np.abs(replayed - free).max() < 1e-5
+
+
+def test_the_first_update_reports_a_ratio_of_1():
+    metrics = learner(weights(SEED)).update([group("bfloat16", replay=True)]).metrics
+    free = learner(weights(SEED)).update([group("bfloat16", replay=False)]).metrics
+    assert metrics["logprob_gap_max"] < 0.2 < 2 < free["logprob_gap_max"]
+    fed = 4 * (9 + 30 - 1)  # of each trajectory all but the last id
+    assert metrics["router_replay_share"] == pytest.approx(fed / (fed + 4)) and free["router_replay_share"] == 0
+
+
+def test_given_experts_are_weighted_by_the_own_scores_in_float64_numpy():
+    rng = np.random.default_rng(0)
+    x, router = rng.standard_normal((5, 32)), rng.standard_normal((8, 32))
+    given = rng.random((5, 8)).argsort(axis=1)[:, :2].astype(np.int16)
+    given[3] = -1
+    assert EXPERTS.experts is not None
+    got, chosen = route(EXPERTS.experts, {"router": jnp.asarray(router)}, jnp.asarray(x), jnp.asarray(given))
+    scores = x @ router.T
+    wanted = np.where(given < 0, np.argsort(-scores, axis=1)[:, :2], given)
+    np.testing.assert_array_equal(chosen, wanted)
+    kept = np.exp(np.take_along_axis(scores, wanted, axis=1))
+    np.testing.assert_allclose(got, kept / kept.sum(axis=1, keepdims=True), rtol=1e-5)
+
+
+def gradient(groups: list[Group], **changes) -> dict[str, np.ndarray]:
+    made = learner(tiny_params(config=EXPERTS), **changes)
+    (mini,), experience = made._prepare(groups)
+    batch = made._with_terms(mini, experience)[0]
+    balance = made._scorer.router_balance(made._policy.weights, batch)
+    found, _ = made._policy.gradients(arrays | balance for arrays in made._scorer.micro_batches(batch))
+    return {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(found)}
+
+
+GROUPS = with_routed_experts(random_groups(0), layers=2, experts=8, per_token=2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pack_length": 300, "share_prefixes": False},
+        {"pack_length": 64, "micro_batch_size": 2, "router_aux_loss_coef": 1.0},
+        {"pack_length": 40, "micro_batch_size": 3, "remat": "full"},
+    ],
+    ids=str,
+)
+def test_the_gradient_does_not_depend_on_the_layout(layout: dict):
+    coef = layout.get("router_aux_loss_coef", 0.0)
+    # Sequences that share a prefix share its choices, so that all of a group need the same ones.
+    alike = [one_prefix(group) for group in GROUPS]
+    expected = gradient(alike, pack_length=32, share_prefixes=False, router_aux_loss_coef=coef)
+    got = gradient(alike, **layout)
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(got[name], wanted, atol=3e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def one_prefix(own: Group) -> Group:
+    """The group with the same experts at the same ids."""
+    drawn = np.random.default_rng(1).random((97, 2, 8)).argsort(axis=-1)[..., :2].astype(np.uint8)
+
+    def by_id(made: Trajectory) -> Trajectory:
+        context, at, turns = [*made.prompt_ids, *made.response_ids], len(made.prompt_ids), []
+        for turn in made.turns:
+            start, at = at - 1 if turns else 0, at + len(turn.output.token_ids)
+            chosen = RoutedExperts.of(start, drawn[context[start : at - 1]])
+            turns.append(replace(turn, output=replace(turn.output, routed_experts=chosen)))
+            at += len(turn.appended_ids)
+        return replace(made, turns=tuple(turns))
+
+    return replace(own, trajectories=tuple(map(by_id, own.trajectories)))
+
+
+def test_the_router_learns_from_the_experts_it_was_given():
+    replayed, free = gradient(GROUPS)["['layers']['router']"], gradient(random_groups(0))["['layers']['router']"]
+    assert np.abs(replayed).max() > 1e-4 and np.abs(replayed - free).max() > 1e-4
+
+
+def test_a_shared_node_takes_the_choice_of_the_first_sequence_that_knows_one():
+    first, second = trajectory([5, 6, 7], [8, 9]), trajectory([5, 6, 7], [8, 10], index=1)
+
+    def with_experts(made: Trajectory, start: int, chosen: list[int]) -> Trajectory:
+        array = np.array(chosen, np.uint8).reshape(-1, 1, 1)
+        (turn,) = made.turns
+        output = replace(turn.output, routed_experts=RoutedExperts.of(start, array))
+        return replace(made, turns=(replace(turn, output=output),))
+
+    batch, _ = pack([with_experts(first, 1, [1, 2]), with_experts(second, 0, [3, 4, 5, 6])], pack_length=8)
+    assert batch.token_ids[0].tolist()[:6] == [5, 6, 7, 8, 9, 10]
+    assert batch.routed_experts is not None
+    assert batch.routed_experts[0, :, 0, 0].tolist() == [3, 1, 2, 6, -1, -1, -1, -1]
+
+
+def test_batches_without_them_have_no_such_array():
+    batch, _ = pack([trajectory([5, 6], [8, 9])], pack_length=8)
+    assert batch.routed_experts is None and "routed_experts" not in next(batch.micro_batches(2))

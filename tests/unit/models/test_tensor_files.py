@@ -1,0 +1,67 @@
+"""Parameters that share a tensor or are stored transposed, and weights in MXFP4."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from jax_agent_rl.errors import ModelError
+from jax_agent_rl.models.tensor_files import Packed, named_tensors, open_tensors, read_slice
+
+SHAPE = (2, 3, 4)
+
+
+def test_parts_lie_behind_each_other_or_alternate_in_any_order_of_axes():
+    """Written out by hand."""
+    gate, up = np.array([[1, 2], [3, 4]]), np.array([[5, 6], [7, 8]])
+    assert Packed(name="x", count=2).pack([gate, up]).tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    alternating = Packed(name="x", count=2, axis=1, interleaved=True)
+    assert alternating.pack([gate, up]).tolist() == [[1, 5, 2, 6], [3, 7, 4, 8]]
+    turned = Packed(name="x", count=2, axis=1, interleaved=True, transposed=True)
+    assert turned.pack([gate, up]).tolist() == [[1, 5, 3, 7], [2, 6, 4, 8]]
+
+
+@given(
+    count=st.integers(1, 3),
+    axis=st.integers(0, 2),
+    interleaved=st.booleans(),
+    transposed=st.booleans(),
+    slices=st.tuples(*(st.tuples(st.integers(0, size - 1), st.integers(0, size)) for size in SHAPE)),
+)
+def test_any_slice_of_any_part_is_read_back(tmp_path_factory, count, axis, interleaved, transposed, slices):
+    parts = np.random.default_rng(0).standard_normal((count, *SHAPE)).astype(np.float32)
+    stored = [
+        Packed(name="x", number=i, count=count, axis=axis, interleaved=interleaved, transposed=transposed)
+        for i in range(count)
+    ]
+    folder: Path = tmp_path_factory.mktemp("packed")
+    save_file(dict(named_tensors(zip(stored, parts, strict=True))), folder / "x.safetensors")
+    tensors = open_tensors([folder / "x.safetensors"])
+    index = tuple(slice(begin, max(begin, end)) for begin, end in slices)
+    for where, part in zip(stored, parts, strict=True):
+        np.testing.assert_array_equal(read_slice(tensors, where, index, SHAPE, "here"), part[index])
+
+
+def test_a_packed_tensor_of_another_shape_is_named(tmp_path: Path):
+    save_file({"x": np.zeros((6, 2), np.float32)}, tmp_path / "x.safetensors")
+    tensors = open_tensors([tmp_path / "x.safetensors"])
+    with pytest.raises(ModelError, match=r"x has shape \(6, 2\), config.json says \(8, 2\)"):
+        read_slice(tensors, Packed(name="x", count=2), (slice(None),) * 2, (4, 2), "here")
+
+
+def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
+    scales = rng.integers(110, 140, (2, 6, 3)).astype(np.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "w.safetensors")
+    expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    tensor = open_tensors([tmp_path / "w.safetensors"])["w"]()
+    assert tuple(tensor.get_shape()) == expected.shape == (2, 96, 6)
+    for index in ((slice(None),) * 3, (slice(1, 2), slice(5, 40), slice(2, 5)), (slice(0, 0),) * 3):
+        np.testing.assert_array_equal(tensor[index], expected[index])

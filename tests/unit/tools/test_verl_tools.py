@@ -1,0 +1,323 @@
+"""Tool classes written for verl run as they are: as verl documents them, with its imports and its YAML."""
+
+import importlib.util
+import sys
+import textwrap
+
+import pytest
+import yaml
+from PIL import Image
+
+from jax_agent_rl.agents import ToolAgent
+from jax_agent_rl.chat.formats import Reply, ToolCall
+from jax_agent_rl.config import ToolsConfig
+from jax_agent_rl.errors import ConfigError, ToolDefinitionError
+from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.tools import ToolRegistry, ToolResponse, ToolSession
+from jax_agent_rl.tools.registry import open_tools
+from jax_agent_rl.tools.verl import VerlTool
+from jax_agent_rl.types import SamplingParams
+from tests.agent_testbed import AgentHarness, assert_token_exact
+from tests.fakes import FakeCodec
+from tests.tiny_chat import TinyCodec, assert_exact, tiny_context
+
+needs_no_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl itself is installed")
+
+GRADER = '''
+import os
+from typing import Any, Optional
+from uuid import uuid4
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+LOG = []
+
+
+class Grader(BaseTool):
+    """Compares an answer to the row's, as verl's GSM8K tool does; its ids are its own."""
+
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._states = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    async def create(
+        self, instance_id: Optional[str] = None, ground_truth: Optional[str] = None, **kwargs
+    ) -> tuple[str, ToolResponse]:
+        if ground_truth is None:
+            ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth")
+        own = uuid4().hex
+        self._states[own] = {"truth": ground_truth, "answer": "", "best": 0.0}
+        LOG.append(("create", instance_id, ground_truth))
+        return own, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        state = self._states[instance_id]
+        state["answer"] = parameters["answer"]
+        score = await self.calc_reward(instance_id)
+        step = 0.0 if score > state["best"] else self.config["penalty"]
+        state["best"] = score
+        return ToolResponse(f"{score=}"), step, {"tries": 1, "right": score == 1.0, "status": "done", "error": None}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        state = self._states[instance_id]
+        return 1.0 if state["answer"] == state["truth"] else 0.0
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._states[instance_id]
+        LOG.append(("release", len(self._states)))
+'''
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "grade",
+        "description": "Grades an answer.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "The answer to the question"}},
+            "required": ["answer"],
+        },
+    },
+}
+ENTRY = {"class_name": "FILE:Grader", "config": {"type": "native", "penalty": -0.05}, "tool_schema": SCHEMA}
+ROW = {
+    "prompt": [{"role": "user", "content": "what is one plus two"}],
+    "extra_info": {"tools_kwargs": {"grade": {"create_kwargs": {"ground_truth": "3"}}}},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a module and the YAML that lists its class; returns the section."""
+
+    def config(code=GRADER, *, name="verl_style", **changes):
+        file = tmp_path / f"{name}.py"
+        file.write_text(textwrap.dedent(code))
+        entry = {**ENTRY, **changes}
+        entry["class_name"] = entry["class_name"].replace("FILE", str(file))
+        (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [entry]}))
+        return ToolsConfig(tool_config_path=str(tmp_path / "tools.yaml"))
+
+    return config
+
+
+def session(tools, row=ROW, **more):
+    codec = FakeCodec()
+    limits = {"timeout": 5.0, "max_response_length": 50, "truncate_side": "right"}
+    kwargs = row["extra_info"]["tools_kwargs"]
+    return ToolSession(tools, "t", kwargs=kwargs, encode=codec.encode_text, decode=codec.decode, **limits, **more)
+
+
+def instance_of(tools):
+    assert isinstance(tools["grade"], VerlTool)
+    return tools["grade"].wrapped
+
+
+def log_of(tools):
+    return vars(sys.modules[type(instance_of(tools)).__module__])["LOG"]
+
+
+async def test_the_documented_life_of_a_tool_with_its_step_rewards(write):
+    async with open_tools(write()) as tools:
+        assert tools.select()["grade"].schema == SCHEMA
+        stage = AgentHarness(
+            ToolAgent,
+            ['<call>grade {"answer": "2"}</call>', '<call>grade {"answer": "3"}</call>', "it is 3"],
+            shared={"tools": tools},
+        )
+        trajectory = await stage.run(ROW)
+        assert [(c.observation, c.reward, c.error) for c in trajectory.tool_calls] == [
+            ("score=0.0", -0.05, None),
+            ("score=1.0", 0.0, None),
+        ]
+        assert_token_exact(trajectory, stage.backend.requests)
+        assert trajectory.tool_scores == {"grade": 1.0}
+        counts = {key: value for key, value in trajectory.metrics.items() if key.startswith("tool/")}
+        assert counts == {"tool/grade/tries": 2.0, "tool/grade/right": 1.0}, "other metrics are no numbers"
+        assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]
+
+
+async def test_a_trajectory_on_an_engine_with_a_real_tokenizer(write):
+    class Grading(TinyCodec):
+        def parse_reply(self, sampled_ids, tools=()):
+            calls = (ToolCall(name="grade", arguments={"answer": str(len(sampled_ids))}),)
+            return Reply(content=self.decode(sampled_ids).strip(), tool_calls=calls)
+
+    async with (
+        open_tools(write()) as tools,
+        tiny_context(tools=tools.select().values(), codec=Grading(), max_assistant_turns=3) as context,
+    ):
+        sampling = SamplingParams(max_tokens=40, seed=1, stop=tuple("aeiou"))  # ends its turns soon
+        trajectory = await ToolAgent(context).run(ROW, trajectory_id="t", group_id="g", sampling=sampling)
+        assert_exact(trajectory, context.client.servers[0].backend)  # type: ignore[attr-defined]
+        assert [call.reward for call in trajectory.tool_calls] == [-0.05, -0.05]
+        assert log_of(tools.select()) == [("create", "t", "3"), ("release", 0)]
+
+
+CREATES = {
+    "keywords": "async def create(self, instance_id=None, ground_truth=None): {}; return instance_id, ToolResponse()",
+    "one argument": "async def create(self, instance_id=None, create_kwargs=None): "
+    "ground_truth = create_kwargs['ground_truth']; {}; return instance_id, ToolResponse()",
+    "any keywords": "async def create(self, instance_id, **kwargs): "
+    "ground_truth = kwargs['create_kwargs']['ground_truth']; {}; return instance_id, ToolResponse()",
+    "no id": "async def create(self, **kwargs): ground_truth = kwargs['ground_truth']; {}; return None, ToolResponse()",
+    "id alone": "async def create(self, instance_id=None, ground_truth=None, **kwargs): {}; return instance_id",
+}
+
+
+@pytest.mark.parametrize("create", CREATES.values(), ids=CREATES)
+async def test_create_is_called_as_its_signature_wants(write, create):
+    code = f"""
+    from verl.tools.base_tool import BaseTool, ToolResponse
+
+    class Grader(BaseTool):
+        {create.format("self.truth = ground_truth")}
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            return f"{{instance_id}}: {{parameters['answer'] == self.truth}}", 0.5, {{}}
+    """
+    async with open_tools(write(code)) as tools, session(tools.select()) as opened:
+        record = await opened.call("grade", {"answer": "3"})
+        assert (record.observation, record.reward, record.error) == ("t: True", 0.5, None)
+        assert await opened.calc_rewards() == {"grade": 0.0}, "as verl's base class has it"
+
+
+async def test_images_reach_the_model(write):
+    code = """
+    from PIL import Image
+    from verl.tools.base_tool import BaseTool
+    from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+    class Grader(BaseTool):
+        def get_openai_tool_schema(self):
+            return OpenAIFunctionToolSchema.model_validate(
+                {"type": "function", "function": {"name": "grade", "description": "Looks."}}
+            )
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            return ToolResponse(text="a wall", image=[Image.new("RGB", (2, 2), "red")]), None, {}
+    """
+    async with open_tools(write(code, tool_schema=None)) as tools:
+        stage = AgentHarness(
+            ToolAgent,
+            ["<call>grade {}</call>", "it is red"],
+            codec=FakeCodec(modalities=frozenset({"image"})),
+            capabilities=Capabilities(max_model_len=1000, max_concurrent=8, multi_modal=frozenset({"image"})),
+            shared={"tools": tools},
+        )
+        trajectory = await stage.run()
+    (image,) = stage.backend.requests[1].multi_modal["image"]
+    assert isinstance(image, Image.Image) and image.getpixel((0, 0)) == (255, 0, 0)
+    assert "<image> a wall" in stage.text(trajectory) and trajectory.tool_calls[0].reward == 0.0
+
+
+async def test_an_older_class_that_returns_plain_text_and_knows_no_base_class(write):
+    code = """
+    class Grader:
+        def __init__(self, config, tool_schema):
+            self.tool_schema, self.name = tool_schema, tool_schema.function.name
+
+        async def create(self, instance_id=None, **kwargs):
+            return instance_id
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            return "so it is", 1.0, {}
+
+        async def calc_reward(self, instance_id, **kwargs):
+            return 0.25
+
+        async def release(self, instance_id, **kwargs):
+            return None
+    """
+    async with open_tools(write(code)) as tools, session(tools.select()) as opened:
+        record = await opened.call("grade", {"answer": "3"})
+        assert (record.observation, record.reward) == ("so it is", 1.0)
+        assert await opened.calc_rewards() == {"grade": 0.25}
+
+
+async def test_a_create_that_fails_is_not_released(write):
+    code = GRADER.replace("own = uuid4().hex", "raise OSError('no room')")
+    async with open_tools(write(code)) as tools:
+        async with session(tools.select()) as opened:
+            record = await opened.call("grade", {"answer": "3"})
+        assert record.observation == "Error: grade is not available: no room"
+        assert log_of(tools.select()) == []
+
+
+async def test_what_create_answers_is_named_as_not_shown(write, caplog):
+    code = GRADER.replace("return own, ToolResponse()", "return own, ToolResponse('welcome')")
+    async with open_tools(write(code)) as tools, session(tools.select()):
+        assert "grade.create returned is not shown to the model" in caplog.text and "welcome" in caplog.text
+
+
+@needs_no_verl
+async def test_verl_is_there_only_while_a_class_is_loaded(write):
+    async with open_tools(write()):
+        assert importlib.util.find_spec("verl") is None and not [m for m in sys.modules if m.startswith("verl")]
+    with pytest.raises(ConfigError, match="it imports 'verl.workers', which is not installed"):
+        async with open_tools(write("import verl.workers", name="needs_more")):
+            pass
+    assert "verl" not in sys.modules
+
+
+@needs_no_verl
+def test_verls_function_tools_are_ours(tmp_path):
+    file = tmp_path / "functions.py"
+    file.write_text(
+        "from verl.tools.function_tool import function_tool\n"
+        "@function_tool\ndef double(x: int) -> str:\n    '''Doubles.'''\n    return str(2 * x)\n"
+    )
+    assert list(ToolRegistry.from_path(str(file))) == ["double"]
+
+
+async def test_a_verl_that_is_installed_is_used_itself(write, tmp_path, monkeypatch):
+    for package in ("verl", "verl/tools"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    source = VerlTool.__module__
+    (tmp_path / "verl/tools/schemas.py").write_text(
+        f"from {source} import OpenAIFunctionToolSchema as Mine, VerlResponse as ToolResponse\n"
+        "class OpenAIFunctionToolSchema(Mine): pass\n"
+    )
+    (tmp_path / "verl/tools/base_tool.py").write_text(f"from {source} import VerlBaseTool as BaseTool\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = GRADER.replace("from verl.utils.rollout_trace import rollout_trace_op", "rollout_trace_op = lambda f: f")
+    try:
+        async with open_tools(write(code)) as tools:
+            schema = instance_of(tools.select()).tool_schema
+            assert type(schema).__module__ == "verl.tools.schemas" and "verl" in sys.modules
+    finally:
+        for name in [m for m in sys.modules if m.partition(".")[0] == "verl"]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (GRADER.replace("parameters: dict[str, Any], **kwargs", "parameters, agent_data"), "requires agent_data"),
+        (GRADER.replace("class Grader(BaseTool)", "class Grader"), "no subclass"),
+        (GRADER.replace('config["penalty"]', "penalty").replace("_states = {}", "x = config['no']"), "KeyError"),
+    ],
+)
+async def test_a_class_that_cannot_run_is_refused_with_its_place(write, code, message):
+    code = code.replace("async def release", "def release") if message == "no subclass" else code
+    with pytest.raises(ToolDefinitionError, match=rf"tools.yaml \(tools\[0\]\).*{message}"):
+        async with open_tools(write(code)):
+            pass
+
+
+async def test_a_class_without_a_schema_is_refused(write):
+    with pytest.raises(ToolDefinitionError, match="Grader has no schema; give the entry a tool_schema"):
+        async with open_tools(write(tool_schema=None)):
+            pass
+
+
+def test_a_response_takes_its_text_by_position():
+    assert ToolResponse("text") == ToolResponse(text="text") and ToolResponse("text").text == "text"
+    with pytest.raises(TypeError):
+        ToolResponse("text", ("image",))  # type: ignore[misc]
