@@ -157,7 +157,7 @@ def _call(
             row, kv_head, j, member, i = step
             return row, kv_head * group + member, kv_head, fetched[(row * k_blocks + j) * q_blocks + i], j
         row, head, i, j = step
-        return row, head, jax.lax.div(head, group), i, fetched[(row * q_blocks + i) * k_blocks + j]
+        return row, head, jax.lax.div(head, jnp.int32(group)), i, fetched[(row * q_blocks + i) * k_blocks + j]
 
     def cut(kind: str) -> pl.BlockSpec:
         def index(*step_and_scalars: Any) -> tuple:
