@@ -97,6 +97,31 @@ def test_every_placement_samples_the_same_trajectories(recipe, colocated, placem
     assert sum(step["accounting"]["dropped"] for step in steps) == 0
 
 
+OPENAI_AGENT = """
+import openai
+from jax_agent_rl.agents import openai_agent
+
+@openai_agent("two_questions")
+async def two_questions(base_url, api_key, row):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60) as client:
+        messages = [dict(message) for message in row["prompt"]]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="any", messages=messages, max_tokens=5)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "three"}]
+"""
+
+
+def test_a_program_with_openais_client_in_front_of_ray_actors_is_trained_as_beside_the_learner(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(OPENAI_AGENT)
+    agent = {"module": str(tmp_path / "agent.py"), "default_agent": "two_questions", "tool_format": "hermes"}
+    recipe = tiny_recipe(tmp_path / "recipe", agent=agent | {"max_prompt_length": 32, "max_response_length": 30})
+    beside = run(recipe, tmp_path / "beside", "trainer.steps=2")[1]
+    steps, trained = run(recipe, tmp_path / "actors", "trainer.steps=2", "rollout.placement=separate")
+    keys = ("trajectory_id", "step", "response_ids", "response_mask", "policy_versions", "reward")
+    assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in beside]
+    assert {len(r["turns"]) for r in trained} == {2} and steps[-1]["token_drift"] == 0
+
+
 KILLED = {
     "the only one, sync": (1, ["trainer.mode=sync", "rollout.placement=separate"]),
     "one of two, fully_async": (2, ["trainer.mode=fully_async", "rollout.placement=separate"]),
