@@ -266,8 +266,8 @@ def test_a_slice_that_another_launcher_creates_is_left_to_it(cloud: Cloud):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--slices", 2], "--slices: tpu_pod.sh makes one slice; --render gke or slurm"),
-        (["--rollout-hosts", 2], "--rollout-hosts: tpu_pod.sh makes one slice; --render gke or slurm"),
+        (["--slices", 2], "--slices is for --render gke or slurm"),
+        (["--rollout-hosts", 2], "--rollout-hosts is for --render gke or slurm"),
         (["--zone", "us-west4-a,us-east5-b"], "give one, or --render sky, whose job searches several"),
     ],
 )

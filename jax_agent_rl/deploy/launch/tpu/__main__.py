@@ -149,9 +149,10 @@ def _options(arguments: argparse.Namespace) -> render.Options:
 
 
 def _act(task: Job, arguments: argparse.Namespace) -> int:
-    for option, several in (("--slices", task.slices > 1), ("--rollout-hosts", arguments.rollout_hosts)):
-        if several:
-            raise LaunchError(f"{option}: tpu_pod.sh makes one slice; --render gke or slurm renders a job of more")
+    servers = arguments.rollout_hosts or arguments.rollout_topology
+    for option, asked in (("--slices", task.slices > 1), ("--rollout-hosts", servers), ("--image", arguments.image)):
+        if asked:
+            raise LaunchError(f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns")
     if "," in arguments.zone:
         raise LaunchError(f"--zone {arguments.zone}: give one, or --render sky, whose job searches several")
     say = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 
@@ -32,60 +33,44 @@ def ssh(name: str, host: int, command: str) -> Call:
 # --- errors -------------------------------------------------------------------------------------------------------
 
 _TRANSIENT = "that may pass: look at the network here, and try again"
-_FIXES: tuple[tuple[str, str], ...] = (
-    (  # before the next: without a network gcloud advises to log in again, too
-        r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed to establish|"
-        r"connection (reset|aborted|refused)|timed? ?out|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED",
-        _TRANSIENT,
+_FIXES = {
+    # Before the next: without a network gcloud advises to log in again, too.
+    r"Max retries exceeded|network is unreachable|name resolution|name or service not known|failed to establish|"
+    r"connection (reset|aborted|refused)|timed? ?out|unable to find the server|quota metric|RATE_LIMIT_EXCEEDED": (
+        _TRANSIENT
     ),
-    (
-        r"has not been used in project|it is disabled|SERVICE_DISABLED",
-        "switch the TPU interface on: gcloud services enable tpu.googleapis.com",
+    r"has not been used in project|it is disabled|SERVICE_DISABLED": (
+        "switch the TPU interface on: gcloud services enable tpu.googleapis.com"
     ),
-    (
-        r"no more capacity|insufficient capacity|stockout",
-        "the zone is full: choose another --zone, or let --render sky wait and search several",
+    r"no more capacity|insufficient capacity|stockout": (
+        "the zone is full: choose another --zone, or let --render sky wait and search several"
     ),
-    (
-        r"quota",
-        "no quota for that many chips of that kind: ask for more (IAM & Admin > Quotas, Cloud TPU API; spot, on-demand "
-        "and each generation have their own), choose a zone that has some, or a smaller --topology",
+    r"quota": "no quota for that many chips of that kind: ask for more (IAM & Admin > Quotas, Cloud TPU API; spot, "
+    "on-demand and each generation have their own), choose a zone that has some, or a smaller --topology",
+    r"property \[project\] is not": (
+        "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT"
     ),
-    (
-        r"property \[project\] is not",
-        "no Google Cloud project is chosen: give --project, or gcloud config set project PROJECT",
+    r"reauthentication|gcloud auth login|invalid_grant|UNAUTHENTICATED|do not currently have an active account": (
+        "log in again: gcloud auth login"
     ),
-    (
-        r"reauthentication|gcloud auth login|invalid_grant|UNAUTHENTICATED|do not currently have an active account",
-        "log in again: gcloud auth login",
+    r"Permission denied on 'locations/|location \S+ (is )?not found": (
+        "there is no such zone, or none for this project: gcloud compute tpus locations list shows those there are"
     ),
-    (
-        r"Permission denied on 'locations/|location \S+ (is )?not found",
-        "there is no such zone, or none for this project: gcloud compute tpus locations list shows those there are",
-    ),
-    (
-        r"PERMISSION_DENIED|does not have permission|\b403\b",
-        "your account needs the role roles/tpu.admin in the project",
-    ),
-    (
-        r"ALREADY_EXISTS|already exists",
-        "the name is taken; choose another --name, or delete that one with --delete",
-    ),
-    (
-        r"accelerator.?type.*(not|invalid|unknown)|(unknown|invalid).*(accelerator|zone|location)|zone.*not found",
+    r"PERMISSION_DENIED|does not have permission|\b403\b": "your account needs the role roles/tpu.admin in the project",
+    r"ALREADY_EXISTS|already exists": "the name is taken; choose another --name, or delete that one with --delete",
+    r"accelerator.?type.*(not|invalid|unknown)|(unknown|invalid).*(accelerator|zone|location)|zone.*not found": (
         "the zone does not have this kind of chip: gcloud compute tpus tpu-vm accelerator-types list --zone=ZONE lists "
-        "what it has, https://cloud.google.com/tpu/docs/regions-zones which zones have what",
+        "what it has, https://cloud.google.com/tpu/docs/regions-zones which zones have what"
     ),
-    (
-        r"runtime.?version|tensorflow.?version",
-        "choose another --runtime-version; the zone's are listed by gcloud compute tpus tpu-vm versions list",
+    r"runtime.?version|tensorflow.?version": (
+        "choose another --runtime-version; the zone's are listed by gcloud compute tpus tpu-vm versions list"
     ),
-)
+}
 
 
 def advise(message: str) -> str:
     """Return advice on an error of gcloud; empty if the error is unknown."""
-    return next((fix for pattern, fix in _FIXES if re.search(pattern, message, re.IGNORECASE)), "")
+    return next((fix for pattern, fix in _FIXES.items() if re.search(pattern, message, re.IGNORECASE)), "")
 
 
 def _error(call: Call, message: str) -> LaunchError:
@@ -121,11 +106,12 @@ class Gcloud:
         return ["gcloud", *call, *self._where, "--quiet"]
 
     @contextlib.contextmanager
-    def _process(self, call: Call, **pipes: int) -> Iterator[subprocess.Popen[bytes]]:
+    def _process(self, call: Call, *, stdin: int, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
         """Start a call; on leaving, it has ended."""
-        # A session of its own: Ctrl-C comes to the launcher alone.
+        how: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": stderr}
         try:
-            process = subprocess.Popen(self.argv(call), stdout=subprocess.PIPE, start_new_session=True, **pipes)
+            # A session of its own: Ctrl-C comes to the launcher alone.
+            process = subprocess.Popen(self.argv(call), start_new_session=True, **how)
         except FileNotFoundError:
             raise LaunchError(
                 "gcloud is not installed: https://cloud.google.com/sdk/docs/install, then gcloud auth login"

@@ -34,33 +34,19 @@ OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, on what, and where it is stored.
+    """What to train, on what, and where it is stored."""
 
-    Attributes:
-        name: name of the slice and of the run.
-        topology: topology of each slice.
-        slices: their number; a scheduler makes more than one.
-        spot: cheaper, and may be preempted at any time.
-        runtime: software version of the VMs.
-        config: local YAML file; None: the quickstart, whose model and data every host fetches.
-        overrides: ``a.b=c``.
-        bucket: ``gs://…`` for checkpoints, small files and logs.
-        prepare: shell command for every host before the run, in the project's folder, that fetches model and data.
-        install: create the environment first.
-        variables: environment variables of the preparation and the run; None: the value is not known here.
-    """
-
-    name: str
-    topology: Topology
-    slices: int = 1
-    spot: bool = False
-    runtime: str
-    config: Path | None
-    overrides: tuple[str, ...]
-    bucket: str | None
-    prepare: str | None
-    install: bool = True
-    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    name: str  # of the slice and of the run
+    topology: Topology  # of each slice
+    slices: int = 1  # a scheduler makes more
+    spot: bool = False  # cheaper, and may be preempted at any time
+    runtime: str  # software version of the VMs
+    config: Path | None  # local YAML file; None: the quickstart, whose model and data every host fetches
+    overrides: tuple[str, ...]  # a.b=c
+    bucket: str | None  # gs://… for checkpoints, small files and logs
+    prepare: str | None  # shell command for every host before the run, in the project's folder: model and data
+    install: bool = True  # create the environment first
+    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)  # None: the value is not known here
 
     def __post_init__(self) -> None:
         if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
@@ -82,11 +68,6 @@ class Job:
         return f"{self.bucket.rstrip('/')}/{self.name}" if self.bucket else None
 
     @property
-    def run_folder(self) -> str:
-        """The run folder on host 0, below the project's folder."""
-        return f"runs/{self.name}"
-
-    @property
     def preparation(self) -> str | None:
         """``prepare``, or what the quickstart needs."""
         return self.prepare or (None if self.config else _QUICKSTART_PREPARATION)
@@ -105,12 +86,7 @@ def require_keepable(job: Job) -> None:
 
 
 def require_overrides(overrides: Sequence[str], own: Sequence[str] = OWN_KEYS) -> None:
-    """Raise :class:`LaunchError` for a malformed override, or one that would have no effect.
-
-    Args:
-        overrides: of the command line.
-        own: keys that the launcher sets itself.
-    """
+    """Raise :class:`LaunchError` for a malformed override, or one of a key in ``own``: it would have no effect."""
     for item in overrides:
         if "=" not in item:
             raise LaunchError(f"override {item!r}: write key.path=value")
@@ -168,9 +144,9 @@ def start(job: Job, host: int, *, resume: bool) -> Call:
     environment = ["PYTHONUNBUFFERED=1", 'JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"']
     if job.kept:
         environment += [f"RUN_BUCKET={job.kept}", f"RUN_HOST=host-{host}"]
-        if host == 0:
-            environment += [f"RUN_FOLDER={job.run_folder}", *(["RUN_RESTORE=1"] if resume else [])]
-    own = [f"run_dir={job.run_folder}", *(["learner.multihost.coordinator=auto"] if job.hosts > 1 else [])]
+        if host == 0:  # which writes the small files
+            environment += [f"RUN_FOLDER=runs/{job.name}", *(["RUN_RESTORE=1"] if resume else [])]
+    own = [f"run_dir=runs/{job.name}", *(["learner.multihost.coordinator=auto"] if job.hosts > 1 else [])]
     program = train(CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else []))
     run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
     return _on_host(job, host, f"export {' '.join(environment)} && {_run(job, 'start')} {run}", *_read_variables(job))

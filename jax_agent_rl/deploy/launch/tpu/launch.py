@@ -41,21 +41,13 @@ _GONE = ("NOT_FOUND", "PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETIN
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch of a job.
-
-    Attributes:
-        cloud: makes the calls.
-        task: the job.
-        poll: seconds between two polls of the slice.
-        logs: folder of a log per host.
-        say: prints a line.
-    """
+    """A launch of a job."""
 
     cloud: Gcloud
     task: Job
-    poll: float
-    logs: Path
-    say: Callable[[str], None]
+    poll: float  # seconds between two polls of the slice
+    logs: Path  # folder of a log per host
+    say: Callable[[str], None]  # prints a line
 
     def run(self, root: Path, *, resume: bool, keep: bool) -> int:
         """Run the job; return its exit status.
@@ -156,9 +148,9 @@ class Launch:
             raise type(error)(f"{error}\n{self.task.name}: still there, and costs; try --delete again") from None
         return True
 
-    def _require_slice(self) -> None:
+    def _require_slice(self, state: str) -> None:
         """Raise :class:`LaunchError` if the slice was preempted."""
-        if (state := self.query()) in _GONE:
+        if state in _GONE:
             kept = self.task.kept
             left = f"--resume continues from the last checkpoint in {kept}" if kept else "without --bucket all is lost"
             raise LaunchError(f"the slice was preempted ({state}): {left}; a job of --render sky recovers by itself")
@@ -221,8 +213,10 @@ class Launch:
                     if any(host.result() for host in done):
                         end = min(end, time.monotonic() + _OTHERS_SECONDS)
                     if not done:
-                        with contextlib.suppress(LaunchUnansweredError):
-                            self._require_slice()
+                        state = "READY"
+                        with contextlib.suppress(LaunchError):  # an expired login, for example: the run goes on
+                            state = self.query()
+                        self._require_slice(state)
                 except KeyboardInterrupt:
                     if interrupting:
                         raise
@@ -237,7 +231,7 @@ class Launch:
         if failed := [f"{status} on host-{host}" for host, status in enumerate(statuses) if status]:
             self.say(f"ended with {', '.join(failed)}")
             if not interrupting:
-                self._require_slice()
+                self._require_slice(self.query())
         for host, each in enumerate(following):
             if each in pending:  # it would be in the way of the next start
                 self.cloud.stream(job.send(self.task, host, "KILL"), self.say)

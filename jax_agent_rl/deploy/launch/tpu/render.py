@@ -33,21 +33,13 @@ _BUCKET = "/bucket"  # where jobs see the bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a scheduler is told besides the job.
+    """What a scheduler is told besides the job."""
 
-    Attributes:
-        zones: where SkyPilot looks for capacity, a zone or a whole region each.
-        image: container with the project in ``/app`` and its programs on PATH, for GKE.
-        rollout_hosts: hosts that only sample, each with an engine of its own.
-        rollout_topology: slice of each of them; None: 4 chips of the learner's generation.
-        port: where they listen.
-    """
-
-    zones: tuple[str, ...] = ()
-    image: str | None = None
-    rollout_hosts: int = 0
-    rollout_topology: Topology | None = None
-    port: int = 8100
+    zones: tuple[str, ...] = ()  # where SkyPilot looks for capacity: us-west4-a, or a whole region
+    image: str | None = None  # container with the project in /app and its programs on PATH, for GKE
+    rollout_hosts: int = 0  # hosts that only sample, each with an engine of its own
+    rollout_topology: Topology | None = None  # slice of each of them; None: 4 chips of the learner's generation
+    port: int = 8100  # where they listen
 
 
 def render(kind: str, task: Job, options: Options, *, root: Path) -> str:
@@ -145,7 +137,6 @@ def _gke(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
 
 
 def _pods(topology: Topology, task: Job, program: list[str]) -> Mapping[str, Any]:
-    """Return the template's description of a slice's pods."""
     command = f"exec {shlex.join(program)}"
     return {
         "hosts": topology.hosts,
@@ -157,7 +148,7 @@ def _pods(topology: Topology, task: Job, program: list[str]) -> Mapping[str, Any
 
 
 def _slurm(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
-    own = [f"run_dir={task.run_folder}"]
+    own = [f"run_dir=runs/{task.name}"]
     own += _client_settings(task, [_URLS]) if options.rollout_hosts else []
     own += ["learner.multihost.coordinator=auto"] if task.hosts > 1 else []
     config = str(task.config) if task.config else job.QUICKSTART

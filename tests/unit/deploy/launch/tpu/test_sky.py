@@ -24,7 +24,8 @@ import json, sky, sys
 for file in sys.argv[1:]:
     task = sky.Task.from_yaml(file)
     print(json.dumps({
-        "name": task.name, "nodes": task.num_nodes, "envs": task.envs, "secrets": [ref.name for ref in task.managed_secret_refs],
+        "name": task.name, "nodes": task.num_nodes, "envs": task.envs,
+        "secrets": [secret.name for secret in task.managed_secret_refs],
         "setup": task.setup, "run": task.run, "files": task.file_mounts,
         "buckets": {where: [store.source, store.mode.value] for where, store in task.storage_mounts.items()},
         "slices": sorted([
