@@ -8,7 +8,6 @@
 # folder also RUN_FOLDER, and RUN_RESTORE=1 to begin with the bucket's.
 # Exit status of follow: the run's; 70 if it was killed without leaving one; 71 if there is none.
 set -euo pipefail
-export LC_ALL=C
 action="$1" folder="$2"
 shift 2
 log="$folder/output.log" process="$folder/process" status="$folder/status"
@@ -52,7 +51,7 @@ supervise() {
   local copier=$!
   disown "$copier" # its end is no news
   wait "$child" || result=$?
-  kill -KILL -- "-$copier"
+  kill -KILL -- "-$copier" || true
   copy
   write "$status" "$result"
 }
@@ -83,7 +82,8 @@ case "$action" in
     if [ ! -e "$log" ]; then
       echo "there is no run here"
     else
-      if under_way; then tail -n +1 -s 0.5 -f --pid="$supervisor" "$log"; else cat "$log"; fi | grep -an --line-buffered '' || true
+      if under_way; then tail -n +1 -s 0.5 -f --pid="$supervisor" "$log"; else cat "$log"; fi |
+        LC_ALL=C grep -an --line-buffered '' || true
       result="$(cat "$status" 2>/dev/null || echo "$LOST")"
     fi
     echo "end|$result"

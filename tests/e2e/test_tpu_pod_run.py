@@ -128,18 +128,18 @@ def test_a_managed_job_on_two_hosts_continues_after_a_recovery_with_every_step_o
     require_every_step_once(kept)
 
 
-# Slurm's own programs, of which a task runs for each number given; where a test says so, Slurm's folder is a bucket.
+# Slurm's program that runs a command on each of its hosts.
 _SRUN = """\
 #!{python}
-import os, subprocess, sys
-words = sys.argv[1:]
-options = dict(word.lstrip("-").partition("=")[::2] for word in words if word.startswith("--") and "/" not in word)
-command = words[[word.startswith("--") for word in words].index(False):]
-count = int(options["ntasks"])
-slurm = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0", "SLURM_NTASKS": str(count)}}
-if command[1] == "rollout-server":
-    slurm = {{}}
-tasks = [subprocess.Popen(command, env=os.environ | slurm | {{"SLURM_PROCID": str(i)}}) for i in range(count)]
+import os, signal, subprocess, sys
+place = next(number for number, word in enumerate(sys.argv) if number and not word.startswith("--"))
+options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:place])
+slurm = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0", "SLURM_NTASKS": options["ntasks"]}}
+tasks = [
+    subprocess.Popen(sys.argv[place:], env=os.environ | slurm | {{"SLURM_PROCID": str(number)}})
+    for number in range(int(options["ntasks"]))
+]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
 

@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 
@@ -108,10 +107,10 @@ class Gcloud:
     @contextlib.contextmanager
     def _process(self, call: Call, *, stdin: int, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
         """Start a call; on leaving, it has ended."""
-        how: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": stderr}
+        pipe, argv = subprocess.PIPE, self.argv(call)
         try:
             # A session of its own: Ctrl-C comes to the launcher alone.
-            process = subprocess.Popen(self.argv(call), start_new_session=True, **how)
+            process = subprocess.Popen(argv, stdin=stdin, stdout=pipe, stderr=stderr, start_new_session=True)
         except FileNotFoundError:
             raise LaunchError(
                 "gcloud is not installed: https://cloud.google.com/sdk/docs/install, then gcloud auth login"
