@@ -181,7 +181,7 @@ def test_logs_shows_the_run_from_its_beginning_and_its_exit_status(cloud: Cloud)
 
 
 def test_logs_of_a_slice_that_is_not_there_says_so(cloud: Cloud):
-    assert "try is NOT_FOUND (there is none): there is nothing to show" in refused(cloud, "--logs")
+    assert "try is NOT_FOUND: there is nothing to show" in refused(cloud, "--logs")
 
 
 def test_variables_reach_what_prepares_and_what_runs_and_are_shown_nowhere(cloud: Cloud):
