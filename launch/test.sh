@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
 #   ./launch/test.sh [--dry-run] [--all | --only-vllm] [pytest arguments]
-# --all adds the slow tests and those on a real vLLM (CPU build), as CI does; --only-vllm runs the latter alone. With
-# pytest arguments it is these tests that run, quick or slow.
+# --all adds the slow tests, SkyPilot's parser and tests on a real vLLM (CPU build), as CI does; --only-vllm runs the last
+# alone. With pytest arguments it is these tests that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -44,6 +44,15 @@ install_browser() {
   run timeout 300 apt-get install -qq -y --no-install-recommends chromium-headless-shell fonts-dejavu-core
 }
 
+# SkyPilot pins older packages than the project: the test that reads a job with its parser calls this environment.
+make_sky_environment() {
+  local venv="${JAX_AGENT_RL_SKY_VENV:-$ROOT/.venv-sky}"
+  if "$venv/bin/python" -c 'import sky' 2>/dev/null; then return; fi
+  say "SkyPilot: an environment of its own (half a minute)"
+  run "$(find_python)" -m venv "$venv"
+  run "$venv/bin/python" -m pip install --quiet --progress-bar off --disable-pip-version-check "skypilot==0.14.1"
+}
+
 test_main() {
   make_environment clients,dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb
   # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
@@ -51,6 +60,7 @@ test_main() {
   if [ "$PARTS" = "main vllm" ] && [ "$DRY_RUN" = 0 ]; then
     (make_vllm_environment dev) >/dev/null 2>&1 &
   fi
+  if [ "$PARTS" != main ]; then make_sky_environment; fi
   install_browser || say "the browser could not be installed: tests of the report's page are skipped"
   say "model: SmolLM2-135M-Instruct"
   run "$VENV/bin/jax-agent-rl" fetch-model

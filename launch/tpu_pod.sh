@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains on Cloud TPU slices: creates them, trains, stores the run in a bucket, survives preemptions, deletes them.
+# Trains on a Cloud TPU slice: creates it, trains, stores the run in a bucket, deletes it. Or renders the run as a job of
+# SkyPilot, GKE or Slurm, which wait for capacity and survive preemptions.
 #   ./launch/tpu_pod.sh --name N --zone Z --topology v5e:4x4 [--bucket gs://B] [--config FILE] [key.path=value …]
 # --help tells all, docs/tpu.md the rest.
 set -euo pipefail

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.deploy.launch.tpu.gcloud import SliceRequest, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job
+from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from tests.launching import LEARN, ROOT
 from tests.ports import free_ports
 from tests.simulated import COMPILE_QUICKLY
@@ -52,10 +52,8 @@ def write(file, content):
     beside.replace(file)
 
 def add_node(name):
-    hosts = 1 if "-rollout-" in name else int(ordered("hosts") or 1)
     write(node_file(name), {
         "name": name, "acceleratorType": options["accelerator-type"], "state": "READY", "zone": options["zone"],
-        "networkEndpoints": [{"ipAddress": "127.0.0.1"}] * hosts,
     })
 
 def refuse():
@@ -100,69 +98,30 @@ def run(node, worker, command):
 if ordered("offline") is not None and names[0] == "compute":
     fail("There was a problem refreshing your current auth tokens: HTTPSConnectionPool(host='oauth2.googleapis.com', "
          "port=443): Max retries exceeded with url: /token (Network is unreachable) Please run: $ gcloud auth login")
+if ordered("no-login") is not None and names[0] == "compute":
+    fail("You do not currently have an active account selected. Please run: $ gcloud auth login")
+if ordered("no-project") is not None and names[0] == "compute" and "project" not in options:
+    fail("The required property [project] is not currently set.")
 if ordered("no-zone") is not None and names[0] == "compute":
     fail("PERMISSION_DENIED: Permission denied on 'locations/" + options["zone"] + "' (or it may not exist).")
 if ordered("describe-fails") is not None and "describe" in names:
     fail("INTERNAL: an internal error has occurred")
 match names:
-    case ["auth", "list", *_]:
-        print("" if ordered("no-login") is not None else "me@example.com")
-    case ["config", "get-value", "project"]:
-        print("" if ordered("no-project") is not None else "my-project")
-    case [_, _, "tpu-vm", "accelerator-types", "list"]:
-        print(json.dumps([{"type": kind} for kind in (ordered("kinds") or "v5litepod-4 v5litepod-16").split()]))
     case [_, _, "tpu-vm", "describe", name]:
         print(json.dumps(read(node_file(name))))
     case [_, _, "tpu-vm", "create", name]:
         refuse()
+        if ordered("create-fails") is not None:
+            fail("INTERNAL: an internal error has occurred")
         if node_file(name).exists():
             fail("ALREADY_EXISTS")
         add_node(name)
-    case [_, _, "tpu-vm", "list"]:
-        print(json.dumps([
-            {"name": "projects/my-project/locations/us-west4-a/nodes/" + file.stem}
-            for file in (folder / "nodes").glob("*.json")
-        ]))
     case [_, _, "tpu-vm", "delete", name]:
         if ordered("delete-fails") == name:
             fail("INTERNAL: an internal error has occurred")
         read(node_file(name))
         node_file(name).unlink()
         shutil.rmtree(folder / "hosts" / name, ignore_errors=True)
-    case [_, _, "queued-resources", "create", name]:
-        count = int(options.get("node-count", 1))
-        nodes = [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
-        for node in nodes:
-            add_node(node)
-        waits = int(ordered("waits") or 0)
-        write(folder / "queued" / (name + ".json"), {
-            "nodes": nodes, "waits": waits, "suspended": ordered("suspends") is not None,
-        })
-        (orders / "suspends").unlink(missing_ok=True)
-    case [_, _, "queued-resources", "describe", name]:
-        file = folder / "queued" / (name + ".json")
-        queued = read(file)
-        why = {}
-        if ordered("queue-fails") is not None:
-            state, why = "FAILED", {"failedData": {"error": {"message": ordered("queue-fails")}}}
-        elif queued["waits"]:
-            state = "WAITING_FOR_RESOURCES"
-            write(file, queued | {"waits": queued["waits"] - 1})
-        else:
-            lost = queued["suspended"] or any(read(node_file(node))["state"] != "READY" for node in queued["nodes"])
-            state = "SUSPENDED" if lost else "ACTIVE"
-        print(json.dumps({"name": name, "state": {"state": state, **why}}))
-    case [_, _, "queued-resources", "list"]:
-        print(json.dumps([
-            {"name": "projects/my-project/locations/us-west4-a/queuedResources/" + file.stem}
-            for file in (folder / "queued").glob("*.json")
-        ]))
-    case [_, _, "queued-resources", "delete", name]:
-        file = folder / "queued" / (name + ".json")
-        for node in read(file)["nodes"]:
-            node_file(node).unlink()
-            shutil.rmtree(folder / "hosts" / node, ignore_errors=True)
-        file.unlink()
     case [_, _, "tpu-vm", "ssh", name]:
         run(name, int(options["worker"]), options["command"])
     case [_, _, "tpu-vm", "scp", source, target]:
@@ -194,18 +153,12 @@ exec {python} -S "$@"
 _TRAINER = (
     LEARN
     + """\
-import json, os, pathlib, socket
+import json, os, pathlib
 folder = pathlib.Path(os.environ["FAKE_CLOUD"])
 print("arguments:", *sys.argv[1:], flush=True)
 (folder / ("environment-" + sys.argv[1])).write_text(json.dumps(dict(os.environ)))
 with (folder / "runs").open("a") as runs:
     runs.write(os.environ["FAKE_HOST"] + " " + " ".join(sys.argv[1:]) + "\\n")
-if sys.argv[1] == "rollout-server":
-    options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv)
-    listener = socket.create_server(("127.0.0.1", int(options["port"])))
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(print("stopped serving", flush=True)))
-    while True:
-        signal.pause()
 learn((folder / "orders" / "trainer").read_text().split())
 """
 )
@@ -224,7 +177,7 @@ class Cloud:
     variables: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "queued", "orders", "buckets"):
+        for name in ("nodes", "orders", "buckets"):
             (self.folder / name).mkdir(parents=True)
         self.write("path/gcloud", f"#!{sys.executable} -SE\n{_GCLOUD}").chmod(0o755)
         self.write("venv/bin/python", _PYTHON.format(python=sys.executable)).chmod(0o755)
@@ -298,7 +251,7 @@ class Cloud:
         return sorted(file.read_text().splitlines()) if file.exists() else []
 
     def environment_of(self, program: str) -> dict[str, str]:
-        """Variables of the last ``train`` or ``rollout-server`` that began."""
+        """Variables of the last ``train`` that began."""
         return json.loads((self.folder / f"environment-{program}").read_text())
 
     def node(self, name: str = "try") -> dict[str, Any] | None:
@@ -308,9 +261,12 @@ class Cloud:
 
     def preempt(self, name: str = "try") -> None:
         """Takes a slice back: its hosts' processes are gone at once, its state says so."""
-        file = self.folder / "nodes" / f"{name}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"state": "PREEMPTED"}))
+        self.set_state("PREEMPTED", name)
         self.power_off(name)
+
+    def set_state(self, state: str, name: str = "try") -> None:
+        file = self.folder / "nodes" / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"state": state}))
 
     def power_off(self, name: str = "try") -> None:
         """Kills what runs on a slice's hosts."""
@@ -327,14 +283,9 @@ class Cloud:
             self.power_off(name.name)
 
 
-def request_of(name: str = "v5e:4x4", slices: int = 1, **changed: object) -> SliceRequest:
-    """One on-demand slice of v5e:4x4, but for what is changed."""
-    chosen = parse_topology(name)
-    fields = {"spot": False, "queued": False, "valid_until": None, "runtime": chosen.kind.runtime} | changed
-    return SliceRequest(name="my-run", topology=chosen, slices=slices, **fields)  # type: ignore[arg-type]
-
-
-def job_of(**changed: object) -> Job:
-    """The user's own configuration, kept in a bucket, but for what is changed."""
+def job_of(topology: str = "v5e:4x4", **changed: object) -> Job:
+    """The user's own configuration on an on-demand slice, kept in a bucket, but for what is changed."""
+    chosen = parse_topology(topology)
     fields = {"config": Path("/home/me/my.yaml"), "overrides": ("seed=1",), "bucket": "gs://b", "prepare": None}
-    return Job(name="my-run", install=True, **(fields | changed))  # type: ignore[arg-type]
+    own = {"name": "my-run", "topology": chosen, "runtime": chosen.kind.runtime}
+    return Job(**(own | fields | changed))  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "script", ["lib.sh", "local.sh", "gpu.sh", "gpu_environment.sh", "test.sh", "vllm_environment.sh", "../.ci/run"]
+    "script",
+    ["lib.sh", "local.sh", "gpu.sh", "gpu_environment.sh", "test.sh", "vllm_environment.sh", "../.ci/run"]
+    + ["tpu_pod.sh", "tpu_host.sh", "tpu_environment.sh"],
 )
 def test_scripts_are_valid_shell(script: str):
     subprocess.run(["bash", "-n", ROOT / "launch" / script], check=True)

@@ -1,6 +1,6 @@
-"""``./launch/tpu_pod.sh``: training on Cloud TPU slices, from creating to deleting them.
+"""``./launch/tpu_pod.sh``: training on one Cloud TPU slice, from creating to deleting it, or as a scheduler's job.
 
-Reading order: ``__main__`` (the command line), ``gcloud`` (topologies, calls and errors), ``slices`` (create, poll,
-retry, delete), ``job`` (the commands on the hosts), ``controller`` (the whole run, through preemptions), ``remote``
-(on a host: a run that outlives its launcher; its logs here), ``render`` (dry runs, GKE and Slurm).
+Reading order: ``__main__`` (the command line), ``topology`` (names of slices), ``gcloud`` (its client and its errors),
+``job`` (the calls for a host), ``launch`` (the whole run), ``render`` (SkyPilot, GKE and Slurm). On a host,
+``launch/tpu_host.sh`` keeps a run that outlives its launcher.
 """

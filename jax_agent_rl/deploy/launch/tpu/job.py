@@ -1,20 +1,20 @@
-"""The job of a launch and its commands on the hosts, as data that the dry run prints and the controller runs."""
+"""The job of a launch, and the calls that copy it to a host, set it up, start, follow and signal it there."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch.hosts import Command
 from jax_agent_rl.deploy.launch.tpu import gcloud
-from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Gcloud, SliceRequest, Topology
-from jax_agent_rl.deploy.launch.tpu.slices import Addresses
+from jax_agent_rl.deploy.launch.tpu.gcloud import Call
+from jax_agent_rl.deploy.launch.tpu.topology import Topology
 from jax_agent_rl.errors import LaunchError
 
 ARCHIVE = "jax_agent_rl.tar.gz"
@@ -25,47 +25,42 @@ CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in that folder."""
 QUICKSTART = "configs/quickstart.yaml"
 _QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
-_MAX_CODE_BYTES = 50_000_000  # larger files are hardly code
 _BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 _VENV = f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"  # expanded by the host's shell
 
-REFUSED = 2
-"""Exit status of a run that a user has to correct."""
-TOKEN = "JAX_AGENT_RL_TOKEN"
-"""Environment variable with the secret between the learner and rollout servers."""
 OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator")
 """Keys that the launcher sets itself."""
-SPLIT_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_dir"))
-"""Further ones with ``--rollout-hosts``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, and where it is stored.
+    """What to train, on what, and where it is stored."""
 
-    Attributes:
-        name: name of the run, in the bucket and on the hosts.
-        config: local YAML file; None: the quickstart, whose model and data every host fetches.
-        overrides: ``a.b=c``.
-        bucket: ``gs://…`` for checkpoints, small files and logs.
-        prepare: shell command for every host before the run, in the project's folder, that fetches model and data.
-        install: create the environment first.
-        port: port of rollout servers.
-        variables: environment variables of the preparation and the run; None: the value is not known here.
-    """
-
-    name: str
-    config: Path | None
-    overrides: tuple[str, ...]
-    bucket: str | None
-    prepare: str | None
-    install: bool
-    port: int = 8100
-    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    name: str  # of the slice and of the run
+    topology: Topology  # of each slice
+    slices: int = 1  # a scheduler makes more
+    spot: bool = False  # cheaper, and may be preempted at any time
+    runtime: str  # software version of the VMs
+    config: Path | None  # local YAML file; None: the quickstart, whose model and data every host fetches
+    overrides: tuple[str, ...]  # a.b=c
+    bucket: str | None  # gs://… for checkpoints, small files and logs
+    prepare: str | None  # shell command for every host before the run, in the project's folder: model and data
+    install: bool = True  # create the environment first
+    variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)  # None: the value is not known here
 
     def __post_init__(self) -> None:
         if self.bucket is not None and not _BUCKET.fullmatch(self.bucket):
             raise LaunchError(f"--bucket {self.bucket!r} is no bucket: it has the form gs://NAME")
+
+    def __str__(self) -> str:
+        count = f"{self.slices} slices" if self.slices > 1 else "one slice"
+        tier = "spot" if self.spot else "on demand"
+        return f"{count} of {self.topology.name} ({self.topology.accelerator_type}, {tier})"
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of all slices."""
+        return self.slices * self.topology.hosts
 
     @property
     def kept(self) -> str | None:
@@ -73,105 +68,25 @@ class Job:
         return f"{self.bucket.rstrip('/')}/{self.name}" if self.bucket else None
 
     @property
-    def run_folder(self) -> str:
-        """The run folder on host 0, below the project's folder."""
-        return f"runs/{self.name}"
-
-    def secrets(self, token: str | None = None) -> Mapping[str, str] | None:
-        """Return the variables, and the rollout servers' token, that go to a host through the connection, if any."""
-        known = {name: value for name, value in self.variables.items() if value is not None}
-        return {**known, **({TOKEN: token} if token else {})} or None
-
-    @property
     def preparation(self) -> str | None:
         """``prepare``, or what the quickstart needs."""
         return self.prepare or (None if self.config else _QUICKSTART_PREPARATION)
 
-
-@dataclass(frozen=True, kw_only=True)
-class HostWorker:
-    """A host of a slice.
-
-    Attributes:
-        node: gcloud's name of the slice.
-        index: gcloud's number of the host in it.
-        number: number among the learner's hosts, of which 0 leads, or among the rollout servers.
-        alone: it is the learner's only host.
-        address: address in the zone's network.
-        serves: it only samples.
-    """
-
-    node: str
-    index: int
-    number: int
-    alone: bool
-    address: str
-    serves: bool = False
-
-    @property
-    def name(self) -> str:
-        """The prefix of its output lines."""
-        return f"{'rollout' if self.serves else 'host'}-{self.number}"
+    def exports(self) -> str:
+        """Return the shell commands that set the variables; they go to a host through its connection."""
+        known = [f"{name}={value}" for name, value in self.variables.items() if value is not None]
+        return f"export {shlex.join(known)}\n" if known else ""
 
 
-def workers(request: SliceRequest, addresses: Addresses, servers: Sequence[SliceRequest] = ()) -> list[HostWorker]:
-    """Return the learners' hosts, slice by slice (the order of jax's processes), then the sampling ones.
-
-    Args:
-        request: the learner's slices.
-        addresses: addresses of the hosts of each slice, the servers' last.
-        servers: slices of one host each that only sample.
-    """
-    learning, serving = addresses[: request.slices], addresses[request.slices :]
-    places = [(node, *at) for node, hosts in zip(request.nodes, learning, strict=True) for at in enumerate(hosts)]
-    learners = [
-        HostWorker(node=node, index=index, number=number, alone=len(places) == 1, address=address)
-        for number, (node, index, address) in enumerate(places)
-    ]
-    return learners + [
-        HostWorker(node=server.name, index=0, number=number, alone=False, address=address, serves=True)
-        for number, (server, (address,)) in enumerate(zip(servers, serving, strict=True))
-    ]
-
-
-def make_server_requests(request: SliceRequest, count: int, topology: Topology) -> list[SliceRequest]:
-    """Return a slice of one host for each rollout server.
-
-    Args:
-        request: the learner's slices.
-        count: rollout servers.
-        topology: topology of each.
-
-    Raises:
-        LaunchError: the topology has more than one host.
-    """
-    if topology.hosts > 1:
-        raise LaunchError(
-            f"--rollout-topology {topology.name} has {topology.hosts} hosts, and an engine runs on one: choose a "
-            "smaller one, and more of them with --rollout-hosts"
-        )
-    return [
-        replace(request, name=f"{request.name}-rollout-{i}", topology=topology, slices=1, runtime=topology.kind.runtime)
-        for i in range(count)
-    ]
-
-
-def require_keepable(request: SliceRequest, job: Job) -> None:
+def require_keepable(job: Job) -> None:
     """Raise :class:`LaunchError` if a run of several hosts, or a preemptible one, has no bucket."""
-    several = request.slices * request.topology.hosts > 1
-    if job.bucket is None and (several or request.spot or request.queued):
-        why = "several hosts share no disk" if several else "a preempted slice loses its disk"
+    if job.bucket is None and (job.hosts > 1 or job.spot):
+        why = "several hosts share no disk" if job.hosts > 1 else "a preempted slice loses its disk"
         raise LaunchError(f"--bucket is missing: {why}; give --bucket gs://NAME, in the region of the zone")
 
 
-def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
-    """Raise :class:`LaunchError` for a malformed override, or one that would have no effect.
-
-    Args:
-        overrides: of the command line.
-        split: with ``--rollout-hosts``.
-    """
-    own = OWN_KEYS + SPLIT_KEYS * split
+def require_overrides(overrides: Sequence[str], own: Sequence[str] = OWN_KEYS) -> None:
+    """Raise :class:`LaunchError` for a malformed override, or one of a key in ``own``: it would have no effect."""
     for item in overrides:
         if "=" not in item:
             raise LaunchError(f"override {item!r}: write key.path=value")
@@ -179,10 +94,7 @@ def require_overrides(overrides: Sequence[str], *, split: bool = False) -> None:
             raise LaunchError(f"{item}: tpu_pod.sh sets {', '.join(own)} itself; leave it out")
 
 
-# --- stages before the run -----------------------------------------------------------------------------------------
-
-
-def pack(root: Path, target: Path, *, extra: dict[str, bytes]) -> list[str]:
+def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
     """Write the working tree, without the files that git ignores, to a ``.tar.gz``.
 
     Args:
@@ -190,141 +102,92 @@ def pack(root: Path, target: Path, *, extra: dict[str, bytes]) -> list[str]:
         target: the file to write.
         extra: more files, by name.
 
-    Returns:
-        Files of more than 50 MB in it: models and data, perhaps.
-
     Raises:
         LaunchError: ``root`` is no git checkout.
     """
     listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        result = subprocess.run(listing, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise LaunchError("git is not installed; it lists the files that go to the hosts") from None
+    result = subprocess.run(listing, capture_output=True, text=True)
     if result.returncode:
         raise LaunchError(
             f"{root} is no git checkout, so the files that go to the hosts are unknown: git init there, and let "
             f".gitignore name what stays here ({result.stderr.strip()})"
         )
-    large = []
     with tarfile.open(target, "w:gz", compresslevel=3) as archive:
         for name in sorted(filter(None, result.stdout.split("\0"))):
-            file = root / name
-            if file.is_file() or file.is_symlink():  # not a deleted file that is still tracked
-                archive.add(file, arcname=name, recursive=False)
-                large += [name] if file.lstat().st_size > _MAX_CODE_BYTES else []
+            if os.path.lexists(root / name):  # not a deleted file that is still tracked
+                archive.add(root / name, arcname=name, recursive=False)
         for name, content in extra.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    return large
 
 
-def copy(cloud: Gcloud, worker: HostWorker, archive: Path) -> Command:
-    """Return the command that copies the archive to a host's home folder."""
-    return cloud.command(worker.name, gcloud.scp(worker.node, worker.index, str(archive), ARCHIVE))
+# --- calls for one host, by its number in the slice ----------------------------------------------------------------
 
 
-def set_up(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
-    """Return the command that sets up code, environment, model and data, in one connection.
+def set_up(job: Job, host: int) -> Call:
+    """Return the call that sets up code, environment, model and data, in one connection.
 
     Files of the previous copy are removed first, so that a file deleted here is deleted there; other files in the
-    folder stay. Variables, if any, are read from its input.
+    folder stay.
     """
-    steps = ["IFS= read -r variables", "exec </dev/null"] if job.variables else []
-    steps += [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
+    steps = [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
     steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     steps += ["./launch/tpu_environment.sh"] if job.install else []
-    if job.preparation:
-        prepare = f"({job.preparation})"
-        if job.variables:
-            given = _remote(["with", ".", "--secrets", "--", "bash", "-c", job.preparation])
-            prepare = f'printf "%s\\n" "$variables" | {given}'
-        steps += [f'export PATH="{_VENV}/bin:$PATH"', prepare]
-    return _on(cloud, worker, " && ".join(steps))
+    steps += [f'export PATH="{_VENV}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
+    return gcloud.ssh(job.name, host, " && ".join([*_read_variables(job), *steps]))
 
 
-# --- the run -------------------------------------------------------------------------------------------------------
+def start(job: Job, host: int, *, resume: bool) -> Call:
+    """Return the call that starts the run on a host; all run the same command and find each other."""
+    # A host whose chips cannot be opened fails instead of training on its processor.
+    environment = ["PYTHONUNBUFFERED=1", 'JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"']
+    if job.kept:
+        environment += [f"RUN_BUCKET={job.kept}", f"RUN_HOST=host-{host}"]
+        if host == 0:  # which writes the small files
+            environment += [f"RUN_FOLDER=runs/{job.name}", *(["RUN_RESTORE=1"] if resume else [])]
+    own = [f"run_dir=runs/{job.name}", *(["learner.multihost.coordinator=auto"] if job.hosts > 1 else [])]
+    program = train(CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else []))
+    run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
+    return _on_host(job, host, f"export {' '.join(environment)} && {_run(job, 'start')} {run}", *_read_variables(job))
 
 
-def start(cloud: Gcloud, worker: HostWorker, job: Job, *, resume: str | None, urls: Sequence[str] = ()) -> Command:
-    """Return the command that starts the run on a host; learning hosts run the same one and find each other.
+def train(config: str, job: Job, own: Sequence[str], *options: str) -> list[str]:
+    """Return the arguments of ``jax-agent-rl`` that train, on the launcher's hosts and under every scheduler.
 
     Args:
-        cloud: makes the command.
-        worker: the host.
-        job: what to run.
-        resume: ``--resume``, ``--auto-resume`` or None.
-        urls: addresses of the rollout servers, if any; with them or variables, the command reads secrets from its
-            input.
+        config: configuration file, as a host sees it.
+        job: the job.
+        own: settings that depend on how it is started.
+        options: further ones.
     """
-    supervisor = ["start", _folder(job), f"--host={worker.name}", *(["--secrets"] if urls or job.variables else [])]
-    if job.kept:
-        supervisor.append(f"--bucket={job.kept}")
-        if worker.number == 0 and not worker.serves:
-            supervisor += [f"--run-folder={job.run_folder}", *(["--restore"] if resume else [])]
-    config = CONFIG if job.config else QUICKSTART
-    if worker.serves:
-        program = server_arguments(config, job)
-    else:
-        own = [f"run_dir={job.run_folder}", *(client_settings(job, urls) if urls else [])]
-        own += [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.kept else []
-        own += [] if worker.alone else ["learner.multihost.coordinator=auto"]
-        program = ["train", config, *job.overrides, *own, *([resume] if resume else [])]
-    # A host whose chips cannot be opened fails instead of training on its processor.
-    environment = 'export PYTHONUNBUFFERED=1 JAX_PLATFORMS="${JAX_PLATFORMS:-tpu,cpu}"'
-    run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
-    return _on(cloud, worker, f"cd {CODE} && {environment} && {_remote(supervisor)} -- {run}")
+    kept = [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.kept else []
+    return ["train", config, *job.overrides, *own, *kept, *options]
 
 
-def server_arguments(config: str, job: Job) -> list[str]:
-    """Return the arguments of a rollout server."""
-    listening = ["--host=0.0.0.0", f"--port={job.port}"]
-    own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_dir={job.kept}/weights"] if job.kept else [])]
-    return ["rollout-server", "--config", config, *listening, *job.overrides, *own]
+def follow(job: Job, host: int) -> Call:
+    """Return the call that prints the run's output on a host; the last line is its exit status."""
+    return _on_host(job, host, _run(job, "follow"))
 
 
-def client_settings(job: Job, urls: Sequence[str]) -> list[str]:
-    """Return the learner's settings for rollout servers at ``urls``."""
-    own = ["rollout.backend=remote", f"rollout.urls=[{','.join(urls)}]", f"rollout.token_env={TOKEN}"]
-    if job.kept:
-        own += ["rollout.weight_transport=tensorstore", f"rollout.weight_dir={job.kept}/weights"]
-    return own
+def running(job: Job) -> Call:
+    """Return the call that prints ``yes`` if a run is under way on the first host, else ``no``."""
+    return gcloud.ssh(job.name, 0, f"if cd {CODE} && {_run(job, 'running')}; then echo yes; else echo no; fi")
 
 
-def server_urls(workers: Sequence[HostWorker], job: Job) -> list[str]:
-    """Return the URLs of the rollout servers among these."""
-    return [f"http://{worker.address}:{job.port}" for worker in workers if worker.serves]
+def send(job: Job, host: int, name: str) -> Call:
+    """Return the call that signals the run on a host."""
+    return _on_host(job, host, f"{_run(job, 'signal')} {name}")
 
 
-def until_listening(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
-    """Return the command that ends when a host's rollout server listens, and fails if it has ended."""
-    return _on(cloud, worker, f"cd {CODE} && {_remote(['listening', _folder(job), f'--port={job.port}'])}")
+def _on_host(job: Job, host: int, command: str, *before: str) -> Call:
+    return gcloud.ssh(job.name, host, " && ".join([*before, f"cd {CODE}", command]))
 
 
-def follow(cloud: Gcloud, worker: HostWorker, job: Job) -> Command:
-    """Return the command that prints the run's output on a host; the last line is its exit status."""
-    return _on(cloud, worker, f"cd {CODE} && {_remote(['follow', _folder(job)])}")
+def _run(job: Job, action: str) -> str:
+    return f"./launch/tpu_host.sh {action} ../{CODE}-runs/{job.name}"
 
 
-def running(worker: HostWorker, job: Job) -> Call:
-    """Return the call that prints ``yes`` if a run is under way on a host, else ``no``."""
-    query = f"cd {CODE} && {_remote(['running', _folder(job)])}"
-    return gcloud.ssh(worker.node, worker.index, f"if {query}; then echo yes; else echo no; fi")
-
-
-def send(cloud: Gcloud, worker: HostWorker, job: Job, name: str) -> Command:
-    """Return the command that signals the run on a host."""
-    return _on(cloud, worker, f"cd {CODE} && {_remote(['signal', _folder(job), f'--signal={name}'])}")
-
-
-def _folder(job: Job) -> str:
-    return f"../{CODE}-runs/{job.name}"
-
-
-def _remote(arguments: Sequence[str]) -> str:
-    return f'"{_VENV}/bin/python" -m jax_agent_rl.deploy.launch.tpu.remote {shlex.join(arguments)}'
-
-
-def _on(cloud: Gcloud, worker: HostWorker, command: str) -> Command:
-    return cloud.command(worker.name, gcloud.ssh(worker.node, worker.index, command))
+def _read_variables(job: Job) -> list[str]:
+    # Empty if the connection broke, and gcloud runs the command again.
+    return ['variables="$(cat)"', '[ -n "$variables" ]', 'eval "$variables"'] if job.variables else []

@@ -1,114 +1,61 @@
-"""A launch as text: its dry run, and the same run for other schedulers, as a GKE JobSet or a Slurm job."""
+"""The run of a launch as a job of a scheduler: SkyPilot, GKE (a JobSet) or Slurm. Templates: ``launch/templates``.
+
+They queue, search zones and recover from preemptions. Every job starts with ``--auto-resume``: it continues from the
+newest checkpoint in the bucket.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.deploy.launch.hosts import Command
-from jax_agent_rl.deploy.launch.tpu import gcloud, job
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest, Topology
-from jax_agent_rl.deploy.launch.tpu.job import REFUSED, Job
+from jax_agent_rl.deploy.launch.tpu import job
+from jax_agent_rl.deploy.launch.tpu.job import Job
+from jax_agent_rl.deploy.launch.tpu.topology import Topology
 from jax_agent_rl.errors import LaunchError
 
-_CONFIG = "/config/run.yaml"  # where pods see the user's configuration
-_URLS = "@urls@"  # stands for addresses that a shell will know
-KINDS = {"gke": "gke.yaml.j2", "slurm": "slurm.sh.j2"}
+KINDS = {"sky": "sky.yaml.j2", "gke": "gke.yaml.j2", "slurm": "slurm.sh.j2"}
+REFUSED = 2
+"""Exit status of a run that a user has to correct."""
+TOKEN = "JAX_AGENT_RL_TOKEN"
+"""Environment variable with the secret between the learner and rollout servers."""
+SERVER_KEYS = tuple(f"rollout.{name}" for name in ("backend", "urls", "token_env", "weight_transport", "weight_dir"))
+"""Keys that the job sets itself if there are rollout servers."""
+_CONFIG = "/config/run.yaml"  # where a job sees the user's configuration
+_URLS = "@urls@"  # stands for what a shell will know
+_BUCKET = "/bucket"  # where jobs see the bucket
 
 
-def format_dry_run(
-    request: SliceRequest, task: Job, cloud: Gcloud, *, resume: bool, keep: bool, servers: Sequence[SliceRequest] = ()
-) -> list[str]:
-    """Return every command of an undisturbed launch, in order: ``#`` explains, ``+`` begins a command.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a scheduler is told besides the job."""
 
-    Hosts and slices of a stage work concurrently.
-
-    Args:
-        request: the learner's slices.
-        task: what to run.
-        cloud: makes the commands.
-        resume: with ``--resume``.
-        keep: with ``--keep``.
-        servers: slices of one host each that only sample.
-    """
-    addresses = [("",) * request.topology.hosts] * request.slices + [(f"ADDRESS-OF-{s.name}",) for s in servers]
-    hosts = job.workers(request, tuple(addresses), servers)
-    learners, serving = hosts[: len(hosts) - len(servers)], hosts[len(hosts) - len(servers) :]
-    urls, requests = job.server_urls(hosts, task), [request, *servers]
-    code = Path("/tmp") / job.ARCHIVE
-
-    def called(title: str, *arguments: Sequence[str]) -> list[str]:
-        return [f"# {title}", *(f"+ {shlex.join(cloud.argv(a))}" for a in arguments)]
-
-    def stage(title: str, commands: Sequence[Command]) -> list[str]:
-        return [f"# {title}", *(f"+ {shlex.join(command.argv)}" for command in commands)]
-
-    how = "--resume" if resume else None
-    result = [f"# {request}: {len(learners)} host(s), {request.topology.chips_per_host} chips each"]
-    result += [f"# {server.name}, to sample: {server}: 1 host, {server.topology.chips} chips" for server in servers]
-    polls = [call for each in requests for call in gcloud.poll(each)]
-    made = [call for each in requests for call in (gcloud.LIST_ACCELERATOR_TYPES, gcloud.create(each))]
-    result += called("check the login", *cloud.login())
-    result += called("does it exist already?", *polls)
-    result += called("if not: check that the zone has such chips, and create it", *made)
-    result += called("until it is ready", *polls)
-    result += called("if it existed: only follow a run that is under way", job.running(learners[0], task))
-    if task.variables:
-        result.append(f"# {', '.join(task.variables)}: through the connection, to what prepares and what runs")
-    result += stage("copy the code", [job.copy(cloud, worker, code) for worker in hosts])
-    result += stage("unpack it, create the environment, prepare", [job.set_up(cloud, worker, task) for worker in hosts])
-    if servers:
-        title = "end processes of an earlier start"
-        result += stage(title, [job.send(cloud, worker, task, "KILL") for worker in hosts])
-        title = "start the rollout servers; a secret of this launch goes through the connection"
-        result += stage(title, [job.start(cloud, worker, task, resume=None, urls=urls) for worker in serving])
-        result += stage("until they serve", [job.until_listening(cloud, worker, task) for worker in serving])
-    result += stage("start", [job.start(cloud, worker, task, resume=how, urls=urls) for worker in learners])
-    result += stage("show their output", [job.follow(cloud, worker, task) for worker in hosts])
-    result += called("meanwhile, repeatedly: was it preempted?", *polls)
-    result.append("# on Ctrl-C, the run saves and ends")
-    result.append(f"+ {shlex.join(job.send(cloud, hosts[0], task, 'INT').argv)}")
-    if servers:
-        title = "when the learner has ended, end the rollout servers"
-        result += stage(title, [job.send(cloud, worker, task, "INT") for worker in serving])
-    if task.kept:
-        title = "if it is preempted: delete it, start again with --auto-resume"
-        result += called(title, *map(gcloud.delete, requests))
-    ending = "when the run has ended" if task.kept and not keep else "only when you give --delete"
-    return result + called(ending, *map(gcloud.delete, requests))
+    zones: tuple[str, ...] = ()  # where SkyPilot looks for capacity: us-west4-a, or a whole region
+    image: str | None = None  # container with the project in /app and its programs on PATH, for GKE
+    rollout_hosts: int = 0  # hosts that only sample, each with an engine of its own
+    rollout_topology: Topology | None = None  # slice of each of them; None: 4 chips of the learner's generation
+    port: int = 8100  # where they listen
 
 
-def render(
-    kind: str,
-    request: SliceRequest,
-    task: Job,
-    *,
-    servers: Sequence[SliceRequest] = (),
-    image: str | None,
-    restarts: int,
-    root: Path,
-) -> str:
+def render(kind: str, task: Job, options: Options, *, root: Path) -> str:
     """Render a template of ``launch/templates``.
 
     Args:
         kind: a key of :data:`KINDS`.
-        request: the learner's slices.
         task: what to run.
-        servers: slices of one host each, alike, that only sample.
-        image: container with the project in ``/app`` and its programs on PATH, for GKE.
-        restarts: limit of restarts of all hosts after one is lost.
+        options: for the scheduler.
         root: the project's folder.
 
     Raises:
-        LaunchError: an option that the scheduler needs is missing.
+        LaunchError: an option that the scheduler needs is missing, or cannot be met.
     """
-    if kind == "gke":
-        context = _gke(request, task, servers, image, restarts, root)
-    else:
-        context = _slurm(request, task, servers)
+    _require(kind, task, options)
+    context = {"sky": _sky, "gke": _gke, "slurm": _slurm}[kind](task, options, root)
     try:
         import jinja2
     except ImportError:
@@ -119,78 +66,117 @@ def render(
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
     common = {
-        "request": str(request),
+        "request": str(task),
         "name": task.name,
-        "port": task.port,
-        "token": job.TOKEN,
-        "servers": len(servers),
+        "spot": task.spot,
+        "port": options.port,
+        "token": TOKEN,
+        "servers": options.rollout_hosts,
         "given": {name: value for name, value in task.variables.items() if value is not None},
         "inherited": [name for name, value in task.variables.items() if value is None],
     }
     return environment.get_template(KINDS[kind]).render({**context, **common})
 
 
-def _gke(
-    request: SliceRequest, task: Job, servers: Sequence[SliceRequest], image: str | None, restarts: int, root: Path
-) -> Mapping[str, Any]:
-    if image is None:
+def _require(kind: str, task: Job, options: Options) -> None:
+    asked = options.rollout_topology
+    if asked and not options.rollout_hosts:
+        raise LaunchError(f"--rollout-topology {asked.name} needs --rollout-hosts: give their number")
+    if kind == "sky" and (task.slices > 1 or options.rollout_hosts):
+        raise LaunchError("--render sky: its job is one slice; --slices and --rollout-hosts need --render gke or slurm")
+    if asked and kind == "slurm":
+        raise LaunchError(f"--rollout-topology {asked.name}: all nodes of a Slurm job are of one kind; leave it out")
+    if asked and asked.hosts > 1:
+        raise LaunchError(
+            f"--rollout-topology {asked.name} has {asked.hosts} hosts, and an engine runs on one: choose a smaller "
+            "one, and more of them with --rollout-hosts"
+        )
+    if options.rollout_hosts:
+        job.require_overrides(task.overrides, job.OWN_KEYS + SERVER_KEYS)
+    if kind == "gke" and options.image is None:
         raise LaunchError("--render gke: --image is missing: one with the project in /app, see docs/tpu.md")
-    if task.bucket is None or task.kept is None:
-        raise LaunchError("--render gke: --bucket gs://NAME is missing: pods keep nothing")
-    topology = request.topology
-    _, _, rest = task.bucket.partition("gs://")
-    bucket, _, folder = rest.rstrip("/").partition("/")
-    run_dir = "/".join(part for part in ("/bucket", folder, task.name, "run") if part)
-    own = [f"run_dir={run_dir}", f"trainer.checkpoint_dir={task.kept}/checkpoints"]
-    if servers:  # JobSet names pods by their job, and its service by itself
-        urls = [f"http://{task.name}-rollout-{i}-0.{task.name}:{task.port}" for i in range(len(servers))]
-        own += job.client_settings(task, urls)
-    config = (task.config or root / job.QUICKSTART).read_text()
+    if task.bucket is None and (kind != "slurm" or options.rollout_hosts):
+        why = "new weights go to --rollout-hosts through it" if kind == "slurm" else "hosts keep nothing"
+        raise LaunchError(f"--render {kind}: --bucket gs://NAME is missing: {why}")
+
+
+def _sky(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
+    bucket, run_dir = _mounted(task)
+    config = _CONFIG if task.config else job.QUICKSTART
     return {
-        "config": config.rstrip("\n"),
-        "restarts": restarts,
+        # us-west4/us-west4-a; a region without a zone stays as it is.
+        "places": [re.sub(r"^(.+)-[a-z]$", r"\1/\g<0>", zone) for zone in options.zones],
+        "accelerator": f"tpu-{task.topology.accelerator_type}",
+        "runtime": task.runtime,
+        "bucket_name": bucket,
+        "config": str(task.config) if task.config else None,
+        "config_target": _CONFIG,
+        "install": task.install,
+        "prepare": task.preparation,
+        "several": task.hosts > 1,
+        "command": shlex.join(_train(config, task, [f"run_dir={run_dir}"])),
+    }
+
+
+def _gke(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
+    bucket, run_dir = _mounted(task)
+    own = [f"run_dir={run_dir}"]
+    # JobSet names pods by their job, and its service by itself.
+    urls = [f"http://{task.name}-rollout-{i}-0.{task.name}:{options.port}" for i in range(options.rollout_hosts)]
+    own += _client_settings(task, urls) if urls else []
+    own += ["learner.multihost.coordinator=auto"] if task.hosts > 1 else []
+    return {
+        "config": (task.config or root / job.QUICKSTART).read_text().rstrip("\n"),
         "refused": REFUSED,
-        "slices": request.slices,
-        "learner": _pods(topology, task, _train(_CONFIG, request, task, own)),
-        "server": _pods(servers[0].topology, task, _serve(_CONFIG, task)) if servers else None,
-        "spot": request.spot,
-        "image": image,
+        "slices": task.slices,
+        "learner": _pods(task.topology, task, _train(_CONFIG, task, own)),
+        "server": _pods(options.rollout_topology or task.topology.one_host, task, _serve(_CONFIG, task, options)),
+        "image": options.image,
         "bucket_name": bucket,
     }
 
 
 def _pods(topology: Topology, task: Job, program: list[str]) -> Mapping[str, Any]:
-    """Return the template's description of a slice's pods."""
     command = f"exec {shlex.join(program)}"
     return {
         "hosts": topology.hosts,
         "accelerator": topology.kind.gke,
         "shape": topology.shape,
-        "chips": topology.chips_per_host,
+        "chips": topology.chips // topology.hosts,
         "command": f"({task.preparation}) && {command}" if task.preparation else command,
     }
 
 
-def _slurm(request: SliceRequest, task: Job, servers: Sequence[SliceRequest]) -> Mapping[str, Any]:
-    if servers and task.kept is None:
-        raise LaunchError("--render slurm: --bucket gs://NAME is missing: new weights go to --rollout-hosts through it")
-    own = [f"run_dir={task.run_folder}"]
-    own += [f"trainer.checkpoint_dir={task.kept}/checkpoints"] if task.kept else []
+def _slurm(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
+    own = [f"run_dir=runs/{task.name}"]
+    own += _client_settings(task, [_URLS]) if options.rollout_hosts else []
+    own += ["learner.multihost.coordinator=auto"] if task.hosts > 1 else []
     config = str(task.config) if task.config else job.QUICKSTART
-    train = shlex.join(_train(config, request, task, own + (job.client_settings(task, [_URLS]) if servers else [])))
     return {
-        "nodes": request.slices * request.topology.hosts,
+        "nodes": task.hosts,
         "prepare": task.preparation,
-        "command": train.replace(_URLS, "'\"$urls\"'"),  # the hosts' names are known when the job runs
-        "serve": shlex.join(_serve(config, task)),
+        # The hosts' names are known when the job runs.
+        "command": shlex.join(_train(config, task, own)).replace(_URLS, "'\"$urls\"'"),
+        "serve": shlex.join(_serve(config, task, options)),
     }
 
 
-def _serve(config: str, task: Job) -> list[str]:
-    return ["jax-agent-rl", *job.server_arguments(config, task)]
+def _mounted(task: Job) -> tuple[str, str]:
+    """Return the bucket's name, and the run folder where a job sees the bucket as a folder."""
+    bucket, _, folder = (task.bucket or "").removeprefix("gs://").rstrip("/").partition("/")
+    return bucket, "/".join(part for part in (_BUCKET, folder, task.name, "run") if part)
 
 
-def _train(config: str, request: SliceRequest, task: Job, own: list[str]) -> list[str]:
-    several = request.slices * request.topology.hosts > 1
-    meet = ["learner.multihost.coordinator=auto"] if several else []
-    return ["jax-agent-rl", "train", config, *task.overrides, *own, *meet, "--auto-resume"]
+def _train(config: str, task: Job, own: Sequence[str]) -> list[str]:
+    return ["jax-agent-rl", *job.train(config, task, own, "--auto-resume")]
+
+
+def _serve(config: str, task: Job, options: Options) -> list[str]:
+    own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_dir={task.kept}/weights"] if task.kept else [])]
+    listening = ["--host=0.0.0.0", f"--port={options.port}"]
+    return ["jax-agent-rl", "rollout-server", "--config", config, *listening, *task.overrides, *own]
+
+
+def _client_settings(task: Job, urls: Sequence[str]) -> list[str]:
+    own = ["rollout.backend=remote", f"rollout.urls=[{','.join(urls)}]", f"rollout.token_env={TOKEN}"]
+    return [*own, "rollout.weight_transport=tensorstore", f"rollout.weight_dir={task.kept}/weights"]

@@ -13,11 +13,9 @@ TPU = ["--name", "try", "--zone", "us-west4-a", "--topology", "v5e:2x2"]
     [
         ("--slices", "0", "'0' is not a whole number, 1 or more"),
         ("--rollout-hosts", "two", "'two' is not a whole number, 1 or more"),
-        ("--max-preemptions", "-3", "'-3' is not a whole number, 0 or more"),
         ("--rollout-port", "99999999", "'99999999' is not a port, 1 to 65535"),
         ("--poll", "-1", "'-1' is not seconds, more than 0"),
         ("--poll", "nan", "'nan' is not seconds, more than 0"),
-        ("--valid-until", "banana", "'banana' is not a time such as 6h, 30m or 1d12h"),
     ],
 )
 def test_a_value_that_tpu_pod_cannot_take_is_refused_with_its_form(
@@ -29,10 +27,9 @@ def test_a_value_that_tpu_pod_cannot_take_is_refused_with_its_form(
 
 
 def test_a_value_that_tpu_pod_can_take_is_taken():
-    given = ["--slices=2", "--max-preemptions=0", "--poll=0.5", "--valid-until=1d12h", "--rollout-port=65535"]
+    given = ["--slices=2", "--poll=0.5", "--rollout-port=65535"]
     found = tpu_parser().parse_intermixed_args([*TPU, *given])
-    assert (found.slices, found.max_preemptions, found.poll) == (2, 0, 0.5)
-    assert (found.valid_until, found.rollout_port) == ("1d12h", 65535)
+    assert (found.slices, found.poll, found.rollout_port) == (2, 0.5, 65535)
 
 
 def test_a_port_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.CaptureFixture[str]):

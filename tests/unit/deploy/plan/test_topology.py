@@ -3,7 +3,7 @@
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.launch.tpu.gcloud import GENERATIONS, SHAPES, parse_topology
+from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, SHAPES, parse_topology
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
@@ -39,8 +39,8 @@ def test_a_name_that_is_none_is_refused_with_one_that_is(text, words):
 
 def test_slices_are_those_that_the_launcher_makes():
     assert CHIPS.keys() == SHAPES.keys() == GENERATIONS.keys()
-    for generation, kind in GENERATIONS.items():
-        for shape in kind.shapes:
+    for generation, shapes in SHAPES.items():
+        for shape in shapes:
             assert Slice.parse(f"{generation}:{shape}").chips == parse_topology(f"{generation}:{shape}").chips
 
 

@@ -37,12 +37,6 @@ def test_the_working_tree_goes_as_it_stands_but_for_what_git_ignores(checkout: P
     assert names == {"kept.py": b"changed", "new.py": b"new", ".gitignore": b"data/\n", "config": b"seed: 1"}
 
 
-def test_a_file_that_is_hardly_code_is_named(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(job, "_MAX_CODE_BYTES", 6)
-    (checkout / "weights.bin").write_text("1234567")
-    assert job.pack(checkout, tmp_path / "x.tar.gz", extra={}) == ["weights.bin"]
-
-
 def test_outside_a_checkout_nothing_tells_what_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(LaunchError, match="is no git checkout"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu.gcloud import GENERATIONS, parse_topology
+from jax_agent_rl.deploy.launch.tpu.topology import SHAPES, parse_topology
 from jax_agent_rl.errors import LaunchError
 
 
@@ -20,12 +20,16 @@ from jax_agent_rl.errors import LaunchError
 )
 def test_a_name_gives_gclouds_type_and_the_hosts(name: str, accelerator_type: str, hosts: int, chips_per_host: int):
     found = parse_topology(name)
-    assert (found.accelerator_type, found.hosts, found.chips_per_host) == (accelerator_type, hosts, chips_per_host)
+    assert (found.accelerator_type, found.hosts, found.chips // found.hosts) == (
+        accelerator_type,
+        hosts,
+        chips_per_host,
+    )
 
 
 def test_no_accelerator_type_stands_for_two_shapes():
-    for generation, kind in GENERATIONS.items():
-        types = [parse_topology(f"{generation}:{shape}").accelerator_type for shape in kind.shapes]
+    for generation, shapes in SHAPES.items():
+        types = [parse_topology(f"{generation}:{shape}").accelerator_type for shape in shapes]
         assert len(set(types)) == len(types)
 
 
@@ -43,3 +47,9 @@ def test_no_accelerator_type_stands_for_two_shapes():
 def test_what_is_no_slice_is_refused_with_what_there_is(name: str, message: str):
     with pytest.raises(LaunchError, match=message):
         parse_topology(name)
+
+
+def test_every_generation_has_a_slice_of_four_chips_on_one_host():
+    for generation, shapes in SHAPES.items():
+        found = parse_topology(f"{generation}:{shapes[-1]}").one_host
+        assert (found.chips, found.hosts) == (4, 1) and parse_topology(found.name) == found

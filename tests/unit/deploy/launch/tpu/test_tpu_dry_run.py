@@ -1,22 +1,28 @@
 """Dry runs and rendered jobs as golden files: what a user reads before anything costs money."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, SliceRequest, parse_topology
-from jax_agent_rl.deploy.launch.tpu.job import Job, make_server_requests
-from jax_agent_rl.deploy.launch.tpu.render import format_dry_run, render
+from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun
+from jax_agent_rl.deploy.launch.tpu.job import Job
+from jax_agent_rl.deploy.launch.tpu.launch import Launch
+from jax_agent_rl.deploy.launch.tpu.render import Options, render
+from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
-from tests.cloud import job_of, request_of
+from tests.cloud import job_of
 from tests.ports import free_port
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[5]
+IMAGE = "europe-docker.pkg.dev/p/r/jax_agent_rl:1"
 
 
 def golden(name: str, text: str) -> None:
@@ -24,26 +30,24 @@ def golden(name: str, text: str) -> None:
 
 
 DRY_RUNS = {
-    "v5e_4x4.txt": (request_of(), job_of(), {}),
-    "v5p_2x2x2.txt": (request_of("v5p:2x2x2"), job_of(prepare="gcloud storage cp -r gs://b/model /tmp"), {}),
-    "spot_v6e_2x4.txt": (request_of("v6e:2x4", spot=True), job_of(config=None), {"resume": True}),
-    "queued_v5e_2x2.txt": (request_of("v5e:2x2", queued=True, valid_until="6h"), job_of(), {"keep": True}),
-    "two_slices_v5e_2x4.txt": (request_of("v5e:2x4", slices=2, spot=True), job_of(), {}),
-    "one_host_no_bucket.txt": (request_of("v5e:2x2"), job_of(bucket=None), {}),
-    "two_rollout_hosts.txt": (
-        request_of("v5p:2x2x1"),
-        job_of(),
-        {"servers": make_server_requests(request_of("v5p:2x2x1"), 2, parse_topology("v5e:2x4"))},
-    ),
+    "v5e_4x4.txt": (job_of(), {}),
+    "v5p_2x2x2.txt": (job_of("v5p:2x2x2", prepare="gcloud storage cp -r gs://b/model /tmp"), {}),
+    "spot_v6e_2x4.txt": (job_of("v6e:2x4", spot=True, config=None), {"resume": True}),
+    "one_host_no_bucket.txt": (job_of("v5e:2x2", bucket=None), {}),
 }
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
-def test_a_dry_run_prints_every_command(name: str):
-    request, job, how = DRY_RUNS[name]
-    cloud = Gcloud(project="my-project", zone="us-west4-a")
-    lines = format_dry_run(request, job, cloud, **{"resume": False, "keep": False} | how)
-    golden(name, "\n".join(lines) + "\n")
+def test_a_dry_run_prints_every_command(
+    name: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda prefix: contextlib.nullcontext(tmp_path))
+    job, how = DRY_RUNS[name]
+    job = replace(job, config=job.config and config)
+    cloud = DryRun(project="my-project", zone="us-west4-a")
+    launch = Launch(cloud=cloud, task=job, poll=1, logs=Path("runs/my-run.logs"), say=lambda line: print(f"# {line}"))
+    assert launch.run(ROOT, **{"resume": False, "keep": False} | how) == 0
+    golden(name, capsys.readouterr().out.replace(str(tmp_path), "/tmp"))
 
 
 @pytest.fixture
@@ -53,22 +57,17 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def rendered(
-    kind: str,
-    request: SliceRequest,
-    job: Job,
-    image: str | None = "europe-docker.pkg.dev/p/r/jax_agent_rl:1",
-    rollout_hosts: int = 0,
-) -> str:
-    servers = make_server_requests(request, rollout_hosts, parse_topology("v5e:2x4"))
-    return render(kind, request, job, servers=servers, image=image, restarts=20, root=ROOT)
+def rendered(kind: str, job: Job, **changed: object) -> str:
+    options = {"zones": ("us-west4-a",), "image": IMAGE} | changed
+    return render(kind, job, Options(**options), root=ROOT)  # type: ignore[arg-type]
+
+
+V5E_HOST = parse_topology("v5e:2x4")
 
 
 def test_a_jobset_holds_the_configuration_and_a_pod_per_host(config: Path):
     prepare = "python prepare.py --say 'it is \"fine\"' && true"
-    text = rendered(
-        "gke", request_of(slices=2, spot=True), job_of(config=config, bucket="gs://b/team", prepare=prepare)
-    )
+    text = rendered("gke", job_of(slices=2, spot=True, config=config, bucket="gs://b/team", prepare=prepare))
     golden("gke.yaml", text)
     config_map, jobset = yaml.safe_load_all(text)
     assert config_map["data"]["run.yaml"] == config.read_text()
@@ -81,7 +80,7 @@ def test_a_jobset_holds_the_configuration_and_a_pod_per_host(config: Path):
 
 
 def test_a_jobset_does_not_start_again_what_a_user_has_to_correct(config: Path):
-    text = rendered("gke", request_of(), job_of(config=config), rollout_hosts=1)
+    text = rendered("gke", job_of(config=config), rollout_hosts=1)
     jobset = list(yaml.safe_load_all(text))[1]["spec"]
     (rule,) = jobset["failurePolicy"]["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
@@ -95,15 +94,16 @@ def test_a_jobset_does_not_start_again_what_a_user_has_to_correct(config: Path):
 
 
 def test_a_name_that_is_a_word_of_yaml_stays_a_name(config: Path):
-    job = Job(name="no", config=config, overrides=(), bucket="gs://123", prepare=None, install=True)
-    config_map, jobset = yaml.safe_load_all(rendered("gke", request_of(), job))
+    job = job_of(name="no", config=config, overrides=(), bucket="gs://123")
+    config_map, jobset = yaml.safe_load_all(rendered("gke", job))
     config_volume, bucket = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["volumes"]
     names = [config_map["metadata"]["name"], jobset["metadata"]["name"], config_volume["configMap"]["name"]]
     assert names == ["no"] * 3 and bucket["csi"]["volumeAttributes"]["bucketName"] == "123"
 
 
 def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the_others(config: Path):
-    text = rendered("gke", request_of("v5p:2x2x2"), job_of(config=config, bucket="gs://b"), rollout_hosts=2)
+    job = job_of("v5p:2x2x2", config=config, bucket="gs://b")
+    text = rendered("gke", job, rollout_hosts=2, rollout_topology=V5E_HOST)
     golden("gke_rollout.yaml", text)
     _, jobset = yaml.safe_load_all(text)
     rollout, learners = jobset["spec"]["replicatedJobs"]
@@ -126,7 +126,7 @@ def test_a_jobset_with_pods_that_only_sample_starts_them_first_and_ends_with_the
 
 
 def test_variables_that_are_given_are_written_and_the_others_are_a_secret_of_the_cluster(config: Path):
-    text = rendered("gke", request_of(), job_of(config=config, variables={"NO": "a: 'b'", "WANDB_API_KEY": None}))
+    text = rendered("gke", job_of(config=config, variables={"NO": "a: 'b'", "WANDB_API_KEY": None}))
     assert 'kubectl create secret generic my-run-env --from-literal=WANDB_API_KEY="$WANDB_API_KEY"\n' in text
     _, jobset = yaml.safe_load_all(text)
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -150,10 +150,10 @@ def submitted(folder: Path, text: str, **programs: str) -> subprocess.CompletedP
 def test_a_slurm_job_sets_variables_and_asks_for_those_that_sbatch_brings(config: Path, tmp_path: Path, monkeypatch):
     job = job_of(config=config, variables={"GIVEN": "a 'b'", "BROUGHT": None})
     programs = {"srun": '#!/usr/bin/env bash\necho "$GIVEN $BROUGHT"\n'}
-    result = submitted(tmp_path / "without", rendered("slurm", request_of(), job), **programs)
+    result = submitted(tmp_path / "without", rendered("slurm", job), **programs)
     assert result.returncode == 1 and "BROUGHT: export it before sbatch" in result.stderr
     monkeypatch.setenv("BROUGHT", "c")
-    result = submitted(tmp_path / "with", rendered("slurm", request_of(), job), **programs)
+    result = submitted(tmp_path / "with", rendered("slurm", job), **programs)
     assert (result.returncode, result.stdout) == (0, "a 'b' c\n"), result.stderr
 
 
@@ -177,9 +177,8 @@ with log.open("a") as lines:
 
 def test_a_slurm_job_gives_its_last_nodes_to_servers_and_ends_with_training(tmp_path: Path):
     port = free_port()
-    text = rendered(
-        "slurm", request_of("v5p:2x2x2"), job_of(config=Path("my.yaml"), bucket="gs://b", port=port), rollout_hosts=1
-    )
+    job = job_of("v5p:2x2x2", config=Path("my.yaml"), bucket="gs://b")
+    text = rendered("slurm", job, rollout_hosts=1, port=port)
     golden("slurm_rollout.sh", text.replace(str(port), "PORT"))
     scontrol = "#!/bin/bash\nprintf '%s\\n' host-a host-b 127.0.0.1\n"
     done = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=PROGRAM, scontrol=scontrol)
@@ -210,7 +209,7 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
 ):
     monkeypatch.setenv("STATUS", str(status))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    text = rendered("slurm", request_of(), job_of(config=Path("my.yaml"), bucket=None))
+    text = rendered("slurm", job_of(config=Path("my.yaml"), bucket=None))
     assert "#SBATCH --signal=B:USR1@" in text
     scontrol = '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n'
     done = submitted(tmp_path, text, srun=SRUN, jax_agent_rl=TIMED, scontrol=scontrol)
@@ -219,8 +218,8 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_into_the_queue_again(
 
 
 def test_a_slurm_job_ends_when_its_servers_do_before_they_listen(tmp_path: Path):
-    job = job_of(config=Path("my.yaml"), bucket="gs://b", port=free_port())
-    text = rendered("slurm", request_of(), job, rollout_hosts=1)
+    job = job_of(config=Path("my.yaml"), bucket="gs://b")
+    text = rendered("slurm", job, rollout_hosts=1, port=free_port())
     done = submitted(tmp_path, text, srun="#!/bin/bash\nexit 7\n", scontrol="#!/bin/bash\necho 127.0.0.1\n")
     assert done.returncode != 0
 
@@ -229,16 +228,41 @@ def test_new_weights_go_through_a_bucket(config: Path):
     with pytest.raises(
         LaunchError, match="--bucket gs://NAME is missing: new weights go to --rollout-hosts through it"
     ):
-        rendered("slurm", request_of(), job_of(config=config, bucket=None), rollout_hosts=1)
+        rendered("slurm", job_of(config=config, bucket=None), rollout_hosts=1)
 
 
 def test_a_slurm_job_has_a_task_per_host_and_goes_on_after_a_requeue(config: Path):
-    text = rendered("slurm", request_of(), job_of(config=Path("my.yaml"), bucket=None, prepare="echo 'a b'"))
+    text = rendered("slurm", job_of(config=Path("my.yaml"), bucket=None, prepare="echo 'a b'"))
     golden("slurm.sh", text)
 
 
 def test_pods_need_an_image_and_a_bucket(config: Path):
     with pytest.raises(LaunchError, match="--image is missing"):
-        rendered("gke", request_of(), job_of(config=config), image=None)
+        rendered("gke", job_of(config=config), image=None)
     with pytest.raises(LaunchError, match="--bucket gs://NAME is missing"):
-        rendered("gke", request_of(), job_of(config=config, bucket=None))
+        rendered("gke", job_of(config=config, bucket=None))
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("gke", {"rollout_topology": V5E_HOST}, "needs --rollout-hosts: give their number"),
+        (
+            "gke",
+            {"rollout_hosts": 2, "rollout_topology": parse_topology("v5e:4x4")},
+            "v5e:4x4 has 4 hosts, and an engine runs on one",
+        ),
+        ("slurm", {"rollout_hosts": 1, "rollout_topology": V5E_HOST}, "nodes of a Slurm job are of one kind"),
+        ("sky", {"rollout_hosts": 1}, "its job is one slice; --slices and --rollout-hosts need --render gke or slurm"),
+    ],
+)
+def test_rollout_hosts_that_cannot_be_are_refused(kind: str, options: dict, message: str, config: Path):
+    with pytest.raises(LaunchError, match=message):
+        rendered(kind, job_of(config=config), **options)
+
+
+def test_keys_of_rollout_hosts_are_refused_only_with_them(config: Path):
+    job = job_of(config=config, overrides=("rollout.urls=[http://x:1]",))
+    assert "'rollout.urls=[http://x:1]'" in rendered("slurm", job)
+    with pytest.raises(LaunchError, match=r"rollout.urls=\[http://x:1\]: tpu_pod.sh sets"):
+        rendered("slurm", job, rollout_hosts=1)

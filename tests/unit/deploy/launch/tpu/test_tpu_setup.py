@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.deploy.launch.tpu import job
-from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud
-from jax_agent_rl.deploy.launch.tpu.job import Job
-from tests.cloud import request_of
+from tests.cloud import job_of
 
 
 @pytest.fixture
@@ -24,14 +22,8 @@ def set_up(checkout: Path, home: Path, *, prepare: str) -> set[str]:
     """Copies and sets up; the files in the project's folder then."""
     home.mkdir(exist_ok=True)
     job.pack(checkout, home / job.ARCHIVE, extra={job.CONFIG: b"seed: 1"})
-    (worker,) = job.workers(request_of("v5e:2x2"), (("",),))
-    config = Path("my.yaml")
-    task = Job(name="my-run", config=config, overrides=(), bucket=None, prepare=prepare, install=False)
-    (command,) = (
-        word.partition("=")[2]
-        for word in job.set_up(Gcloud(project=None, zone="z"), worker, task).argv
-        if word.startswith("--command=")
-    )
+    task = job_of("v5e:2x2", bucket=None, prepare=prepare, install=False)
+    command = job.set_up(task, 0)[-1].removeprefix("--command=")
     subprocess.run(["bash", "-c", command], cwd=home, env=os.environ | {"HOME": str(home)}, check=True)
     folder = home / job.CODE
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}

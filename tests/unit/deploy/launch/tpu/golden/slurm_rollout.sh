@@ -35,7 +35,7 @@ over=""
 trap 'over=1; kill -TERM "$!" || true' USR1
 
 # The processes find each other by Slurm's variables.
-srun --label --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --relative=0 jax-agent-rl train my.yaml seed=1 run_dir=runs/my-run trainer.checkpoint_dir=gs://b/my-run/checkpoints rollout.backend=remote 'rollout.urls=['"$urls"']' rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_transport=tensorstore rollout.weight_dir=gs://b/my-run/weights learner.multihost.coordinator=auto --auto-resume &
+srun --label --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --relative=0 jax-agent-rl train my.yaml seed=1 run_dir=runs/my-run rollout.backend=remote 'rollout.urls=['"$urls"']' rollout.token_env=JAX_AGENT_RL_TOKEN rollout.weight_transport=tensorstore rollout.weight_dir=gs://b/my-run/weights learner.multihost.coordinator=auto trainer.checkpoint_dir=gs://b/my-run/checkpoints --auto-resume &
 status=0
 wait "$!" || status=$?
 while [ "$status" = 138 ]; do # 128 and USR1: the wait has ended, the run has not
