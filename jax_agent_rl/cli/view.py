@@ -9,7 +9,7 @@ import typer
 
 from jax_agent_rl.cli.options import Panel, command
 from jax_agent_rl.observe.selection import Colour, Sort, Split, TrajectoryFilter
-from jax_agent_rl.reasons import FinishReason, StopReason
+from jax_agent_rl.types import FinishReason, StopReason
 
 
 def register(app: typer.Typer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.observe.selection import sample
-from jax_agent_rl.reasons import FinishReason, StopReason
+from jax_agent_rl.types import FinishReason, StopReason
 from jax_agent_rl.types import Fork, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
 
