@@ -16,7 +16,7 @@ from itertools import takewhile
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.images import EncodedImage
+from jax_agent_rl.agents.prompt import EncodedImage
 from jax_agent_rl.chat.codec import CALL_ID_LENGTH
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
@@ -76,7 +76,7 @@ def plain_messages(
 ) -> list[dict[str, Any]]:
     """Return OpenAI-style messages in one form: arguments as objects, named results, and text as content.
 
-    Where there are images, content is a list of parts, see :mod:`jax_agent_rl.agents.images`.
+    Where there are images, content is a list of parts, see :mod:`jax_agent_rl.agents.prompt`.
 
     Args:
         messages: a conversation.

@@ -37,9 +37,8 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SkipValidation
 
 from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.agents.recorder import ChatRecorder, OnIds
-from jax_agent_rl.agents.session_tree import path_arrays
+from jax_agent_rl.agents.session_tree import RecordedTurn, path_arrays
 from jax_agent_rl.agents.tool_agent import over_the_limit
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.session import ToolSession

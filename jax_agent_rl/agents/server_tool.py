@@ -32,8 +32,8 @@ from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, Lockstep, Send, 
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
+from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient, observation_url
-from jax_agent_rl.tools.truncate import truncate_text
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 

@@ -26,7 +26,7 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from jax_agent_rl.cli.config import register as register_config
-from jax_agent_rl.cli.doctor import register as register_doctor
 from jax_agent_rl.cli.evaluate import register as register_eval
 from jax_agent_rl.cli.options import Overrides, Panel, command, key_completer
 from jax_agent_rl.cli.serve import register as register_servers
@@ -117,7 +116,7 @@ def tool_server(
     run_server(run(load_settings(config, settings or []), print_line=print))
 
 
-for register in (register_eval, register_servers, register_doctor, register_config):
+for register in (register_eval, register_servers, register_config):
     register(app)
 
 

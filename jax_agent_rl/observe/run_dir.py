@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.observe.selection import sample
-from jax_agent_rl.types import FinishReason, StopReason
-from jax_agent_rl.types import Fork, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
 
 Numbers = Sequence[float] | np.ndarray

@@ -25,7 +25,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.report.run_data import decoder, read_run
+from jax_agent_rl.observe.report.command import decoder, read_run
 from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, turns

@@ -21,9 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
-from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_float, as_response
+from jax_agent_rl.tools.base import BaseTool, Decode, Encode, Side, ToolResponse, as_float, as_response, truncate_text
 from jax_agent_rl.tools.schema import check_arguments
-from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 from jax_agent_rl.utils.media import check_media

@@ -27,9 +27,9 @@ from tests.warm import python
 from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_grammars import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_media_and_adapters import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_routed_experts import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_weights import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_control import *  # noqa: F403
 # isort: on

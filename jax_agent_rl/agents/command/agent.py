@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.command.container import ContainerRuntime, ContainerTask
-from jax_agent_rl.agents.command.jobs import OUTPUT_BYTES, PORT, JobResult, TaskMachine
+from jax_agent_rl.agents.command.jobs import OUTPUT_BYTES, PORT, JobResult, SandboxedTask, TaskMachine
 from jax_agent_rl.agents.command.runner import pump
-from jax_agent_rl.agents.command.sandboxed import SandboxedTask
 from jax_agent_rl.agents.command.task import CommandTask, expand, read_files, read_task
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import register_agent

@@ -11,7 +11,7 @@ from jax_agent_rl.agents.endpoint import wire
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 

@@ -25,7 +25,7 @@ from jax_agent_rl.agents.endpoint.answers import only_turn
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 Message = dict[str, Any]

@@ -2,7 +2,7 @@
 
 ::
 
-    run folder ─► run_data ─┬─► charts         curves of metrics.jsonl                     ─┐
+    run folder ─► RunData ──┬─► charts         curves of metrics.jsonl                     ─┐
                             ├─► timeline       when engine and learner worked               ├─► command ─► report.html
                             └─► trajectories   tokens with their numbers, groups as trees  ─┘
 """
