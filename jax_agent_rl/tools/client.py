@@ -110,6 +110,13 @@ class ToolServerClient:
             return [ServerObservation(text=text, error="timeout") for _ in actions]
         return _observations(answer, len(actions), self._service.settings.url)
 
+    async def step(self, action: ServerAction, *, repeatable: bool = False) -> ServerObservation:
+        """Run one action, see :meth:`get_observation`; an unusable observation is raised."""
+        (result,) = await self.get_observation([action], repeatable=repeatable)
+        if isinstance(result, ToolServerError):
+            raise result
+        return result
+
     async def finish(self, trajectory_id: str) -> None:
         """Close the environment of a trajectory.
 
@@ -117,9 +124,7 @@ class ToolServerClient:
             ToolServerError: as :meth:`get_observation`, or it took too long.
         """
         action = ServerAction(trajectory_id=trajectory_id, finish=True, is_last_step=True)
-        (closed,) = await self.get_observation([action], repeatable=True)
-        if isinstance(closed, ToolServerError):
-            raise closed
+        closed = await self.step(action, repeatable=True)
         if closed.error == "timeout":
             raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
 
@@ -302,9 +307,7 @@ class ToolClient:
             ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
         """
         async with self._limiter.slot():
-            (result,) = await self.server.get_observation([action], repeatable=True)
-        if isinstance(result, ToolServerError):
-            raise result
+            result = await self.server.step(action, repeatable=True)
         return replace(result, text=bare_result(result.text))
 
     async def close(self) -> None:

@@ -96,8 +96,7 @@ class ToolSession:
         """
         with span("tool", name) as traced:
             record = await self._call(name, arguments, call_id)
-            if traced:
-                traced.set(arguments=arguments, observation=record.observation, tool_error=record.error)
+            traced.set(arguments=arguments, observation=record.observation, tool_error=record.error)
         return record
 
     async def _call(self, name: str, arguments: Any, call_id: str | None) -> ToolCallRecord:

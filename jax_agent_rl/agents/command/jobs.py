@@ -12,7 +12,7 @@ import json
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,27 +48,31 @@ class JobResult(BaseModel):
             return cls(stopped=stopped, stderr=stderr[-4000:])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentProgram:
+    """The agent's program.
+
+    Attributes:
+        argv: the command line.
+        env: variables besides the task's own.
+        files: its files, by path below ``/tmp``.
+        endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.
+        seconds: its time limit.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    files: Mapping[str, bytes]
+    endpoint: Path
+    seconds: float
+
+
 class TaskMachine(ABC):
     """Where the program of one task runs, and afterwards the task's tests on the files it left."""
 
     @abstractmethod
-    async def run_program(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        program: Mapping[str, bytes],
-        endpoint: Path,
-        seconds: float,
-    ) -> JobResult:
+    async def run_program(self, program: AgentProgram) -> JobResult:
         """Run the agent's program to its end.
-
-        Args:
-            argv: the command line.
-            env: variables besides the task's own.
-            program: the program's files, by path below ``/tmp``.
-            endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.
-            seconds: its time limit.
 
         Raises:
             TrajectoryError: the machine itself failed.
@@ -134,25 +138,15 @@ class SandboxedTask(TaskMachine):
         self._task = task
         self._workspace: str | None = None
 
-    async def run_program(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        program: Mapping[str, bytes],
-        endpoint: Path,
-        seconds: float,
-    ) -> JobResult:
-        """See :class:`TaskMachine`."""
-        job = {"argv": list(argv), "env": {**self._task.env, **env}, "port": PORT, "read_back": None}
+    async def run_program(self, program: AgentProgram) -> JobResult:
+        job = {"argv": list(program.argv), "env": {**self._task.env, **program.env}, "port": PORT, "read_back": None}
         files = {f"app/{name}": data for name, data in self._task.files.items()}
-        packed = archive({**files, **program}, folders=_FOLDERS)
-        done = await self._run(job, {"job.tar": packed, "endpoint.sock": endpoint}, seconds)
+        packed = archive({**files, **program.files}, folders=_FOLDERS)
+        done = await self._run(job, {"job.tar": packed, "endpoint.sock": program.endpoint}, program.seconds)
         self._workspace = done.workspace
         return done
 
     async def run_tests(self, seconds: float) -> JobResult:
-        """See :class:`TaskMachine`."""
         if self._workspace is None:
             return JobResult(stopped="the program left no working folder, or one that is too large")
         tests = {f"tests/{name}": data for name, data in self._task.tests.items()}

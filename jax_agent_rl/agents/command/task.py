@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -238,8 +238,3 @@ def _seconds(settings: Mapping[str, Any], section: str, folder: Path, key: str =
     if value is not None and not (isinstance(value, int | float) and value > 0):
         raise DataError(f"task {folder}: [{section}] {key}={value!r} must be a number above 0")
     return value
-
-
-def expand(argv: Sequence[str], instruction: str) -> list[str]:
-    """Return a command line with ``{instruction}`` replaced by the task's text."""
-    return [part.replace("{instruction}", instruction) for part in argv]
