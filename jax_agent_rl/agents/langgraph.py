@@ -96,13 +96,10 @@ class ChatModel(BaseChatModel):
         tool_choice: str | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Return the model with these tools in its prompt.
+        """Return the model with these LangChain tools or schemas in its prompt.
 
-        Args:
-            tools: LangChain tools or schemas.
-            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) only warn: forcing a call would not be
-                the policy's own sampling.
-            kwargs: further bound arguments.
+        A ``tool_choice`` other than ``auto`` and ``none`` (``any``, a tool's name) only warns: forcing a call would
+        not be the policy's own sampling.
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)

@@ -61,12 +61,7 @@ def coarsest(precisions: Collection[str]) -> str:
 
 
 def product_precision(dtype: str, platform: str) -> str:
-    """Return the precision in which products of a dtype are really computed.
-
-    Args:
-        dtype: as configured.
-        platform: JAX's name of the platform.
-    """
+    """Return the precision in which products of a dtype are really computed on JAX's platform of this name."""
     if dtype != "float32":
         return dtype
     return {"tpu": "bfloat16", "gpu": "tf32", "cuda": "tf32"}.get(platform, dtype)
@@ -85,12 +80,7 @@ def tolerance(precisions: Collection[str], *, jax_engine: bool, platform: str) -
 
 
 def run_tolerance(config: Config, precisions: Sequence[str]) -> Tolerance:
-    """Return the tolerance of a run.
-
-    Args:
-        config: of the run.
-        precisions: of its engines.
-    """
+    """Return the tolerance of a run whose engines have these precisions."""
     if (own := config.trainer.agreement_tolerance) is not None:
         return Tolerance(token=own[0], mean=own[1])
     jax_engine = config.rollout.backend == "jetstream" and config.rollout.jetstream.engine_factory is None

@@ -130,12 +130,7 @@ class EnvironmentPool(Generic[E]):
             raise
 
     async def release(self, environment: E, *, reusable: bool) -> None:
-        """End a lease.
-
-        Args:
-            environment: what :meth:`acquire` returned.
-            reusable: nothing went wrong with it.
-        """
+        """End a lease; ``reusable`` if nothing went wrong with the instance."""
         try:
             if reusable and self._scope == "global":
                 self._idle.append(environment)

@@ -70,9 +70,7 @@ class ToolResponse:
 def as_float(value: object, what: str) -> float:
     """Return a finite number as a float; a bool is 1.0 or 0.0, and NumPy's numbers count.
 
-    Args:
-        value: the number.
-        what: its name in the message.
+    ``what`` names it in the message.
 
     Raises:
         ValueError: it is not a number, or not finite.

@@ -59,11 +59,7 @@ class CommandTask:
 
 
 def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTask:
-    """Return a row's task.
-
-    Args:
-        row: the dataset's row.
-        containers: whether it will run in a container, so that its Dockerfile may build something.
+    """Return a row's task; ``containers``: whether a container runs it, so that its Dockerfile may build something.
 
     Raises:
         DataError: the task folder is incomplete or needs a container, or a part has the wrong type.

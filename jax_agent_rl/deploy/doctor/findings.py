@@ -64,12 +64,7 @@ Check = Callable[[Reporter], Awaitable[None]]
 
 
 async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> AsyncIterator[Finding]:
-    """Yield findings in the order of the checks.
-
-    Args:
-        checks: names and checks.
-        timeout: seconds that one check may take.
-    """
+    """Yield findings in the order of the named checks, each of which may take ``timeout`` seconds."""
     for name, check in checks:
         report = Reporter(name)
         try:

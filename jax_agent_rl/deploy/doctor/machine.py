@@ -74,11 +74,9 @@ def _requirements() -> list[str] | None:
 
 
 def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
-    """Yield what is not installed, or installed in an unsupported version.
+    """Yield what is not installed, or installed in an unsupported version, of a distribution's requirements.
 
-    Args:
-        requirements: requirement strings of a distribution's metadata.
-        extra: the extra to check alone; None: the requirements without an extra.
+    With ``extra``, only those of that extra count; None: only those without one.
     """
     for text in requirements:
         requirement = Requirement(text)
@@ -250,11 +248,7 @@ async def accelerators(report: Reporter, *, need: int, find_idle: FindIdle) -> N
 
 
 def find_hardware(root: Path = Path("/")) -> set[str]:
-    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has, whatever is installed.
-
-    Args:
-        root: root of the file system to search.
-    """
+    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has, whatever is installed."""
     found = set()
     if any((root / "dev").glob("nvidia[0-9]*")):
         found.add("gpu")

@@ -53,11 +53,9 @@ class Flops:
 
 
 def count_work(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
-    """Count the work of a traced call; nothing is computed.
+    """Count the work of a traced call (see ``jax.make_jaxpr``); nothing is computed.
 
-    Args:
-        traced: the call, see ``jax.make_jaxpr``.
-        loops: iterations of a loop whose end is found while it runs (``while``).
+    A loop whose end is found while it runs (``while``) counts ``loops`` times.
     """
     return _count_jaxpr(traced.jaxpr, loops)
 

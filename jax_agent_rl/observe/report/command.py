@@ -63,11 +63,7 @@ class RunData:
 
 
 def read_run(run: Path, *, limit: int) -> RunData:
-    """Read a run folder.
-
-    Args:
-        run: the folder.
-        limit: number of trajectories to keep, see :func:`~jax_agent_rl.observe.selection.choose`; 0 keeps all.
+    """Read a run folder, and up to ``limit`` of its trajectories, see :func:`choose`; 0 reads all.
 
     Raises:
         DataError: the folder holds neither metrics nor trajectories nor a configuration.
