@@ -291,7 +291,7 @@ class ChatCodec:
         return GrammarCompiler(self._tokenizer, eos_ids=self.eos_token_ids)
 
     def grammar_compiler(self, *, eos_ids: Sequence[int], vocab_size: int) -> GrammarCompiler:
-        """Return a compiler of grammars for a model of this tokenizer with these numbers of ids and ends of outputs."""
+        """Return a compiler of grammars for a model of ``vocab_size`` ids, whose outputs end with ``eos_ids``."""
         return GrammarCompiler(self._tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
 
     @property
