@@ -16,9 +16,9 @@ import typer
 
 from jax_agent_rl.cli.config import register as register_config
 from jax_agent_rl.cli.evaluate import register as register_eval
+from jax_agent_rl.cli.evaluate import register_look
 from jax_agent_rl.cli.options import JsonOption, Overrides, Panel, command, key_completer
 from jax_agent_rl.cli.serve import register as register_servers
-from jax_agent_rl.cli.view import register as register_look
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -136,8 +136,7 @@ def prepare(
     agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
 ) -> None:
     """Write the training and held-out rows of a built-in task."""
-    from jax_agent_rl.data.calculator import prepare_calculator
-    from jax_agent_rl.data.shop import prepare_shop
+    from jax_agent_rl.data.tasks import prepare_calculator, prepare_shop
     from jax_agent_rl.errors import ConfigError
 
     tasks = {"shop": prepare_shop, "calculator": prepare_calculator}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jax_agent_rl.config import Config
     from jax_agent_rl.config.reference import KeyInfo
-    from jax_agent_rl.deploy.doctor.findings import Finding
+    from jax_agent_rl.deploy.doctor.machine import Finding
 
 
 app = typer.Typer(

@@ -27,8 +27,16 @@ from jax_agent_rl.config.conditions import Facts, unused
 from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowOutlines
 from jax_agent_rl.data.rows import Row
-from jax_agent_rl.deploy.doctor.findings import Check, Reporter, UnmetError
-from jax_agent_rl.deploy.doctor.machine import check_disk, format_gib, is_free, require_extra, usable_memory
+from jax_agent_rl.deploy.doctor.machine import (
+    Check,
+    Reporter,
+    UnmetError,
+    check_disk,
+    format_gib,
+    is_free,
+    require_extra,
+    usable_memory,
+)
 from jax_agent_rl.environments import load_environments
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.models.config import DecoderConfig

@@ -20,8 +20,7 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError, DataError, ModelError
-from jax_agent_rl.observe.report.charts import charts
-from jax_agent_rl.observe.report.timeline import timeline
+from jax_agent_rl.observe.report.charts import charts, timeline
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
 from jax_agent_rl.observe.run_dir import (
     Decode,

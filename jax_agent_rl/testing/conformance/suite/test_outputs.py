@@ -13,8 +13,8 @@ import pytest
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.sampling_params import ID_BOUND
+from jax_agent_rl.testing.conformance.models import log_softmax, predictions
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
-from jax_agent_rl.testing.conformance.reference import log_softmax, predictions
 from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.testing.conformance.suite.test_replay import supported
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
