@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-import jax_agent_rl.testing.chaos.testbed
+import jax_agent_rl.testing.chaos.tool
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
@@ -46,7 +46,6 @@ from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, Watched
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
 from jax_agent_rl.testing.fake_learner import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.leaks import MARK
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
@@ -245,7 +244,7 @@ def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child
 def _tool_server(env: dict[str, str], scratch: Path) -> Child:
     port = free_port()
     command = [sys.executable, "-m", "jax_agent_rl.cli", "tool-server", f"port={port}", "tools=[tally]"]
-    command += [f"tool_path={jax_agent_rl.testing.chaos.testbed.__file__}"]
+    command += [f"tool_path={jax_agent_rl.testing.chaos.tool.__file__}"]
     return Child("tool-server", command, port=port, env=env, log=scratch / "tool-server.log")
 
 
@@ -301,33 +300,3 @@ async def _trainer(
 async def _score(trajectory: Trajectory) -> Trajectory:
     """Give a reward that varies within a group."""
     return replace(trajectory, reward=float(zlib.crc32(bytes(str(trajectory.response_ids), "ascii")) % 2))
-
-
-_SECONDS = 0.05
-_ONE_IN = 8
-
-
-class TallyTool(ServerTool[str, list[str]]):
-    """A stateful tool, so that a killed server loses something.
-
-    The reward of an action is its number within the trajectory. One action in eight, by its text, ends the trajectory.
-    """
-
-    name = "tally"
-    usage = "anything"
-    stateful = True
-
-    def parse_action(self, action: str) -> str:
-        return action
-
-    async def open(self, trajectory_id: str, extra: Mapping[str, Any]) -> list[str]:
-        return []
-
-    async def act(self, action: ToolAction[str, list[str]]) -> ToolObservation:
-        await asyncio.sleep(_SECONDS)
-        action.environment.append(action.parsed)
-        done = zlib.crc32(action.parsed.encode("utf-8", "surrogatepass")) % _ONE_IN == 0
-        return ToolObservation(text=f"ok {len(action.parsed)}", reward=float(len(action.environment)), done=done)
-
-    async def close(self, environment: list[str]) -> None:
-        environment.clear()
