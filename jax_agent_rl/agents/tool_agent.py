@@ -28,11 +28,12 @@ from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent
 from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import ConfigError, InteractionError
-from jax_agent_rl.tools.base import BaseTool, is_number
+from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, join_media
+from jax_agent_rl.validation import is_number
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply

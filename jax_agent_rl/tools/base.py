@@ -18,7 +18,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from numbers import Real
 from typing import Any, Literal, SupportsFloat
 
 from jax_agent_rl.errors import ToolDefinitionError
@@ -81,11 +80,6 @@ def as_float(value: object, what: str) -> float:
     except (TypeError, ValueError, OverflowError):  # an array of several numbers, an int beyond all floats
         pass
     raise ValueError(f"{what} must be a finite number, got {value!r:.200}")
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite real number, NumPy's included, and not a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[Any, ...]

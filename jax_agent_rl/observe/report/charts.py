@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.observe.run_dir import is_number
 from jax_agent_rl.utils.files import writing
+from jax_agent_rl.validation import is_number
 
 MAX_POINTS = 600
 """Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike is lost."""

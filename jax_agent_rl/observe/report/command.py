@@ -26,7 +26,6 @@ from jax_agent_rl.observe.run_dir import (
     Decode,
     Records,
     RunDir,
-    is_number,
     read_metrics,
     read_traces,
     read_trajectories,
@@ -34,6 +33,7 @@ from jax_agent_rl.observe.run_dir import (
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
 from jax_agent_rl.utils.files import write_atomically, writing
 from jax_agent_rl.utils.text import replace_lone_surrogates
+from jax_agent_rl.validation import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
