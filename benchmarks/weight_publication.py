@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from common import argument_parser, load_quickstart
 
-from jax_agent_rl.config.mesh import EngineMeshConfig, MeshConfig
+from jax_agent_rl.config.learner import EngineMeshConfig, MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights

@@ -21,14 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_agent_rl.reasons import DropReason as DropReason
-from jax_agent_rl.reasons import FinishReason as FinishReason
-from jax_agent_rl.reasons import PauseMode as PauseMode
-from jax_agent_rl.reasons import StopReason as StopReason
 from jax_agent_rl.routed_experts import RoutedExperts as RoutedExperts
 from jax_agent_rl.routed_experts import join_routed as join_routed
 from jax_agent_rl.sampling_params import SamplingParams as SamplingParams
+from jax_agent_rl.trajectory_parts import DropReason as DropReason
+from jax_agent_rl.trajectory_parts import FinishReason as FinishReason
 from jax_agent_rl.trajectory_parts import Fork as Fork
+from jax_agent_rl.trajectory_parts import PauseMode as PauseMode
+from jax_agent_rl.trajectory_parts import StopReason as StopReason
 from jax_agent_rl.trajectory_parts import ToolCallRecord as ToolCallRecord
 from jax_agent_rl.trajectory_parts import join_media as join_media
 from jax_agent_rl.validation import digest_ids as digest_ids

@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 
 def check_int(name: str, value: Any, *, least: int | None = None, below: int | None = None) -> None:
@@ -32,6 +32,11 @@ def check_finite(name: str, value: Any) -> None:
         finite = False
     if not finite:
         raise ValueError(f"{name}={value!r}: must be a finite number")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite real number, NumPy's included, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < cast(float, value) < math.inf
 
 
 def check_str(name: str, value: Any) -> None:

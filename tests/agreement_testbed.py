@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
-from jax_agent_rl.agreement.report import Diagnosis
+from jax_agent_rl.agreement.report import JAX_ENGINE, Diagnosis, Tolerance
 from jax_agent_rl.agreement.subject import DiagnosisSubject, collect_contexts
-from jax_agent_rl.agreement.tolerances import JAX_ENGINE, Tolerance
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope

@@ -26,7 +26,7 @@ _TELL = (
     "jax_agent_rl/deploy/plan/",
     "jax_agent_rl/deploy/doctor/",
     "jax_agent_rl/deploy/launch/",
-    "jax_agent_rl/cli/doctor.py",
+    "jax_agent_rl/cli/config.py",
     "jax_agent_rl/observe/warnings.py",
 )
 """What speaks of a configuration, and does not carry it out."""

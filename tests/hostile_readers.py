@@ -17,9 +17,8 @@ from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.judge import _GRADE
 from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_match, qa_f1
 from jax_agent_rl.tool_server.plugins import markup
-from jax_agent_rl.tool_server.plugins.interpreters import BashTool, parse_python
+from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
-from jax_agent_rl.tool_server.plugins.sql import SqlTool
 from jax_agent_rl.tools.client import bare_result
 
 LENGTH = 100_000

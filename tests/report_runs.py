@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jax_agent_rl.config import TraceConfig
-from jax_agent_rl.observe.report.run_data import RunData, read_run
+from jax_agent_rl.observe.report.command import RunData, read_run
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory

@@ -28,7 +28,7 @@ from jax_agent_rl.testing.conformance.backends import (
     BackendUnderTest,
     ServedBackend,
 )
-from jax_agent_rl.testing.conformance.reference import log_softmax, truncate
+from jax_agent_rl.testing.conformance.models import log_softmax, truncate
 from jax_agent_rl.testing.fake_engine import BatchingEngine, Run
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.sampling_support import encode_supports

@@ -106,10 +106,6 @@ class MalformedCalls:
         self._total = self._unreported = 0
 
 
-def _ignore(event: AgentEvent) -> None:
-    """Ignore an event."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenModel:
     """A model that plays a role and is not trained: its engine, and the codec of its own tokenizer and template."""
@@ -150,7 +146,7 @@ class AgentContext:
     environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     keep_sessions: bool = False
     malformed: MalformedCalls = field(default_factory=MalformedCalls)
-    on_event: Callable[[AgentEvent], None] = _ignore
+    on_event: Callable[[AgentEvent], None] = lambda event: None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
     role: str | None = None
 

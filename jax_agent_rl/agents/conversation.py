@@ -16,7 +16,7 @@ from itertools import takewhile
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.images import EncodedImage
+from jax_agent_rl.agents.prompt import EncodedImage
 from jax_agent_rl.chat.codec import CALL_ID_LENGTH
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
@@ -76,11 +76,8 @@ def plain_messages(
 ) -> list[dict[str, Any]]:
     """Return OpenAI-style messages in one form: arguments as objects, named results, and text as content.
 
-    Where there are images, content is a list of parts, see :mod:`jax_agent_rl.agents.images`.
-
-    Args:
-        messages: a conversation.
-        modalities: what the model reads besides text.
+    Where there are images, which only a model with that modality reads, content is a list of parts, see
+    :mod:`jax_agent_rl.agents.prompt`.
 
     Raises:
         TemplateError: an unknown role, content that the model does not read, or a tool call that is no call; says which
@@ -260,8 +257,13 @@ def read_reply(
         return ChatReply(
             content=cut_at_stop(content, stop), reasoning=reply.reasoning, finish_reason="length" if length else "stop"
         )
+    # Ids that every template accepts; they depend on the whole context, so turns differ.
     calls = tuple(
-        CallWithId(id=call.id or _call_id(output, index), name=call.name, arguments=call.arguments)
+        CallWithId(
+            id=call.id or digest_ids([*output.context_digest.encode(), index])[:CALL_ID_LENGTH],
+            name=call.name,
+            arguments=call.arguments,
+        )
         for index, call in enumerate(reply.tool_calls)
     )
     content = codec.decode(output.token_ids) if reply.malformed else reply.content
@@ -330,8 +332,3 @@ def visible_text(codec: ChatCodec, ids: Sequence[int]) -> str:
     """Return the text without reasoning; tool calls without tools are text."""
     reply = codec.parse_reply(ids)
     return codec.decode(ids) if reply.tool_calls or reply.malformed else reply.content
-
-
-def _call_id(output: TokenOutput, index: int) -> str:
-    """Return an id that every template accepts and that depends on the whole context, so turns differ."""
-    return digest_ids([*output.context_digest.encode(), index])[:CALL_ID_LENGTH]

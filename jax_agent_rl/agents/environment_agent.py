@@ -42,13 +42,11 @@ class EnvironmentResponder(Responder):
             return FinishReason.RESPONSE_LENGTH
         began = time.perf_counter()
         with span("tool", "environment") as traced:
-            if traced:
-                traced.set(arguments={"reply": episode.messages[-1]["content"]})
+            traced.set(arguments={"reply": episode.messages[-1]["content"]})
             observation = await self.environment.step(self.context.codec.parse_reply(output.token_ids))
             calls = observation.tool_calls
-            if traced:
-                shown = "\n".join(message["content"] for message in observation.messages)
-                traced.set(observation=shown, tool_error=next((call.error for call in calls if call.error), None))
+            shown = "\n".join(message["content"] for message in observation.messages)
+            traced.set(observation=shown, tool_error=next((call.error for call in calls if call.error), None))
         episode.add_metrics({"environment_seconds": time.perf_counter() - began, **observation.metrics})
         episode.record_calls(calls, seconds=sum(call.seconds for call in calls))
         episode.add_score(observation.score)

@@ -238,11 +238,9 @@ class Episode:
     def append(
         self, messages: Sequence[Mapping[str, Any]], *, media: Mapping[str, tuple[Any, ...]] | None = None
     ) -> bool:
-        """Insert messages and the next generation prompt after the last turn.
+        """Insert messages and the next generation prompt after the last turn, with images and videos by kind, in order.
 
-        Args:
-            messages: one that shows images or videos lists their kinds under ``media``, e.g. ``["image"]``.
-            media: images and videos by kind, in order.
+        A message that shows some lists their kinds under ``media``, e.g. ``["image"]``.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -294,9 +292,7 @@ class Episode:
     def extend_prompt(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int] | None = None) -> None:
         """Add messages to the prompt, before the first turn.
 
-        Args:
-            messages: the messages to add.
-            ids: their ids, placed after the generation prompt; None renders the whole prompt again.
+        ``ids`` are theirs, placed after the generation prompt; None renders the whole prompt again.
 
         Raises:
             PromptTooLongError: the prompt is now longer than ``agent.max_prompt_length``.

@@ -37,9 +37,8 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SkipValidation
 
 from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.agents.recorder import ChatRecorder, OnIds
-from jax_agent_rl.agents.session_tree import path_arrays
+from jax_agent_rl.agents.session_tree import RecordedTurn, path_arrays
 from jax_agent_rl.agents.tool_agent import over_the_limit
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.session import ToolSession
@@ -97,13 +96,10 @@ class ChatModel(BaseChatModel):
         tool_choice: str | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Return the model with these tools in its prompt.
+        """Return the model with these LangChain tools or schemas in its prompt.
 
-        Args:
-            tools: LangChain tools or schemas.
-            tool_choice: ``auto`` or ``none``. Others (``any``, a tool's name) only warn: forcing a call would not be
-                the policy's own sampling.
-            kwargs: further bound arguments.
+        A ``tool_choice`` other than ``auto`` and ``none`` (``any``, a tool's name) only warns: forcing a call would
+        not be the policy's own sampling.
         """
         if tool_choice not in (None, "auto", "none"):
             logger.warning("tool_choice=%r does not force the policy to call a tool; ask for it in words", tool_choice)
@@ -268,13 +264,7 @@ def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
 
 def _result(turn: RecordedTurn) -> ChatResult:
     calls = [ToolCall(name=c.name, args=dict(c.arguments), id=c.id, type="tool_call") for c in turn.reply.tool_calls]
-    message = AIMessage(
-        content=turn.reply.content,
-        tool_calls=calls,
-        response_metadata=_metadata(turn),
-        usage_metadata=_usage(turn),
-        additional_kwargs=_reasoning(turn),
-    )
+    message = AIMessage(content=turn.reply.content, tool_calls=calls, **_about(turn))
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
@@ -289,35 +279,28 @@ def _chunk(event: Event) -> ChatGenerationChunk:
         ToolCallChunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=i, type="tool_call_chunk")
         for i, c in enumerate(turn.reply.tool_calls)
     ]
-    message = AIMessageChunk(
-        content=text,
-        tool_call_chunks=calls,
-        response_metadata=_metadata(turn),
-        usage_metadata=_usage(turn),
-        additional_kwargs=_reasoning(turn),
-        chunk_position="last",
-    )
+    message = AIMessageChunk(content=text, tool_call_chunks=calls, chunk_position="last", **_about(turn))
     return ChatGenerationChunk(message=message)
 
 
-def _metadata(turn: RecordedTurn) -> dict[str, Any]:
-    arrays = path_arrays(turn)
-    return {"model_name": "policy", "finish_reason": turn.reply.finish_reason, **arrays}
-
-
-def _reasoning(turn: RecordedTurn) -> dict[str, Any]:
-    return {} if turn.reply.reasoning is None else {"reasoning_content": turn.reply.reasoning}
-
-
-def _usage(turn: RecordedTurn) -> UsageMetadata:
-    sampled = len(turn.output.token_ids)
+def _about(turn: RecordedTurn) -> dict[str, Any]:
+    """Return what a message says besides text and calls: ids and finish reason, usage, reasoning."""
+    sampled, reasoning = len(turn.output.token_ids), turn.reply.reasoning
     prompt = len(turn.context_ids) - sampled
-    return UsageMetadata(
-        input_tokens=prompt,
-        output_tokens=sampled,
-        total_tokens=prompt + sampled,
-        input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
-    )
+    return {
+        "response_metadata": {
+            "model_name": "policy",
+            "finish_reason": turn.reply.finish_reason,
+            **path_arrays(turn),
+        },
+        "usage_metadata": UsageMetadata(
+            input_tokens=prompt,
+            output_tokens=sampled,
+            total_tokens=prompt + sampled,
+            input_token_details=InputTokenDetails(cache_read=turn.output.cached_tokens),
+        ),
+        "additional_kwargs": {} if reasoning is None else {"reasoning_content": reasoning},
+    }
 
 
 _CALL_ID: ContextVar[str | None] = ContextVar("tool_call_id", default=None)

@@ -266,17 +266,15 @@ class AgentSelector:
             ConfigError: a loop cannot run; says what to change.
         """
         loops = list(dict.fromkeys(map(self.for_row, rows)))
-        self._check_roles({role for loop in loops for role in loop.roles})
-        for loop in loops:
-            await loop.preflight()
-
-    def _check_roles(self, known: set[str]) -> None:
+        known = {role for loop in loops for role in loop.roles}
         for key in ("role_models", "role_adapters"):
             for role in getattr(self._context.limits, key).keys() - known:
                 raise ConfigError(
                     f"agent.{key}: no agent of these rows has a role {role!r}; {did_you_mean(role, known)}"
                     f"there are {sorted(known)}"
                 )
+        for loop in loops:
+            await loop.preflight()
 
     def require_branching(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check that trajectories of all these rows can branch.

@@ -44,8 +44,8 @@ from jax_agent_rl.agents.conversation import (
     read_reply,
 )
 from jax_agent_rl.agents.episode import check_output
-from jax_agent_rl.agents.images import SessionImages, for_template, without_data
-from jax_agent_rl.agents.recorded_turn import RecordedTurn, TurnRequest
+from jax_agent_rl.agents.prompt import SessionImages, for_template, without_data
+from jax_agent_rl.agents.session_tree import RecordedTurn, TurnRequest
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, digest_ids
@@ -66,6 +66,7 @@ class ChatRecorder:
         metrics: seconds and counts for ``Trajectory.metrics``.
         refused: the limit that refused a turn, unless one was sampled since.
         failure: the error of the last request, if it failed: the reason of a drop.
+        context: see above.
     """
 
     def __init__(self, context: AgentContext, *, session_id: str, adapter: str | None = None) -> None:
@@ -75,17 +76,13 @@ class ChatRecorder:
         self.refused: FinishReason | None = None
         self.failure: TrajectoryError | None = None
         self.session_id = session_id
-        self._context = context
+        self.context = context
         self._adapter = adapter or context.limits.adapter
         self._span = current()  # requests come in tasks of the HTTP server
         self._by_conversation: dict[str, list[RecordedTurn]] = {}
         self._images = SessionImages(max_pixels=context.limits.endpoint.max_session_pixels)
         self._asked: Counter[str] = Counter()
         self._open = 0  # requests that are being sampled
-
-    @property
-    def context(self) -> AgentContext:
-        return self._context
 
     async def chat(
         self,
@@ -113,11 +110,11 @@ class ChatRecorder:
             TrajectoryError: this request failed; ``failure`` keeps it.
         """
         with self._remember_failure():
-            plain = plain_messages(messages, self._context.modalities)
+            plain = plain_messages(messages, self.context.modalities)
             schemas = self._shown(tools)
             request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
-            reply = amend(read_reply(self._context.codec, output, tools=tools, stop=sampling.stop))
+            reply = amend(read_reply(self.context.codec, output, tools=tools, stop=sampling.stop))
             turn = self._record(request, output, reply)
             said = [*plain, assistant_message(reply.content, reply.tool_calls)]
             self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
@@ -125,7 +122,7 @@ class ChatRecorder:
 
     def count_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return how many ids a conversation is; raise TemplateError if the model cannot read it."""
-        return len(self._render(plain_messages(messages, self._context.modalities), self._shown(tools)).ids)
+        return len(self._render(plain_messages(messages, self.context.modalities), self._shown(tools)).ids)
 
     async def complete(
         self,
@@ -145,8 +142,8 @@ class ChatRecorder:
         with self._remember_failure():
             request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
             output = await self._sample(request, sampling, on_ids, adapter)
-            reply = read_reply(self._context.codec, output, tools=(), stop=sampling.stop)
-            text = cut_at_stop(self._context.codec.decode(output.token_ids), sampling.stop)
+            reply = read_reply(self.context.codec, output, tools=(), stop=sampling.stop)
+            text = cut_at_stop(self.context.codec.decode(output.token_ids), sampling.stop)
             return self._record(request, output, replace(reply, content=text, reasoning=None))
 
     @contextmanager
@@ -163,7 +160,7 @@ class ChatRecorder:
         self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
     ) -> TurnRequest:
         """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
-        codec = self._context.codec
+        codec = self.context.codec
         ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
         for count in range(len(ends), 0, -1):
             end = ends[count - 1]
@@ -196,7 +193,7 @@ class ChatRecorder:
         return replace(self._render(plain, schemas), note=self._difference(plain))
 
     def _render(self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> TurnRequest:
-        codec, media = self._context.codec, self._images.read(plain)
+        codec, media = self.context.codec, self._images.read(plain)
         ids = codec.expand_media(codec.encode_prompt(for_template(plain), tools=schemas), media)
         return TurnRequest(parent=None, ids=tuple(ids), inserted=tuple(map(without_data, plain)), inserted_media=media)
 
@@ -212,10 +209,10 @@ class ChatRecorder:
 
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """Return the tools that the prompt shows."""
-        return tuple(tools) if self._context.limits.tool_prompt == "template" else ()
+        return tuple(tools) if self.context.limits.tool_prompt == "template" else ()
 
     def _resolve_text(self, prompt: str) -> TurnRequest:
-        codec = self._context.codec
+        codec = self.context.codec
         best, begun = None, ""
         for turn in self.turns:
             text = codec.decode(turn.context_ids, skip_special_tokens=False)
@@ -232,7 +229,7 @@ class ChatRecorder:
         ]
         parent = max(parents, key=lambda turn: len(turn.context_ids), default=None)
         rest = ids[len(parent.context_ids) :] if parent else ids
-        text = self._context.codec.decode(rest, skip_special_tokens=False)
+        text = self.context.codec.decode(rest, skip_special_tokens=False)
         inserted = ({"role": "user", "content": text},)
         return TurnRequest(
             parent=parent, ids=rest, inserted=inserted, note="" if parent else self._difference(inserted)
@@ -257,7 +254,7 @@ class ChatRecorder:
         began = time.perf_counter()
         try:
             with under(self._span):
-                output = await self._context.client.generate(
+                output = await self.context.client.generate(
                     f"{self.session_id}/{number}",
                     prompt_ids=context,
                     sampling_params=sampling,
@@ -274,7 +271,7 @@ class ChatRecorder:
         used = {"generate_seconds": seconds, "prompt_tokens": len(context), "cached_tokens": output.cached_tokens}
         for name, value in used.items():
             self.metrics[name] += value
-        self._context.on_event(
+        self.context.on_event(
             AgentEvent(trajectory_id=self.session_id, turn=len(self.turns), seconds=seconds, output=output)
         )
         return output
@@ -291,7 +288,7 @@ class ChatRecorder:
             inserted=request.inserted,
             inserted_media=request.inserted_media,
             reply=reply,
-            text=self._context.codec.decode(output.token_ids),
+            text=self.context.codec.decode(output.token_ids),
             note=request.note,
         )
         self.turns.append(turn)
@@ -305,7 +302,7 @@ class ChatRecorder:
             PromptTooLongError: the session's first prompt does not fit.
             TurnRefusedError: a later turn does not, or there were enough turns.
         """
-        limits = self._context.limits
+        limits = self.context.limits
         if len(self.turns) + self._open >= limits.max_assistant_turns:
             raise self._refusal(
                 f"agent.max_assistant_turns={limits.max_assistant_turns} is reached", FinishReason.MAX_ASSISTANT_TURNS
@@ -314,13 +311,13 @@ class ChatRecorder:
             raise self._refusal(f"agent.max_user_turns={limits.max_user_turns} is reached", FinishReason.MAX_USER_TURNS)
         length = len(request.context_ids)
         response = length - request.prompt_length
-        room = min(limits.max_response_length - response, self._context.longest - length)
+        room = min(limits.max_response_length - response, self.context.longest - length)
         if request.prompt_length <= limits.max_prompt_length and room >= 1:
             return room
         message = (
             f"a context of {length} ids ({request.prompt_length} of them the prompt) leaves no room within "
             f"agent.max_prompt_length={limits.max_prompt_length}, agent.max_response_length="
-            f"{limits.max_response_length}, max_model_len={self._context.longest}; raise them or "
+            f"{limits.max_response_length}, max_model_len={self.context.longest}; raise them or "
             "shorten the conversation"
         )
         if not self.turns:
@@ -332,7 +329,7 @@ class ChatRecorder:
         return TurnRefusedError(f"{self.session_id}: {message}", reason)
 
     def _check_edit(self, request: TurnRequest) -> None:
-        if self._context.limits.edited_history == "segment" or not self.turns or request.parent is self.turns[-1]:
+        if self.context.limits.edited_history == "segment" or not self.turns or request.parent is self.turns[-1]:
             return
         raise HistoryEditedError(
             f"{self.session_id}: a request does not extend turn {self.turns[-1].number}, the last one"

@@ -28,12 +28,12 @@ from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, Lockstep, Send, ToolEnvironment
+from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, Lockstep, ToolEnvironment
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient, observation_url
-from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.tools.base import truncate_text
+from jax_agent_rl.tools.client import ServerObservation, ToolServerClient, observation_url
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
@@ -273,7 +273,7 @@ class ServerToolAgent(TurnLoopAgent):
 
     @asynccontextmanager
     async def _environment(self, server: ToolServerClient, trajectory_id: str) -> AsyncIterator[ToolEnvironment]:
-        send = self._lockstep.send if self._lockstep else _send_single(server)
+        send = self._lockstep.send if self._lockstep else server.step
         modalities = self.context.modalities if self._observations.are_messages else frozenset()
         environment = ToolEnvironment(server, send, trajectory_id, modalities=modalities)
         async with environment, self._lockstep or nullcontext():
@@ -299,18 +299,6 @@ def _finish_reason(episode: Episode, output: TokenOutput, limits: AgentConfig) -
 
 def _metrics(observation: ServerObservation) -> dict[str, float]:
     return {f"tool_server/{key}": value for key, value in observation.metrics.items()}
-
-
-def _send_single(server: ToolServerClient) -> Send:
-    """Return a sender of single actions."""
-
-    async def send(action: ServerAction) -> ServerObservation:
-        (result,) = await server.get_observation([action])
-        if isinstance(result, ToolServerError):
-            raise result
-        return result
-
-    return send
 
 
 def _server(limits: AgentConfig) -> ToolServerClient:

@@ -173,11 +173,9 @@ class SearchAgent(MarkerAgent):
     async def _search(self, query: str) -> ServerObservation:
         try:
             with span("tool", "search") as traced:
-                if traced:
-                    traced.set(arguments={"query": query})
+                traced.set(arguments={"query": query})
                 passages = await self.client.search(query.strip())
-                if traced:
-                    traced.set(observation="\n".join(passages))
+                traced.set(observation="\n".join(passages))
         except TimeoutError:
             return ServerObservation(text="Error: the search did not answer in time.", error="timeout")
         text = "\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1))

@@ -28,11 +28,12 @@ from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent
 from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import ConfigError, InteractionError
-from jax_agent_rl.tools.base import BaseTool, is_number
+from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import list_schemas
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, join_media
+from jax_agent_rl.validation import is_number
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
@@ -51,7 +52,7 @@ class ToolResponder(Responder):
     grammar: str | None = None  # of every turn
 
     def generate_options(self, *, last: bool) -> dict[str, Any]:
-        return {**super().generate_options(last=last), "grammar": self.grammar}
+        return {"grammar": self.grammar}
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         """Repeat the calls to stateful tools, or the question to a stateful user.
@@ -103,11 +104,9 @@ class ToolResponder(Responder):
     ) -> FinishReason | None:
         """Append the user's reply; every turn is scored, also the last one."""
         with span("tool", "user") as traced:
-            if traced:
-                traced.set(arguments={"reply": episode.messages[-1]["content"]})
+            traced.set(arguments={"reply": episode.messages[-1]["content"]})
             reply = await user.reply(episode.messages)
-            if traced:
-                traced.set(observation=reply.text)
+            traced.set(observation=reply.text)
         episode.add_score(reply.score)
         numbers = {f"interaction/{key}": float(value) for key, value in reply.metadata.items() if is_number(value)}
         episode.add_metrics({**numbers, "interaction_turns": 1})

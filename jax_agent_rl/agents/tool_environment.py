@@ -149,11 +149,9 @@ class ToolEnvironment:
         began = time.perf_counter()
         sent = ServerAction(trajectory_id=self._id, text=text, extra_fields=extra_fields)
         with span("tool", name) as traced:
-            if traced:
-                traced.set(arguments={"action": text})
+            traced.set(arguments={"action": text})
             observation = self._check_media(await self._send(sent))
-            if traced:
-                traced.set(observation=observation.text, tool_error=observation.error)
+            traced.set(observation=observation.text, tool_error=observation.error)
         record = ToolCallRecord(
             name=name,
             arguments={"action": text},

@@ -26,7 +26,7 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.tools.truncate import truncate_text
+from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory
 
 
@@ -42,11 +42,7 @@ class Responder(ABC):
         return self.context.limits
 
     def turn_limit(self, turns: int) -> FinishReason | None:
-        """Return the limit that makes the next turn the last one, or None.
-
-        Args:
-            turns: assistant turns so far.
-        """
+        """Return the limit that makes the turn after so many ``turns`` the last one, or None."""
         if turns + 1 >= self.limits.max_assistant_turns:
             return FinishReason.MAX_ASSISTANT_TURNS
         return FinishReason.MAX_USER_TURNS if turns >= self.limits.max_user_turns else None
@@ -70,11 +66,7 @@ class Responder(ABC):
 
     @abstractmethod
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
-        """Answer an inherited turn again, to restore the state behind this responder.
-
-        Args:
-            prefix: what the branch inherits.
-            turn: number of the turn in it; those before were replayed.
+        """Answer an inherited turn again, after those before, to restore the state behind this responder.
 
         Returns:
             The number of calls made for it.

@@ -25,9 +25,8 @@ from jax_agent_rl.agreement.inspection import (
     sample_tensors,
     tensor_faults,
 )
-from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult
+from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance
 from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
-from jax_agent_rl.agreement.tolerances import Tolerance
 from jax_agent_rl.learner.comparison import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample

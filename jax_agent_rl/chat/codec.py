@@ -156,14 +156,10 @@ class ChatCodec:
         return ids[1:] if written_twice else ids
 
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
-        """Return whether the appended ids take the place of the last sampled one.
+        """Return whether ids made by :meth:`encode_append` take the place of the last sampled one.
 
         They do when the model stopped at a token that opens another message than the one which follows, as GLM does
         with ``<|observation|>`` before a user's turn: left there, it would make an observation of what the user says.
-
-        Args:
-            sampled_ids: the assistant turn.
-            appended_ids: what :meth:`encode_append` made for it.
         """
         if len(sampled_ids) < 2 or sampled_ids[-1] not in self.eos_token_ids or not appended_ids:
             return False
@@ -171,11 +167,7 @@ class ChatCodec:
         return sampled_ids[-1] in boundary.openings and appended_ids[0] in boundary.openings | boundary.ends
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Repeat each media placeholder as often as the model reads it for its item.
-
-        Args:
-            ids: result of :meth:`encode_append`.
-            media: images and videos by kind, in order of their placeholders.
+        """Repeat each media placeholder as often as the model reads it for its item; items are in their order.
 
         Raises:
             TemplateError: an item cannot be shown, or the numbers of placeholders and items differ.
@@ -273,11 +265,7 @@ class ChatCodec:
         return grammar
 
     def free_turn_grammar(self, *, tools: Sequence[Mapping[str, Any]], several: bool = True) -> str:
-        """Return the checked grammar of a turn of any text, whose calls are of these tools and fit their schemas.
-
-        Args:
-            tools: schemas of the tools that may be called.
-            several: whether there may be more than one call.
+        """Return the checked grammar of a turn of any text, with one call or ``several`` that fit these schemas.
 
         Raises:
             GrammarError: there is none for the tool-call format, or a schema is wrong; says which part.
@@ -303,12 +291,7 @@ class ChatCodec:
         return GrammarCompiler(self._tokenizer, eos_ids=self.eos_token_ids)
 
     def grammar_compiler(self, *, eos_ids: Sequence[int], vocab_size: int) -> GrammarCompiler:
-        """Return a compiler of grammars for a model with this tokenizer.
-
-        Args:
-            eos_ids: ids that end the model's outputs.
-            vocab_size: number of its ids.
-        """
+        """Return a compiler of grammars for a model of ``vocab_size`` ids, whose outputs end with ``eos_ids``."""
         return GrammarCompiler(self._tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
 
     @property

@@ -70,9 +70,7 @@ class ControlTokens:
     def mark_message(self, message: Message, mark: str) -> dict[str, Any]:
         """Return a message in which no control token is left whole, but for tags around an assistant's thinking.
 
-        Args:
-            message: a chat message.
-            mark: a word that does not occur in it, see :func:`unused_word`.
+        ``mark`` is a word that does not occur in it, see :func:`unused_word`.
         """
         marked = self.mark(message, mark)
         if message.get("role") == "assistant" and "content" in message:

@@ -71,11 +71,7 @@ class GrammarCompiler:
         self.start(grammar)
 
     def start(self, grammar: str, ids: Sequence[int] = ()) -> GrammarState:
-        """Return the state of an output of a grammar.
-
-        Args:
-            grammar: the grammar.
-            ids: the output so far.
+        """Return the state of an output of a grammar after ``ids``.
 
         Raises:
             GrammarError: the grammar cannot be compiled, or does not allow ``ids``.

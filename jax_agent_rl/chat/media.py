@@ -42,9 +42,7 @@ class MediaTokens:
     def read(cls, folder: Path, *, pixels: Pixels | None = None) -> MediaTokens | None:
         """Load from a Hugging Face folder; return None if its model takes no images or is not supported.
 
-        Args:
-            folder: the model's folder.
-            pixels: overrides the processor's limits.
+        ``pixels`` override the processor's limits.
 
         Raises:
             ModelError: the files that describe its processors are missing or damaged.
@@ -61,11 +59,7 @@ class MediaTokens:
         return cls(placeholders, ImageProcessor.read(folder, pixels=pixels))
 
     def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Return ids with each item's placeholder repeated as often as the model reads it.
-
-        Args:
-            ids: ids with one placeholder per item.
-            media: items by kind, in order of their placeholders.
+        """Return ids with each item's placeholder repeated as often as the model reads it; items are in their order.
 
         Raises:
             TemplateError: an item cannot be counted, or there are more or fewer placeholders than items.

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from jax_agent_rl.cli.config import register as register_config
-from jax_agent_rl.cli.doctor import register as register_doctor
 from jax_agent_rl.cli.evaluate import register as register_eval
-from jax_agent_rl.cli.options import Overrides, Panel, command, key_completer
+from jax_agent_rl.cli.evaluate import register_look
+from jax_agent_rl.cli.options import JsonOption, Overrides, Panel, command, key_completer
 from jax_agent_rl.cli.serve import register as register_servers
-from jax_agent_rl.cli.view import register as register_look
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -117,7 +116,7 @@ def tool_server(
     run_server(run(load_settings(config, settings or []), print_line=print))
 
 
-for register in (register_eval, register_servers, register_doctor, register_config):
+for register in (register_eval, register_servers, register_config):
     register(app)
 
 
@@ -137,8 +136,7 @@ def prepare(
     agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
 ) -> None:
     """Write the training and held-out rows of a built-in task."""
-    from jax_agent_rl.data.calculator import prepare_calculator
-    from jax_agent_rl.data.shop import prepare_shop
+    from jax_agent_rl.data.tasks import prepare_calculator, prepare_shop
     from jax_agent_rl.errors import ConfigError
 
     tasks = {"shop": prepare_shop, "calculator": prepare_calculator}
@@ -206,7 +204,7 @@ def conformance(
     tolerance: Annotated[float, typer.Option(help="Largest log-prob error in nats; 0.1 suits bfloat16.")] = 1e-3,
     max_model_len: Annotated[int, typer.Option(help="Context length to serve with, at least 128.")] = 256,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
     from rich.console import Console
@@ -256,7 +254,7 @@ def simulate(
         ),
     ] = None,
     assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Compare the trainers on a described cluster (engines, learner, tools) in virtual time, without a model."""
     from rich.console import Console
@@ -299,7 +297,7 @@ def plan(
     ] = 3,
     price_per_chip_hour: Annotated[float | None, typer.Option(min=0, help="Price, for the cost of a step.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a plot of the chips' memory (.png, .svg, …).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Compile a run's programs for a TPU slice on this machine: memory, speed, cost, and which keys to change."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jax_agent_rl.cli.options import (
+    JsonOption,
     ModelOption,
     OptionalConfig,
     Overrides,
@@ -117,7 +118,7 @@ def diagnose(
             help="Version of the weights whose trajectories are compared; default the one that was diagnosed."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Compare engine and learner of a run again, from its folder, and diagnose a disagreement.
 

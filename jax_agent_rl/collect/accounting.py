@@ -129,11 +129,9 @@ class LostBatchGuard:
         self.lost_batches = lost_batches
 
     def check(self, groups: Sequence[Group], latest_losses: Mapping[DropReason, str]) -> None:
-        """Check one collected batch.
+        """Check one collected batch, before any filter; one without groups does not count.
 
-        Args:
-            groups: before any filter; a batch without groups does not count.
-            latest_losses: message of the newest loss, by reason.
+        ``latest_losses`` are messages of the newest losses, by reason.
 
         Raises:
             NothingToTrainError: the limit is reached; names the reasons, with an example of the most frequent one.

@@ -153,10 +153,6 @@ class RolloutBuffer:
     def complete(self, number: int, group: Group) -> bool:
         """Record that a running group has ended; it is handed out even if it has lost all its members.
 
-        Args:
-            number: of the group.
-            group: its surviving members.
-
         Returns:
             False if it is too old already and was dropped.
 
@@ -211,7 +207,8 @@ class RolloutBuffer:
         self.trained += len(self._taken)
         self._taken.clear()
         self.version = version
-        running = tuple(number for number, ticket in self._running.items() if self._is_abandoned(ticket))
+        drops = self.stragglers == "drop"  # never a running group where the learner waits
+        running = tuple(n for n, ticket in self._running.items() if drops and self._expired(ticket.version))
         ready = {number: entry.group for number, entry in self._ready.items() if self._expired(entry.oldest)}
         for number in running:
             del self._running[number]
@@ -241,10 +238,6 @@ class RolloutBuffer:
 
     def _expired(self, oldest: int) -> bool:
         return oldest < self.version - self.staleness
-
-    def _is_abandoned(self, ticket: Ticket) -> bool:
-        """Return whether to drop a running group, by the age of its ticket; never where the learner waits."""
-        return self.stragglers == "drop" and self._expired(ticket.version)
 
     def _leaves_time(self, ready: Collection[int]) -> bool:
         """Return whether all running groups and these ready ones can be trained in time by the steps after this one.

@@ -34,7 +34,7 @@ from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Stra
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
-from jax_agent_rl.utils.priority_semaphore import PrioritySemaphore
+from jax_agent_rl.utils.threads import PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 

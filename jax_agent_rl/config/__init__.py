@@ -4,7 +4,7 @@
 :class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem with its path and, for an unknown key, the
 nearest valid name. Every key is read somewhere; a key that does nothing must not exist.
 
-``run`` the root, checks between sections, ``load`` · ``task, agent, tools, rollout, strategy, algorithm, learner, mesh,
+``run`` the root, checks between sections, ``load`` · ``task, agent, tools, rollout, strategy, algorithm, learner,
 trainer`` the sections (``task``: model, data and reward) · ``tool_server`` the tree of the tool server · ``base,
 conditions, loading`` what sections consist of, when a key is used, YAML and overrides · ``reference`` documentation of
 all keys · ``default_agent`` the agent of rows that name none
@@ -12,8 +12,7 @@ all keys · ``default_agent`` the agent of rows that name none
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
-from jax_agent_rl.config.learner import LearnerConfig, LoraConfig
-from jax_agent_rl.config.mesh import EngineMeshConfig, MeshConfig, MultihostConfig
+from jax_agent_rl.config.learner import EngineMeshConfig, LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
 from jax_agent_rl.config.rollout import JetStreamConfig, RolloutConfig, VllmConfig
 from jax_agent_rl.config.run import Config, build, load
 from jax_agent_rl.config.task import DataConfig, DataSource, JudgeConfig, ModelConfig, RewardConfig

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenCommand, WhenKey, WhenModelHasVision
-from jax_agent_rl.config.mesh import EngineMeshConfig
+from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.config.strategy import StrategyConfig
 
 _IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")

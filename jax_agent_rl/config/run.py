@@ -13,9 +13,8 @@ from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig, algorithm_problems
 from jax_agent_rl.config.base import NonNegative, Section
 from jax_agent_rl.config.conditions import UsedByAgents, WhenKey, unused
-from jax_agent_rl.config.learner import LearnerConfig
+from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
-from jax_agent_rl.config.mesh import MeshConfig
 from jax_agent_rl.config.rollout import RolloutConfig, placement_problems, restricts_sampling, rollout_problems
 from jax_agent_rl.config.strategy import strategy_problems
 from jax_agent_rl.config.task import DataConfig, ModelConfig, RewardConfig

@@ -1,5 +1,5 @@
 """Dataset rows.
 
-``dataset`` their files · ``rows`` their checks, and JSON Lines · ``parquet`` streaming · ``media`` images and videos of
-prompts · ``cursor`` their order · ``calculator`` and ``shop`` built-in tasks.
+``dataset`` their files · ``rows`` their checks, JSON Lines and Parquet · ``media`` images and videos of prompts ·
+``cursor`` their order · ``tasks`` built-in ones.
 """

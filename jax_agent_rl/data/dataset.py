@@ -17,8 +17,7 @@ from typing import overload
 import numpy as np
 
 from jax_agent_rl.config import DataSource
-from jax_agent_rl.data.parquet import ParquetRows, RowGroups
-from jax_agent_rl.data.rows import JsonLines, Row, RowChecks
+from jax_agent_rl.data.rows import JsonLines, ParquetRows, Row, RowChecks, RowGroups
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.hub import dataset_files, hub_name
 

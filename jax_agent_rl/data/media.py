@@ -32,9 +32,7 @@ Source = str | bytes | list[str | bytes]
 def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str, Any]]:
     """Return a row's prompt with its images and videos as parts; messages without any keep their content as text.
 
-    Args:
-        row: has ``prompt``, and may have ``images`` and ``videos``.
-        folder: that of its file.
+    They are in the columns ``images`` and ``videos``; paths are relative to ``folder``.
 
     Raises:
         DataError: an item cannot be used, or placeholders and columns differ in number.

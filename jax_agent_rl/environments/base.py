@@ -78,18 +78,10 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, reply: Reply) -> Observation:
-        """Answer a reply; those cut off by a length limit are not passed on.
-
-        Args:
-            reply: the text without reasoning and calls, and the decoded tool calls.
-        """
+        """Answer a reply: text without reasoning, and decoded calls. Those that were cut off do not get here."""
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
-        """Finish the episode; called once when the trajectory is over, for any reason.
-
-        Args:
-            messages: the whole conversation.
-            reason: why it ended.
+        """Finish the episode with the whole conversation; called once when the trajectory is over, for any reason.
 
         Returns:
             ``score`` is added to the score of the last turn; other numbers become metrics. The default adds nothing.
@@ -170,9 +162,6 @@ def row_environment(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def require_environments(rows: Iterable[Mapping[str, Any]]) -> None:
     """Refuse rows whose environment does not exist or does not take their arguments; call it before a run.
-
-    Args:
-        rows: those whose agent lives in an environment.
 
     Raises:
         ConfigError, DataError: the first problem.

@@ -58,7 +58,10 @@ async def _bounded(work: Awaitable[T], where: str, timeout: float, key: str) -> 
 
 
 class LeasedEnvironment:
-    """An instance leased to one trajectory: every call is bounded, every failure loses this trajectory only."""
+    """An instance leased to one trajectory: every call is bounded, every failure loses this trajectory only.
+
+    All methods raise EnvironmentFailedError or EnvironmentTimeoutError.
+    """
 
     def __init__(self, environment: Environment, name: str, timeout: float):
         self.name = name
@@ -71,15 +74,12 @@ class LeasedEnvironment:
         return self._environment.tool_schemas
 
     async def reset(self, **environment_kwargs: Any) -> Observation:
-        """See :meth:`Environment.reset`; EnvironmentFailedError or EnvironmentTimeoutError, as of all methods."""
         return await self._call("reset", self._environment.reset(**environment_kwargs))
 
     async def step(self, reply: Reply) -> Observation:
-        """See :meth:`Environment.step`."""
         return await self._call("step", self._environment.step(reply))
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
-        """See :meth:`Environment.conclude`."""
         return await self._call("conclude", self._environment.conclude(messages, reason))
 
     async def _call(self, what: str, work: Awaitable[T]) -> T:
@@ -130,12 +130,7 @@ class EnvironmentPool(Generic[E]):
             raise
 
     async def release(self, environment: E, *, reusable: bool) -> None:
-        """End a lease.
-
-        Args:
-            environment: what :meth:`acquire` returned.
-            reusable: nothing went wrong with it.
-        """
+        """End a lease; ``reusable`` if nothing went wrong with the instance."""
         try:
             if reusable and self._scope == "global":
                 self._idle.append(environment)

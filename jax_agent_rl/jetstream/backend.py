@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
-from jax_agent_rl.config.mesh import EngineMeshConfig
+from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine

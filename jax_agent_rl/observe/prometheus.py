@@ -43,9 +43,7 @@ class TrainerMetrics:
 def serve_trainer(port: int, *, print_line: Callable[[str], None]) -> Iterator[TrainerMetrics]:
     """Serve ``GET /metrics`` to this machine during a run, in a thread: the event loop may be busy for minutes.
 
-    Args:
-        port: 0 takes a free one.
-        print_line: takes a line with the address.
+    Port 0 takes a free one; ``print_line`` takes a line with the address.
 
     Raises:
         ConfigError: the port is in use.

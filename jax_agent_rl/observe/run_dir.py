@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.observe.selection import sample
-from jax_agent_rl.reasons import FinishReason, StopReason
-from jax_agent_rl.types import Fork, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.validation import is_number
 
 Numbers = Sequence[float] | np.ndarray
 TokenValues = Mapping[str, Mapping[str, Numbers]]
@@ -270,11 +270,6 @@ def read_traces(file: Path) -> Records:
 def has_step(record: Record) -> bool:
     """Return whether a record names its step."""
     return isinstance(record.get("step"), int)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite int or float, but no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _object(line: str) -> Record | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.reasons import FinishReason, StopReason
+from jax_agent_rl.types import FinishReason, StopReason
 
 T = TypeVar("T")
 Split = Literal["train", "heldout"]

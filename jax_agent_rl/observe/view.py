@@ -25,7 +25,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.report.run_data import decoder, read_run
+from jax_agent_rl.observe.report.command import decoder, read_run
 from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, turns
@@ -208,12 +208,7 @@ def split_groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
-    """Return one group as a tree for the terminal.
-
-    Args:
-        records: its trajectories, see :func:`jax_agent_rl.observe.run_dir.trajectory_record`.
-        decode: turns ids into text.
-    """
+    """Return one group, of :func:`~jax_agent_rl.observe.run_dir.trajectory_record`, as a tree for the terminal."""
     trajectories = [restore_trajectory(record) for record in records]
     graph = TrajectoryGraph.of(trajectories)
     total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)

@@ -48,12 +48,7 @@ GAP_FLOOR = 0.005
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
-    """Return the table; its advice names the keys that would help this configuration.
-
-    Args:
-        config: the run's configuration.
-        rows: the training rows.
-    """
+    """Return the table; its advice names the keys that would help this configuration with these training rows."""
     sequence = config.algorithm.policy_loss.loss_mode in SEQUENCE_RATIOS
     clipped = 0.4 if sequence else 0.2
     table = [

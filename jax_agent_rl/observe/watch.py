@@ -109,11 +109,9 @@ class Watch:
         self._print_line = print_line
 
     def update(self, record: Record, *, silent: bool = False) -> None:
-        """Take a metrics record; those of other kinds than ``step`` are ignored.
+        """Take a record of ``metrics.jsonl``; those of other kinds than ``step`` are ignored.
 
-        Args:
-            record: a record of ``metrics.jsonl``.
-            silent: for records from before a restart, whose warnings were printed then.
+        ``silent`` is for records from before a restart, whose warnings were printed then.
         """
         if record.get("kind") != "step":
             return

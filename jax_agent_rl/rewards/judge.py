@@ -1,12 +1,15 @@
-"""A model as judge: any engine behind an ``LLMServerClient``.
+"""Rewards from elsewhere: a model as judge, and a reward server.
 
-A reward function requests it by name::
+A reward function requests the judge, any engine behind an ``LLMServerClient``, by name::
 
     @register_reward("essays")
     async def compute_score(messages, solution_str, judge):
         return await judge.grade(question=messages[-2]["content"], answer=solution_str)
 
-``reward.judge.model`` names the model.
+``reward.judge.model`` names the model. Request to and answer of a reward server are JSON::
+
+    POST url  {"data_source": …, "solution_str": …, "ground_truth": …, "extra_info": {…}}
+    200       1.0    or    {"score": 1.0, "format": 0.5}
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_agent_rl.errors import RewardError
-from jax_agent_rl.rewards.registry import register_reward
+from jax_agent_rl.rewards.registry import Score, register_reward
 from jax_agent_rl.types import SamplingParams, TokenOutput
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
 
 if TYPE_CHECKING:
+    import httpx
+
     from jax_agent_rl.chat.codec import ChatCodec
+
 
 GRADING_PROMPT = """\
 You are a strict examiner. Grade the answer below from 0 (wrong or useless) to 10 (right and complete).
@@ -106,3 +114,84 @@ async def model_judge(
     question = next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
     truth = None if ground_truth is None else str(ground_truth)
     return await judge.grade(question=question, answer=solution_str, truth=truth)
+
+
+class RemoteReward:
+    """Reward function that asks a server. Use one object from one event loop.
+
+    Args:
+        url: address of the server.
+        timeout: seconds per attempt.
+        max_retries: retries after connection errors, timeouts and statuses such as 429 and 503.
+        retry_delay: seconds before the first retry, doubled each time; the server's ``Retry-After`` takes precedence.
+        max_concurrency: limit of concurrent requests.
+        requests_per_second: limit of requests started per second, evenly spaced; None: no limit.
+        headers: headers of every request, e.g. an authorization.
+        transport: httpx transport, for tests.
+
+    Raises:
+        ConfigError: the URL is invalid.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 30.0,
+        max_retries: int = 3,
+        retry_delay: float = 1.0,
+        max_concurrency: int = 16,
+        requests_per_second: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        self.url = url
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._interval = 0.0 if requests_per_second is None else 1.0 / requests_per_second
+        self._next_start = 0.0
+        settings = ServiceSettings(
+            url=url,
+            url_key="reward.remote.url",
+            timeout=timeout,
+            timeout_key="reward.remote.timeout",
+            max_retries=max_retries,
+            retry_delay=retry_delay,
+            backoff=2.0,
+            headers=headers,
+            token_hint="set it in reward.remote.headers",
+            trust_env=True,
+        )
+        self._service = JsonService(
+            settings, error=RewardError, pace=self._wait_for_turn, sleep=asyncio.sleep, transport=transport
+        )
+
+    async def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> Score:
+        """Return the server's score.
+
+        Raises:
+            RewardError: no usable answer after all attempts; the message names the URL.
+        """
+        question = {
+            "data_source": data_source,
+            "solution_str": solution_str,
+            "ground_truth": ground_truth,
+            "extra_info": dict(extra_info),
+        }
+        async with self._slots:
+            try:
+                return await self._service.post(question, repeatable=True)
+            except TimeoutError as late:
+                raise RewardError(str(late)) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._service.close()
+
+    async def _wait_for_turn(self) -> None:
+        """Wait so that requests start at least ``interval`` seconds apart, first come first served."""
+        now = time.monotonic()
+        start = max(now, self._next_start)
+        self._next_start = start + self._interval
+        await asyncio.sleep(start - now)

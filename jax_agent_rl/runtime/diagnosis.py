@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose, worst
-from jax_agent_rl.agreement.report import Diagnosis, Evidence
+from jax_agent_rl.agreement.report import Diagnosis, Evidence, Tolerance, run_tolerance
 from jax_agent_rl.agreement.subject import MAX_CONTEXT_LEN, MAX_CONTEXTS, Context, make_subject
-from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.mesh import MeshConfig
+from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.comparison import Comparison

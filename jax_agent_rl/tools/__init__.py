@@ -1,7 +1,7 @@
 """Tools that a policy can call.
 
-``base`` the interface · ``function_tool`` tools from functions · ``schema`` JSON Schemas and arguments · ``registry``
-the tools of a run · ``mcp`` tools of MCP servers · ``session`` the tools of one trajectory · ``truncate`` results ·
+``base`` the interface, and truncated results · ``function_tool`` tools from functions · ``schema`` JSON Schemas and
+arguments · ``registry`` the tools of a run · ``mcp`` tools of MCP servers · ``session`` the tools of one trajectory ·
 ``client`` clients of tool and retrieval servers · ``builtin`` tools of the built-in tasks.
 """
 

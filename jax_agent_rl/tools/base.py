@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from numbers import Real
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.utils.text import replace_lone_surrogates
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,7 @@ class ToolResponse:
 def as_float(value: object, what: str) -> float:
     """Return a finite number as a float; a bool is 1.0 or 0.0, and NumPy's numbers count.
 
-    Args:
-        value: the number.
-        what: its name in the message.
+    ``what`` names it in the message.
 
     Raises:
         ValueError: it is not a number, or not finite.
@@ -82,11 +80,6 @@ def as_float(value: object, what: str) -> float:
     except (TypeError, ValueError, OverflowError):  # an array of several numbers, an int beyond all floats
         pass
     raise ValueError(f"{what} must be a finite number, got {value!r:.200}")
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite real number, NumPy's included, and not a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[Any, ...]
@@ -220,3 +213,57 @@ class BaseTool(ABC):
     async def close(self) -> None:
         """Free what the tool holds for all trajectories, at the end of the run. The default does nothing."""
         return None
+
+
+Side = Literal["left", "middle", "right"]
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
+
+MARKER = "...(truncated)..."
+CHARS_PER_TOKEN = 64
+"""No realistic text has longer tokens on average, so cutting at this many characters first loses nothing."""
+
+
+def truncate_text(text: str, limit: int, side: Side, *, encode: Encode, decode: Decode) -> str:
+    """Return ``text`` itself if it has at most ``limit`` tokens, else as much of it as fits with a marker.
+
+    Lone surrogates, which no tokenizer accepts, become question marks.
+
+    Args:
+        text: the tool result.
+        limit: maximum number of returned tokens, including the marker (omitted if the limit is too small for it).
+        side: the side that is cut: ``left`` keeps the end, ``right`` the beginning, ``middle`` both.
+        encode: text to ids, without special tokens added.
+        decode: ids to text.
+    """
+    text = replace_lone_surrogates(text)
+    short = _keep(text, limit * CHARS_PER_TOKEN, side) if len(text) > limit * CHARS_PER_TOKEN else text
+    ids = encode(short)
+    if len(ids) <= limit and short is text:
+        return text
+    marker_tokens = len(encode(MARKER))
+    marker = MARKER if 2 * marker_tokens <= limit else ""
+    keep = min(len(ids), limit - (marker_tokens if marker else 0))
+    while True:
+        head, tail = _split(keep, side)
+        # A cut through a multi-byte character decodes to replacement characters, which are removed.
+        start, end = decode(ids[:head]).rstrip("\ufffd"), decode(ids[len(ids) - tail :]).lstrip("\ufffd")
+        result = start + marker + end
+        excess = len(encode(result)) - limit  # > 0 if the pieces have more tokens apart than together
+        if excess <= 0:
+            return result
+        keep = max(0, keep - excess)
+
+
+def _split(keep: int, side: Side) -> tuple[int, int]:
+    """Return how many of ``keep`` are at the beginning and at the end."""
+    if side == "left":
+        return 0, keep
+    if side == "right":
+        return keep, 0
+    return keep - keep // 2, keep // 2
+
+
+def _keep(text: str, chars: int, side: Side) -> str:
+    head, tail = _split(chars, side)
+    return text[:head] + text[len(text) - tail :]

@@ -86,11 +86,8 @@ class ToolServerClient:
     ) -> list[ServerObservation | ToolServerError]:
         """Run one action of each of several trajectories; an unusable entry becomes an error of its own.
 
-        A server that takes too long gives observations with the error ``timeout``, for the model to read.
-
-        Args:
-            actions: actions of different trajectories.
-            repeatable: see :meth:`~jax_agent_rl.utils.json_service.JsonService.post`.
+        A server that takes too long gives observations with the error ``timeout``, for the model to read. For
+        ``repeatable`` see :meth:`~jax_agent_rl.utils.json_service.JsonService.post`.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
@@ -110,6 +107,13 @@ class ToolServerClient:
             return [ServerObservation(text=text, error="timeout") for _ in actions]
         return _observations(answer, len(actions), self._service.settings.url)
 
+    async def step(self, action: ServerAction, *, repeatable: bool = False) -> ServerObservation:
+        """Run one action, see :meth:`get_observation`; an unusable observation is raised."""
+        (result,) = await self.get_observation([action], repeatable=repeatable)
+        if isinstance(result, ToolServerError):
+            raise result
+        return result
+
     async def finish(self, trajectory_id: str) -> None:
         """Close the environment of a trajectory.
 
@@ -117,9 +121,7 @@ class ToolServerClient:
             ToolServerError: as :meth:`get_observation`, or it took too long.
         """
         action = ServerAction(trajectory_id=trajectory_id, finish=True, is_last_step=True)
-        (closed,) = await self.get_observation([action], repeatable=True)
-        if isinstance(closed, ToolServerError):
-            raise closed
+        closed = await self.step(action, repeatable=True)
         if closed.error == "timeout":
             raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
 
@@ -269,6 +271,20 @@ class RateLimiter:
         )
 
 
+def _service(config: ToolClientConfig | SearchConfig, url: str, *, section: str) -> JsonService:
+    settings = ServiceSettings(
+        url=url,
+        url_key=f"{section}.server_url",
+        timeout=config.timeout,
+        timeout_key=f"{section}.timeout",
+        max_retries=config.max_retries,
+        retry_delay=config.retry_delay,
+        headers=bearer(config.token_env, key=f"{section}.token_env"),
+        token_hint=f"set {section}.token_env to the environment variable that holds it",
+    )
+    return JsonService(settings, error=ToolServerError)
+
+
 class ToolClient:
     """Client of a tool server for single actions, with the limits of ``tool_config``.
 
@@ -282,17 +298,7 @@ class ToolClient:
                 "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
                 "http://localhost:5000, or tool_config.enabled=false"
             )
-        settings = ServiceSettings(
-            url=observation_url(config.server_url),
-            url_key="tool_config.server_url",
-            timeout=config.timeout,
-            timeout_key="tool_config.timeout",
-            max_retries=config.max_retries,
-            retry_delay=config.retry_delay,
-            headers=bearer(config.token_env, key="tool_config.token_env"),
-            token_hint="set tool_config.token_env to the environment variable that holds it",
-        )
-        self.server = ToolServerClient(JsonService(settings, error=ToolServerError))
+        self.server = ToolServerClient(_service(config, observation_url(config.server_url), section="tool_config"))
         self._limiter = RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
 
     async def execute(self, action: ServerAction) -> ServerObservation:
@@ -302,9 +308,7 @@ class ToolClient:
             ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
         """
         async with self._limiter.slot():
-            (result,) = await self.server.get_observation([action], repeatable=True)
-        if isinstance(result, ToolServerError):
-            raise result
+            result = await self.server.step(action, repeatable=True)
         return replace(result, text=bare_result(result.text))
 
     async def close(self) -> None:
@@ -345,17 +349,7 @@ class SearchClient:
                 "search_agent needs a retrieval server; set search.server_url, e.g. http://localhost:8000/retrieve, "
                 "or agent.enable_search=false"
             )
-        settings = ServiceSettings(
-            url=config.server_url,
-            url_key="search.server_url",
-            timeout=config.timeout,
-            timeout_key="search.timeout",
-            max_retries=config.max_retries,
-            retry_delay=config.retry_delay,
-            headers=bearer(config.token_env, key="search.token_env"),
-            token_hint="set search.token_env to the environment variable that holds it",
-        )
-        self._service = JsonService(settings, error=ToolServerError)
+        self._service = _service(config, config.server_url, section="search")
         self._topk = config.topk
 
     async def search(self, query: str) -> list[str]:

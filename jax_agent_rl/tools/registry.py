@@ -58,11 +58,7 @@ class ToolRegistry:
         return registry
 
     def add(self, tool: BaseTool, *, place: str) -> None:
-        """Add a tool; adding the same object again changes nothing.
-
-        Args:
-            tool: the tool.
-            place: where it comes from, for error messages.
+        """Add a tool that comes from ``place``; adding the same object again changes nothing.
 
         Raises:
             ToolDefinitionError: another tool has the name; the message names both places.
@@ -90,10 +86,7 @@ class ToolRegistry:
             self.add(tool, place=path)
 
     def select(self, names: Sequence[str] | None = None) -> Mapping[str, BaseTool]:
-        """Return the tools of one sample.
-
-        Args:
-            names: the row's ``extra_info.tool_selection``; None selects all.
+        """Return the tools of one sample, those of the row's ``extra_info.tool_selection``; None selects all.
 
         Raises:
             DataError: a name is unknown.

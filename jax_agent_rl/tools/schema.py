@@ -103,11 +103,9 @@ def make_converter(annotation: Any) -> Callable[[Any], Any] | None:
 
 
 def unwrap_function(schema: object, where: str) -> Mapping[str, Any]:
-    """Return the ``function`` of a schema in OpenAI's format.
+    """Return the ``function`` of ``{type: function, function: {name, description, parameters}}``.
 
-    Args:
-        schema: ``{type: function, function: {name, description, parameters}}``.
-        where: its description in the message.
+    ``where`` describes the schema in the message.
 
     Raises:
         ToolDefinitionError: it has another form.

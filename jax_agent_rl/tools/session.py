@@ -21,9 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
-from jax_agent_rl.tools.base import BaseTool, ToolResponse, as_float, as_response
+from jax_agent_rl.tools.base import BaseTool, Decode, Encode, Side, ToolResponse, as_float, as_response, truncate_text
 from jax_agent_rl.tools.schema import check_arguments
-from jax_agent_rl.tools.truncate import Decode, Encode, Side, truncate_text
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 from jax_agent_rl.utils.media import check_media
@@ -97,8 +96,7 @@ class ToolSession:
         """
         with span("tool", name) as traced:
             record = await self._call(name, arguments, call_id)
-            if traced:
-                traced.set(arguments=arguments, observation=record.observation, tool_error=record.error)
+            traced.set(arguments=arguments, observation=record.observation, tool_error=record.error)
         return record
 
     async def _call(self, name: str, arguments: Any, call_id: str | None) -> ToolCallRecord:

@@ -17,9 +17,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
-from jax_agent_rl.agreement.report import Diagnosis, Evidence, breach_line
+from jax_agent_rl.agreement.report import Diagnosis, Evidence, Tolerance, breach_line, run_tolerance
 from jax_agent_rl.agreement.subject import MAX_CONTEXTS, collect_contexts, make_subject
-from jax_agent_rl.agreement.tolerances import Tolerance, run_tolerance
 from jax_agent_rl.errors import BackendError, DisagreementError
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner

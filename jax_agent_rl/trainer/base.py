@@ -35,7 +35,7 @@ from jax_agent_rl.trainer.groups import (
     with_role_baselines,
 )
 from jax_agent_rl.trainer.observing import RunReporter
-from jax_agent_rl.trainer.record import RunRecord, account
+from jax_agent_rl.trainer.record import RunRecord, account, step_record
 from jax_agent_rl.trainer.step import InterruptibleUpdate, RolloutBatch, Step
 from jax_agent_rl.trainer.timing import Phases
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
@@ -165,14 +165,16 @@ class Trainer:
         if not batch.metrics.get("staleness_max"):  # what is stale differs by what was learned since
             record.max_logprob_gap = max(record.max_logprob_gap, result.metrics.get("logprob_gap_max", 0.0))
         step_seconds = self.clock() - step.began
-        line = self.reporter.write_step(
+        line = step_record(
             step.number,
             batch.groups,
-            result,
+            result.metrics,
             batch.engine,
+            accounting=self.runtime.collector.accounting.summary(),
             rollout_seconds=batch.seconds,
-            publish_seconds=step.publish_seconds,
+            weight_update_seconds=step.publish_seconds,
             step_seconds=step_seconds,
+            recompilations=record.recompilations,
             pipeline={
                 "learner_idle_share": self.learner_idle_seconds / step_seconds,
                 **asdict(self.runtime.client.stats()),
@@ -180,6 +182,7 @@ class Trainer:
                 **batch.metrics,
             },
         )
+        self.reporter.write_step(line, batch.groups, result)
         # A step that could not be written is not finished: the last checkpoint stands.
         record.step, record.accuracy_after = step.number, None
         record.cursor = self.runtime.cursor.state()

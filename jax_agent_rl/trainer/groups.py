@@ -89,12 +89,7 @@ def with_baseline(group: Group, greedy: Group) -> Group:
 
 
 def with_role_baselines(group: Group, known: Mapping[str, float]) -> Group:
-    """Add the rewards to expect of each role (RAE).
-
-    Args:
-        group: scored trajectories.
-        known: the baselines before this step, by data source and role.
-    """
+    """Add the rewards to expect of each role (RAE): those ``known`` before this step, by data source and role."""
     return replace(group, baselines={t.role or "": known.get(_game(t), 0.0) for t in group.trajectories})
 
 

@@ -26,10 +26,9 @@ from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
 from jax_agent_rl.observe.warnings import missing_agent_warning, rules
 from jax_agent_rl.observe.watch import Watch
-from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.groups import recorded
-from jax_agent_rl.trainer.record import RunRecord, evaluation_record, step_record
+from jax_agent_rl.trainer.record import RunRecord, evaluation_record
 from jax_agent_rl.trainer.timing import Phases
 from jax_agent_rl.types import Group
 
@@ -60,37 +59,10 @@ class RunReporter:
     observers: Sequence[Observer] = ()
     _aggregation_described: bool = False
 
-    def write_step(
-        self,
-        number: int,
-        groups: Sequence[Group],
-        result: UpdateResult,
-        engine: BackendMetrics,
-        *,
-        rollout_seconds: float,
-        publish_seconds: float,
-        step_seconds: float,
-        pipeline: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Write a step's metrics and trajectories to the folder; return the line of metrics.
-
-        For the arguments see :func:`step_record`.
-        """
-        line = step_record(
-            number,
-            groups,
-            result.metrics,
-            engine,
-            accounting=self.runtime.collector.accounting.summary(),
-            rollout_seconds=rollout_seconds,
-            weight_update_seconds=publish_seconds,
-            step_seconds=step_seconds,
-            recompilations=self.record.recompilations,
-            pipeline=pipeline,
-        )
+    def write_step(self, line: dict[str, Any], groups: Sequence[Group], result: UpdateResult) -> None:
+        """Write a step's line of metrics, of :func:`step_record`, and its trajectories to the folder."""
         self._write(line)
-        self.folder.add_trajectories(number, "train", recorded(groups), token_values=result.tokens)
-        return line
+        self.folder.add_trajectories(line["step"], "train", recorded(groups), token_values=result.tokens)
 
     def show_step(self, line: dict[str, Any]) -> None:
         """Display the step that ``record`` now ends with, and pass its line to the observers."""

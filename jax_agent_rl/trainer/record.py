@@ -183,11 +183,7 @@ def staleness_record(groups: Sequence[Group], version: int) -> dict[str, Any]:
 
 
 def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how well rollout and learner overlapped in a run, for ``summary.json``.
-
-    Args:
-        lines: ``metrics.jsonl`` of kind ``step``.
-    """
+    """Return how well rollout and learner overlapped in a run's lines of kind ``step``, for ``summary.json``."""
     seconds = sum(line["step_seconds"] for line in lines)
     idle = sum(line["step_seconds"] * line.get("learner_idle_share", 0.0) for line in lines)
     ages: Counter[int] = Counter()

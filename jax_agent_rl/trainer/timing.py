@@ -91,11 +91,9 @@ class Breakdown:
         self._started, self._first_phase = self._clock() - self._began, self._wall()
 
     def stages(self, metrics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Return seconds by stage.
+        """Return seconds by stage, from the lines of ``metrics.jsonl``.
 
-        Args:
-            metrics: lines of ``metrics.jsonl``; phases from before :meth:`started`, of a run that was resumed, do not
-                count.
+        Phases from before :meth:`started`, of a run that was resumed, do not count.
         """
         stages = dict.fromkeys(("environment", "compilation", *_STAGES.values(), "rest"), 0.0)
         stages["environment"] = _environment_seconds()

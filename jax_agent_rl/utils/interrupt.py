@@ -177,9 +177,7 @@ def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
 def run_server(main: Coroutine[Any, Any, None], *, print_line: Callable[[str], None] = print) -> None:
     """Run a server on an event loop until SIGINT or SIGTERM cancels it; the second signal ends the process at once.
 
-    Args:
-        main: starts, serves until cancelled, and closes what it opened.
-        print_line: prints a line for the user; called from another thread.
+    ``print_line`` prints a line for the user; it is called from another thread.
     """
 
     async def stoppable() -> None:

@@ -105,11 +105,10 @@ def without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Read what messages show, by kind, in order.
+    """Read what the parts of messages show, by kind, in order.
 
-    Args:
-        messages: their parts are ``{"type": kind, kind: source}``; a source is bytes, a ``data:`` URL or a path, or for
-            videos a list of such frames.
+    Parts are ``{"type": kind, kind: source}``; a source is bytes, a ``data:`` URL or a path, or for videos a list of
+    such frames.
 
     Raises:
         ValueError: an item cannot be read or is too large; names it.
@@ -229,10 +228,7 @@ def _decoded(source: str | bytes) -> Iterator[Image]:
 
 
 def as_frames(item: Any) -> np.ndarray:
-    """Convert a video to uint8 [T, H, W, 3].
-
-    Args:
-        item: frames as :func:`as_image` takes them, all of one size, or an array [T, H, W, 3].
+    """Convert a video to uint8 [T, H, W, 3]: an array of that shape, or frames of one size for :func:`as_image`.
 
     Raises:
         ValueError: it is something else, or has no frames.

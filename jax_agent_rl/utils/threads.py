@@ -3,14 +3,19 @@
 A hanging thread of a pool is lost for good and keeps the process from exiting. So every call gets its own daemon
 thread (starting one takes tens of microseconds). When the caller stops waiting, the thread is *abandoned*: counted,
 left alone, and forgotten when it ends. With too many abandoned threads, further calls are refused.
+
+:class:`PrioritySemaphore` bounds what runs at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import heapq
+import itertools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from jax_agent_rl.errors import JaxAgentRLError, ToolError
@@ -138,3 +143,46 @@ async def _no_exit(work: Awaitable[T], error: Callable[[str], JaxAgentRLError]) 
         return await work
     except SystemExit as left:
         raise error(f"tried to exit with {left.code!r}") from None
+
+
+class PrioritySemaphore:
+    """A semaphore with priorities: continuing a started group goes before starting another.
+
+    A branch thus runs while the engine still holds the KV of its parent, and groups complete sooner.
+
+    Args:
+        count: maximum concurrent holders.
+    """
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    @asynccontextmanager
+    async def take(self, *, urgency: int) -> AsyncIterator[None]:
+        """Hold a slot; the most urgent waiter is next, among equals the first to come."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (-urgency, next(self._arrivals), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the slot was passed on just before
+                    self._pass_on()
+                raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Pass the slot to the next waiter, or free it."""
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1

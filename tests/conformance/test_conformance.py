@@ -14,8 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
-from jax_agent_rl.testing.conformance.models import prepare_folders, write_tiny_model
-from jax_agent_rl.testing.conformance.reference import TransformersReference, log_softmax
+from jax_agent_rl.testing.conformance.models import (
+    TransformersReference,
+    log_softmax,
+    prepare_folders,
+    write_tiny_model,
+)
 from jax_agent_rl.testing.conformance.runner import SUITE, BackendSession, run_suite
 from tests.gpu_backend.vision import write_model
 from tests.simulated import environment_with
@@ -27,9 +31,9 @@ from tests.warm import python
 from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_grammars import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_media_and_adapters import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_routed_experts import *  # noqa: F403
+from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_weights import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_control import *  # noqa: F403
 # isort: on

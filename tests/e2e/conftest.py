@@ -8,7 +8,7 @@ import pytest
 import yaml
 from flax import nnx
 
-from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import save_hf

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.observe.run_dir import read_records
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port

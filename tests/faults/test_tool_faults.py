@@ -17,7 +17,7 @@ from jax_agent_rl.errors import ToolError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import FunctionTool, ToolRegistry
-from jax_agent_rl.tools.truncate import MARKER
+from jax_agent_rl.tools.base import MARKER
 from jax_agent_rl.types import FinishReason, SamplingParams
 from jax_agent_rl.utils.threads import DaemonThreads
 from tests.fakes import FakeCodec, ScriptedBackend

@@ -17,7 +17,7 @@ from flax import nnx
 
 from gpu_backend.backend import VllmBackend
 from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
-from jax_agent_rl.data.calculator import prepare_calculator
+from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder

@@ -14,8 +14,7 @@ import pytest
 
 from gpu_backend.backend import VllmBackend
 from jax_agent_rl.agreement.diagnosis import EngineView
-from jax_agent_rl.agreement.report import Cause, Diagnosis
-from jax_agent_rl.agreement.tolerances import OTHER_ENGINE
+from jax_agent_rl.agreement.report import OTHER_ENGINE, Cause, Diagnosis
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.hf import save_hf
 from tests.agreement_testbed import Between, as_gemma, as_if_asked, diagnosis, rollouts, with_experts

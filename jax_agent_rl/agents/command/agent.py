@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.command.container import ContainerRuntime, ContainerTask
-from jax_agent_rl.agents.command.jobs import OUTPUT_BYTES, PORT, JobResult, TaskMachine
-from jax_agent_rl.agents.command.runner import pump
-from jax_agent_rl.agents.command.sandboxed import SandboxedTask
-from jax_agent_rl.agents.command.task import CommandTask, expand, read_files, read_task
+from jax_agent_rl.agents.command.jobs import OUTPUT_BYTES, PORT, AgentProgram, JobResult, SandboxedTask, TaskMachine
+from jax_agent_rl.agents.command.runner import relay
+from jax_agent_rl.agents.command.task import CommandTask, read_files, read_task
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop
@@ -106,13 +105,14 @@ class CommandAgent(OpenAIAgentLoop):
             "ANTHROPIC_API_KEY": session.api_key or "",
             "TASK_INSTRUCTION": task.instruction,
         }
-        return await machine.run_program(
-            expand(self._settings.argv, task.instruction),
-            env,
-            program=self._program,
+        program = AgentProgram(
+            argv=[part.replace("{instruction}", task.instruction) for part in self._settings.argv],
+            env=env,
+            files=self._program,
             endpoint=await self._open_relay(),
             seconds=min(task.agent_seconds or float("inf"), self.context.limits.run_timeout),
         )
+        return await machine.run_program(program)
 
     @contextlib.asynccontextmanager
     async def _machine(self, task: CommandTask) -> AsyncIterator[TaskMachine]:
@@ -183,12 +183,7 @@ class _UnixRelay:
         self._folder.cleanup()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
+        await relay(reader, writer, asyncio.open_connection("127.0.0.1", self._port))
 
 
 def _reward(done: JobResult) -> float:

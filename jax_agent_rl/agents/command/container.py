@@ -28,6 +28,7 @@ from jax_agent_rl.agents.command.jobs import (
     PORT,
     REWARD_FILE,
     RUNNER,
+    AgentProgram,
     JobResult,
     TaskMachine,
     archive,
@@ -175,27 +176,17 @@ class ContainerTask(TaskMachine):
         self._name = f"jax-agent-rl-{secrets.token_hex(8)}"
         self._workdir = task.workdir
 
-    async def run_program(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        program: Mapping[str, bytes],
-        endpoint: Path,
-        seconds: float,
-    ) -> JobResult:
-        """See :class:`TaskMachine`."""
+    async def run_program(self, program: AgentProgram) -> JobResult:
         image = await self._runtime.image(self._task)
         if self._task.build_context or self._task.image:
             found = await self._runtime.call("image", "inspect", "--format={{.Config.WorkingDir}}", image, seconds=60.0)
             self._workdir = found.stdout.decode().strip() or "/"
         files = {f"{self._workdir.strip('/')}/{name}": data for name, data in self._task.files.items()}
-        files |= {f"tmp/{name}": data for name, data in program.items()}
-        job = self._job(argv, {**self._task.env, **env}, seconds) | {"port": PORT}
-        return await self._runtime.run(image, self._name, files, {endpoint: "/mnt/endpoint.sock"}, job=job)
+        files |= {f"tmp/{name}": data for name, data in program.files.items()}
+        job = self._job(program.argv, {**self._task.env, **program.env}, program.seconds) | {"port": PORT}
+        return await self._runtime.run(image, self._name, files, {program.endpoint: "/mnt/endpoint.sock"}, job=job)
 
     async def run_tests(self, seconds: float) -> JobResult:
-        """See :class:`TaskMachine`."""
         answer = await self._runtime.call("commit", "--quiet", self._name, f"{self._name}:left", seconds=300.0)
         if answer.exit_code:
             raise TrajectoryError(f"the program's container cannot be saved: {answer.stderr.strip()[-500:]}")

@@ -1,14 +1,26 @@
-"""A job: a command that the runner starts for a task, and the machine it runs on."""
+"""A job: a command that the runner starts for a task, the machine it runs on, and the sandbox as that machine.
+
+The program runs in one sandbox, the tests in another, on the working folder that the program left.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import json
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
+
+from jax_agent_rl.agents.command.task import CommandTask
+from jax_agent_rl.errors import ToolError, TrajectoryError
+from jax_agent_rl.tool_server.sandbox import Link, Sandbox
 
 RUNNER = Path(__file__).with_name("runner.py")
 GRACE_SECONDS = 10.0  # for the runner to unpack, to pack the working folder and to end
@@ -36,27 +48,31 @@ class JobResult(BaseModel):
             return cls(stopped=stopped, stderr=stderr[-4000:])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentProgram:
+    """The agent's program.
+
+    Attributes:
+        argv: the command line.
+        env: variables besides the task's own.
+        files: its files, by path below ``/tmp``.
+        endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.
+        seconds: its time limit.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    files: Mapping[str, bytes]
+    endpoint: Path
+    seconds: float
+
+
 class TaskMachine(ABC):
     """Where the program of one task runs, and afterwards the task's tests on the files it left."""
 
     @abstractmethod
-    async def run_program(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        program: Mapping[str, bytes],
-        endpoint: Path,
-        seconds: float,
-    ) -> JobResult:
+    async def run_program(self, program: AgentProgram) -> JobResult:
         """Run the agent's program to its end.
-
-        Args:
-            argv: the command line.
-            env: variables besides the task's own.
-            program: the program's files, by path below ``/tmp``.
-            endpoint: Unix socket of the endpoint, which the program reaches at ``127.0.0.1:PORT``.
-            seconds: its time limit.
 
         Raises:
             TrajectoryError: the machine itself failed.
@@ -109,3 +125,49 @@ def _add_workspace(packed: tarfile.TarFile, workspace: bytes, folder: str) -> No
                 continue  # links could lead the tests elsewhere
             member.name = str(PurePosixPath(folder) / name)
             packed.addfile(member, left.extractfile(member) if member.isfile() else None)
+
+
+_FOLDERS = ("app", "logs", "logs/verifier", "tests")
+
+
+class SandboxedTask(TaskMachine):
+    """Runs one task in ``sandbox``. The program never shares a sandbox with the tests."""
+
+    def __init__(self, sandbox: Sandbox, task: CommandTask) -> None:
+        self._sandbox = sandbox
+        self._task = task
+        self._workspace: str | None = None
+
+    async def run_program(self, program: AgentProgram) -> JobResult:
+        job = {"argv": list(program.argv), "env": {**self._task.env, **program.env}, "port": PORT, "read_back": None}
+        files = {f"app/{name}": data for name, data in self._task.files.items()}
+        packed = archive({**files, **program.files}, folders=_FOLDERS)
+        done = await self._run(job, {"job.tar": packed, "endpoint.sock": program.endpoint}, program.seconds)
+        self._workspace = done.workspace
+        return done
+
+    async def run_tests(self, seconds: float) -> JobResult:
+        if self._workspace is None:
+            return JobResult(stopped="the program left no working folder, or one that is too large")
+        tests = {f"tests/{name}": data for name, data in self._task.tests.items()}
+        try:
+            packed = archive(tests, folders=_FOLDERS, workspace=base64.b64decode(self._workspace))
+        except (OSError, tarfile.TarError, binascii.Error, EOFError) as error:
+            return JobResult(stopped=f"the program left no readable working folder: {error}")
+        job = {"argv": self._task.verifier, "env": dict(self._task.env), "port": None, "read_back": REWARD_FILE}
+        return await self._run(job, {"job.tar": packed}, seconds)
+
+    async def _run(self, job: dict[str, Any], files: dict[str, Any], seconds: float) -> JobResult:
+        links = {self._task.workdir: Link("app"), "/tests": Link("tests"), "/logs": Link("logs")}
+        job |= {"seconds": seconds, "root": ".", "workdir": "app"}
+        try:
+            result = await self._sandbox.run(
+                [self._sandbox.python, "runner.py"],
+                stdin=json.dumps(job).encode(),
+                files={"runner.py": RUNNER.read_bytes(), **links, **files},
+                limits=replace(self._sandbox.limits, wall_seconds=seconds + GRACE_SECONDS),
+            )
+        except ToolError as error:
+            raise TrajectoryError(f"agent 'command': {error}") from error
+        stopped = str(result.stopped or f"exit status {result.exit_code} of the sandbox")
+        return JobResult.parse(result.stdout, stopped=stopped, stderr=result.stderr)

@@ -40,10 +40,10 @@ async def pump(reader, writer):
         writer.close()
 
 
-async def relay(reader, writer, socket):
-    """Connect a client to the endpoint."""
+async def relay(reader, writer, connecting):
+    """Connect a client to the other end, which is awaited."""
     try:
-        up_reader, up_writer = await asyncio.open_unix_connection(socket)
+        up_reader, up_writer = await connecting
     except OSError:
         writer.close()
         return
@@ -54,7 +54,11 @@ async def run(job):
     """Run the command to its end; return its exit status, None after a timeout."""
     if job["port"] is not None:
         socket = job.get("socket", f"{HOME}/endpoint.sock")
-        await asyncio.start_server(lambda reader, writer: relay(reader, writer, socket), "127.0.0.1", job["port"])
+
+        async def serve(reader, writer):
+            await relay(reader, writer, asyncio.open_unix_connection(socket))
+
+        await asyncio.start_server(serve, "127.0.0.1", job["port"])
     with open("stdout.txt", "wb") as out, open("stderr.txt", "wb") as err:
         process = await asyncio.create_subprocess_exec(
             *job["argv"],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -59,11 +59,7 @@ class CommandTask:
 
 
 def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTask:
-    """Return a row's task.
-
-    Args:
-        row: the dataset's row.
-        containers: whether it will run in a container, so that its Dockerfile may build something.
+    """Return a row's task; ``containers``: whether a container runs it, so that its Dockerfile may build something.
 
     Raises:
         DataError: the task folder is incomplete or needs a container, or a part has the wrong type.
@@ -238,8 +234,3 @@ def _seconds(settings: Mapping[str, Any], section: str, folder: Path, key: str =
     if value is not None and not (isinstance(value, int | float) and value > 0):
         raise DataError(f"task {folder}: [{section}] {key}={value!r} must be a number above 0")
     return value
-
-
-def expand(argv: Sequence[str], instruction: str) -> list[str]:
-    """Return a command line with ``{instruction}`` replaced by the task's text."""
-    return [part.replace("{instruction}", instruction) for part in argv]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jax_agent_rl.agents.endpoint import wire
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 
-class ApiAnswer(Protocol):
+class ApiAnswer(ABC):
     """One request of an API and its answer.
 
     Attributes:
@@ -25,28 +26,30 @@ class ApiAnswer(Protocol):
     """
 
     asked: ChatRequest | CompletionRequest
-    end_of_stream: str
-    ping: str
+    end_of_stream = ""
+    ping = ": ping\n\n"
 
+    @abstractmethod
     def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
         """Return the JSON of the whole answer."""
-        ...
 
+    @abstractmethod
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the stream's events for one piece of the generation."""
-        ...
 
+    @abstractmethod
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         """Yield the events that end the stream."""
-        ...
 
-    def failure(self, problem: ApiError) -> dict[str, Any]:
+    @staticmethod
+    def failure(problem: ApiError) -> dict[str, Any]:
         """Return the body of an error answer or event."""
-        ...
+        return problem.body
 
-    def encode(self, event: dict[str, Any]) -> str:
+    @staticmethod
+    def encode(event: dict[str, Any]) -> str:
         """Return an event as sent in the stream."""
-        ...
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
 def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
@@ -55,7 +58,7 @@ def only_turn(choices: Sequence[Piece]) -> RecordedTurn:
     return turn
 
 
-class _CompletionsAnswer:
+class _CompletionsAnswer(ApiAnswer):
     """What answers of the two completion APIs share.
 
     Args:
@@ -69,7 +72,6 @@ class _CompletionsAnswer:
     objects: tuple[str, str, str]
     """Prefix of ids, and the names of a whole answer and of a chunk."""
     end_of_stream = "data: [DONE]\n\n"
-    ping = ": ping\n\n"
 
     def __init__(self, body: Any) -> None:
         self.asked: Any = self.request.model_validate(body)
@@ -79,10 +81,6 @@ class _CompletionsAnswer:
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         if self.asked.wants_usage:
             yield self._chunk([]) | {"usage": self._usage(choices)}
-
-    @staticmethod
-    def failure(problem: ApiError) -> dict[str, Any]:
-        return problem.body
 
     @staticmethod
     def encode(event: dict[str, Any]) -> str:

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from jax_agent_rl.agents.endpoint.answers import only_turn
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 _ERRORS = {
@@ -140,7 +140,7 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-class MessagesAnswer:
+class MessagesAnswer(ApiAnswer):
     """The answer to one request.
 
     Args:
@@ -162,12 +162,10 @@ class MessagesAnswer:
         self._started = False
 
     def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
-        """Return the ``message`` object."""
         turn = only_turn(choices)
         return self._message(self._content(turn), self._stop(turn), _usage(turn))
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the stream's events for one piece of the generation."""
         if not self._started:
             self._started = True
             nothing = {"stop_reason": None, "stop_sequence": None}
@@ -185,23 +183,15 @@ class MessagesAnswer:
                 yield from self._block(block)
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
-        """Yield the events that end the stream."""
         turn = only_turn(choices)
         yield {"type": "message_delta", "delta": self._stop(turn), "usage": _usage(turn)}
         yield {"type": "message_stop"}
 
     @staticmethod
     def failure(problem: ApiError) -> dict[str, Any]:
-        """Return the body of an error answer or event."""
         kind = _ERRORS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
-    @staticmethod
-    def encode(event: dict[str, Any]) -> str:
-        """Return an event as sent in the stream."""
-        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-
-    end_of_stream = ""
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     @property

@@ -21,11 +21,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from jax_agent_rl.agents.endpoint.answers import only_turn
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
 Message = dict[str, Any]
@@ -115,7 +115,7 @@ class ResponsesRequest(BaseModel):
         }
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(ApiAnswer):
     """The answer to one request.
 
     Args:
@@ -162,7 +162,6 @@ class ResponsesAnswer:
         return self._response(codec, [*items, *map(_call_item, turn.reply.tool_calls)], turn)
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the stream's events for one piece of the generation."""
         if not self._sequence:
             yield self._event("response.created", response=self._response(codec, [], None))
             yield self._event("response.in_progress", response=self._response(codec, [], None))
@@ -183,20 +182,11 @@ class ResponsesAnswer:
         yield self._event(f"response.{response['status']}", response=response)
 
     @staticmethod
-    def failure(problem: ApiError) -> dict[str, Any]:
-        """Return the body of an error answer or event."""
-        return problem.body
-
-    @staticmethod
     def encode(event: dict[str, Any]) -> str:
-        """Return an event as sent in the stream; an error is one, too."""
-        if "error" in event:
+        if "error" in event:  # an error is an event, too
             error = event["error"]
             event = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
-        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-
-    end_of_stream = ""
-    ping = ": ping\n\n"
+        return ApiAnswer.encode(event)
 
     def _store(self, turn: RecordedTurn) -> None:
         if self._stored is None or self._request.store is False:

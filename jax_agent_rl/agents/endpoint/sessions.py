@@ -23,8 +23,8 @@ from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
 from jax_agent_rl.agents.endpoint.failures import ApiError
 from jax_agent_rl.agents.endpoint.structured import grammar_of
 from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.types import SamplingParams
 
 StoredResponses = dict[str, list[dict[str, Any]]]

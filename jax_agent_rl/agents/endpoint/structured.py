@@ -43,10 +43,6 @@ def structure_param(asked: ChatRequest | CompletionRequest) -> str | None:
 def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str | None:
     """Return the grammar that a request demands of its turn, if any.
 
-    Args:
-        asked: the request.
-        codec: knows the tool-call format.
-
     Raises:
         ApiError: there is none for the format, a schema cannot be followed, or parameters contradict each other.
     """

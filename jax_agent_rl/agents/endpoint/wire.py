@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.conversation import ChatReply
 from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.recorded_turn import RecordedTurn
+from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.sampling_params import ID_BOUND

@@ -288,9 +288,7 @@ def to_arguments(value: Any) -> dict[str, Any] | str:
 def to_call(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:
     """Return a decoded ``{"name": …, "arguments": {…}}`` as a call, or its problem.
 
-    Args:
-        value: the decoded JSON.
-        keys: possible keys of the arguments; the first one present counts, and none means no arguments.
+    Of the possible ``keys`` of the arguments the first one present counts, and none means no arguments.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return f'expected an object with "name" and "{keys[0]}"'

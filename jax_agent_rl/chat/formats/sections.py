@@ -99,10 +99,6 @@ def _section_format(
     )
 
 
-def _kimi_call(head: re.Match[str], arguments: dict[str, Any]) -> ToolCall:
-    return ToolCall(name=head["name"], arguments=arguments, id=head["id"])
-
-
 def _plain_call(head: re.Match[str], arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(name=head["name"].strip(), arguments=arguments)
 
@@ -116,7 +112,7 @@ KIMI = _section_format(
         r"\s*(?P<id>(?:functions\.|(?P<call>call-))?(?P<name>[^\s<|:]+?)(?(call)-\d+|(?::\d+)?))\s*"
         r"<\|tool_call_argument_begin\|>",
         re.escape("<|tool_call_end|>"),
-        _kimi_call,
+        lambda head, arguments: ToolCall(name=head["name"], arguments=arguments, id=head["id"]),
         ("<|tool_call_end|>", "<|tool_call_begin|>", *_KIMI_SECTION),
     ),
     example="<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>"

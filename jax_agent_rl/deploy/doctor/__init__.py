@@ -1,6 +1,6 @@
 """``jax-agent-rl doctor``: checks for what would stop or spoil a run, each with what to do about it.
 
-``findings`` how checks run and report · ``machine`` checks that need no configuration · ``run`` checks of one, which
+``machine`` how checks run and report, and those that need no configuration · ``run`` checks of one, which
 call what ``train`` calls before its first step.
 """
 
@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from jax_agent_rl.deploy.doctor import machine
-from jax_agent_rl.deploy.doctor.findings import Finding, run_checks
+from jax_agent_rl.deploy.doctor.machine import Finding, run_checks
 
 if TYPE_CHECKING:
     from jax_agent_rl.config import Config

@@ -1,4 +1,7 @@
-"""Checks of the machine: interpreter, packages, cores, memory, disk, limits, ports, sandbox, accelerators."""
+"""How checks run and report, and those of the machine: interpreter, packages, cores, memory, disk, ports, accelerators.
+
+A check that fails, raises or hangs is a finding, and hides no other.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,94 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from jax_agent_rl.deploy.doctor.findings import Reporter
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
+
+
+class Status(StrEnum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    """The run may start; read it."""
+    FAIL = "fail"
+    """The run would not start, or not do what it is meant to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Result of a check.
+
+    Attributes:
+        check: name of the check.
+        status: severity.
+        text: what was found and, unless ok, what to do.
+    """
+
+    check: str
+    status: Status
+    text: str
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """The findings of one check."""
+
+    check: str
+    findings: list[Finding] = field(default_factory=list)
+
+    def ok(self, text: str) -> None:
+        self.add(Status.OK, text)
+
+    def warn(self, text: str) -> None:
+        self.add(Status.WARN, text)
+
+    def fail(self, text: str) -> None:
+        self.add(Status.FAIL, text)
+
+    def add(self, status: Status, text: str) -> None:
+        self.findings.append(Finding(check=self.check, status=status, text=text))
+
+
+class UnmetError(Exception):
+    """A check lacks what an earlier one should have found."""
+
+
+Check = Callable[[Reporter], Awaitable[None]]
+"""Reports its findings; whatever it raises is reported, too."""
+
+
+async def run_checks(checks: Iterable[tuple[str, Check]], *, timeout: float) -> AsyncIterator[Finding]:
+    """Yield findings in the order of the named checks, each of which may take ``timeout`` seconds."""
+    for name, check in checks:
+        report = Reporter(name)
+        try:
+            async with asyncio.timeout(timeout):
+                await check(report)
+        except UnmetError as error:
+            report.warn(f"not checked: {error}")
+        except ConfigError as error:
+            for problem in error.problems:
+                report.fail(problem)
+        except JaxAgentRLError as error:
+            report.fail(str(error))
+        except TimeoutError:
+            report.fail(f"no answer within {timeout:g} s")
+        except Exception as error:  # raised by the user's code or the machine; the other checks still run
+            report.fail(f"{type(error).__name__}: {error}")
+        for finding in report.findings:
+            yield finding
+
 
 DISTRIBUTION = "jax_agent_rl"
 MIN_PYTHON = (3, 11)
@@ -74,11 +153,9 @@ def _requirements() -> list[str] | None:
 
 
 def missing(requirements: Sequence[str], *, extra: str | None) -> Iterator[str]:
-    """Yield what is not installed, or installed in an unsupported version.
+    """Yield what is not installed, or installed in an unsupported version, of a distribution's requirements.
 
-    Args:
-        requirements: requirement strings of a distribution's metadata.
-        extra: the extra to check alone; None: the requirements without an extra.
+    With ``extra``, only those of that extra count; None: only those without one.
     """
     for text in requirements:
         requirement = Requirement(text)
@@ -250,11 +327,7 @@ async def accelerators(report: Reporter, *, need: int, find_idle: FindIdle) -> N
 
 
 def find_hardware(root: Path = Path("/")) -> set[str]:
-    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has, whatever is installed.
-
-    Args:
-        root: root of the file system to search.
-    """
+    """Return which of ``gpu`` (NVIDIA) and ``tpu`` the machine or container has, whatever is installed."""
     found = set()
     if any((root / "dev").glob("nvidia[0-9]*")):
         found.add("gpu")

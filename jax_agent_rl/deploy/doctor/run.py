@@ -27,8 +27,8 @@ from jax_agent_rl.config.conditions import Facts, unused
 from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowOutlines
 from jax_agent_rl.data.rows import Row
-from jax_agent_rl.deploy.doctor.findings import Check, Reporter, UnmetError
-from jax_agent_rl.deploy.doctor.machine import check_disk, format_gib, is_free, require_extra, usable_memory
+from jax_agent_rl.deploy.doctor import machine
+from jax_agent_rl.deploy.doctor.machine import Check, Reporter, UnmetError
 from jax_agent_rl.environments import load_environments
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.models.config import DecoderConfig
@@ -147,12 +147,13 @@ class RunChecks:
         self.decoder = model = check_files(path)
         count = self._count_parameters()
         need = count * (_LEARNER_BYTES + (2 if rollout.jetstream.dtype == "bfloat16" else 4))
-        memory, size = usable_memory(), f"{count / 1e6:.1f} M parameters"
+        memory, size = machine.usable_memory(), f"{count / 1e6:.1f} M parameters"
         report.ok(f"{path}: {model.family}, {size}, {model.num_layers} layers, files complete")
         if self.config.learner.lora is None and need > memory:
             report.warn(
-                f"{size} with gradients and optimizer are about {format_gib(need)}; the {format_gib(memory)} of this "
-                "machine do not hold them if jax computes on the CPU (jax-agent-rl plan looks at accelerators)"
+                f"{size} with gradients and optimizer are about {machine.format_gib(need)}; the "
+                f"{machine.format_gib(memory)} of this machine do not hold them if jax computes on the CPU "
+                "(jax-agent-rl plan looks at accelerators)"
             )
         if rollout.max_model_len > model.max_position_embeddings:
             report.warn(
@@ -189,7 +190,7 @@ class RunChecks:
         """Check the space for checkpoints and logs."""
         kept = self.config.trainer.keep_checkpoints + 1  # while the next one is written
         need = self._count_parameters() * _CHECKPOINT_BYTES * kept
-        check_disk(report, Path(self.config.run_dir), need=need, key="run_dir")
+        machine.check_disk(report, Path(self.config.run_dir), need=need, key="run_dir")
 
     # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -302,9 +303,9 @@ class RunChecks:
             for problem in error.problems:
                 report.fail(problem)
         if rollout.placement != "colocated":
-            require_extra(report, "ray", f"rollout.placement={rollout.placement}")
+            machine.require_extra(report, "ray", f"rollout.placement={rollout.placement}")
         if (lora := self.config.learner.lora) and lora.quantize != "none":
-            require_extra(report, "qlora", f"learner.lora.quantize={lora.quantize}")
+            machine.require_extra(report, "qlora", f"learner.lora.quantize={lora.quantize}")
         token = os.environ.get(rollout.token_env) if rollout.token_env else None  # check_engine reports a missing one
         for url in rollout.urls:
             await _check_server(report, url, token)
@@ -317,12 +318,12 @@ class RunChecks:
         if not _SHARED_MEMORY.is_dir():
             raise UnmetError(f"there is no {_SHARED_MEMORY}")
         need, free = 4 * self._count_parameters(), shutil.disk_usage(_SHARED_MEMORY).free
-        text = f"{_SHARED_MEMORY}: {format_gib(free)} free"
+        text = f"{_SHARED_MEMORY}: {machine.format_gib(free)} free"
         if free >= need:
             report.ok(text)
         else:
             report.fail(
-                f"{text}, weights take up to {format_gib(need)}; make it larger (docker: --shm-size), or set "
+                f"{text}, weights take up to {machine.format_gib(need)}; make it larger (docker: --shm-size), or set "
                 "rollout.weight_dir"
             )
 
@@ -334,7 +335,7 @@ class RunChecks:
             return
         if not port.isdigit():
             report.fail(f"learner.multihost.coordinator={multihost.coordinator}: write host:port")
-        elif multihost.process_id == 0 and not is_free("", int(port)):
+        elif multihost.process_id == 0 and not machine.is_free("", int(port)):
             report.fail(f"port {port} of learner.multihost.coordinator={multihost.coordinator} is in use; choose one")
         else:
             report.ok(f"{multihost.coordinator}, {multihost.num_processes or '?'} processes")

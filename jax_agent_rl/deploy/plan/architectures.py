@@ -129,10 +129,7 @@ ARCHITECTURES: Mapping[str, Fields] = {
 
 @contextlib.contextmanager
 def architecture_folder(name: str) -> Iterator[Path]:
-    """Write a model's ``config.json`` into a folder that is removed in the end.
-
-    Args:
-        name: of :data:`ARCHITECTURES`, in letters of any case.
+    """Write the ``config.json`` of one of :data:`ARCHITECTURES` into a folder that is removed in the end.
 
     Raises:
         ConfigError: no model of this name is known here.

@@ -5,7 +5,7 @@ body once, and for one device. Here a loop counts every iteration, recomputation
 devices count together. Platform-dependent code counts with the TPU's branch; a kernel states its own cost.
 
 Ideally a program takes as long as its slowest part (products, memory, links): parts overlap perfectly, and everything
-else costs nothing. Where it is known what the model needs (``model_work``), no recomputation counts; otherwise the
+else costs nothing. Where it is known what the model needs (:class:`EngineWork`), no recomputation counts; otherwise the
 traced products do, whose operands pass through memory once.
 """
 
@@ -21,8 +21,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend import core
 
-from jax_agent_rl.deploy.plan.collectives import RING, Collective, collectives
-from jax_agent_rl.deploy.plan.hlo import parse
+from jax_agent_rl.deploy.plan.hlo import RING, Collective, collectives, parse
 from jax_agent_rl.deploy.plan.prediction import Prediction, kernel_grids, predict
 from jax_agent_rl.deploy.plan.programs import Program
 from jax_agent_rl.deploy.plan.topology import Chip
@@ -54,11 +53,9 @@ class Flops:
 
 
 def count_work(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
-    """Count the work of a traced call; nothing is computed.
+    """Count the work of a traced call (see ``jax.make_jaxpr``); nothing is computed.
 
-    Args:
-        traced: the call, see ``jax.make_jaxpr``.
-        loops: iterations of a loop whose end is found while it runs (``while``).
+    A loop whose end is found while it runs (``while``) counts ``loops`` times.
     """
     return _count_jaxpr(traced.jaxpr, loops)
 

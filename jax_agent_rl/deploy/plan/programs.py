@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.deploy.plan.micro_batches import Arrays, micro_batches
-from jax_agent_rl.deploy.plan.model_work import EngineWork, pass_flops
+from jax_agent_rl.deploy.plan.prediction import EngineWork, pass_flops
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine

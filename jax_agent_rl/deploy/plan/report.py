@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.deploy.plan.collectives import Collective
 from jax_agent_rl.deploy.plan.compiled import UNITS, Compiled, format_bytes, format_seconds, ideal_seconds, unit_power
+from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
 from jax_agent_rl.deploy.plan.programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.search import estimate
@@ -98,9 +98,7 @@ def exchanges_table(plan: ResourcePlan) -> Table:
 def memory_tables(plan: ResourcePlan, *, width: int) -> Iterator[Table]:
     """Yield tables of the memory on each program's fullest chip, by kind, all in one unit.
 
-    Args:
-        plan: the plan.
-        width: characters of a screen's line; programs that do not fit beside the others go into a table below.
+    Programs that do not fit beside the others into ``width`` characters go into a table below.
     """
     power = unit_power(plan.fullest.total)
     kinds = list(dict.fromkeys(name for load in plan.loads for name in load.parts))

@@ -19,9 +19,9 @@ import jax
 from rich.table import Table
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.collectives import RING
 from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.deploy.plan.compiled import format_bytes
+from jax_agent_rl.deploy.plan.hlo import RING
 from jax_agent_rl.deploy.plan.topology import (
     REMAT,
     Chip,

@@ -2,7 +2,6 @@
 
 ::
 
-    run folder ─► run_data ─┬─► charts         curves of metrics.jsonl                     ─┐
-                            ├─► timeline       when engine and learner worked               ├─► command ─► report.html
+    run folder ─► RunData ──┬─► charts         curves of metrics.jsonl, the timeline        ─┬─► command ─► report.html
                             └─► trajectories   tokens with their numbers, groups as trees  ─┘
 """

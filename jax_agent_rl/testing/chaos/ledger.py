@@ -23,9 +23,7 @@ _MAX_COMPLAINTS = 20  # kept as text; all are counted
 def problems(trajectory: Trajectory, *, seed: int) -> Iterator[str]:
     """Recompute a trajectory from weights, seeds and contexts, and yield a description of every difference.
 
-    Args:
-        trajectory: its id ends with the step, index and number from which the collector seeded it.
-        seed: the run's seed.
+    Its id ends with the step, index and number from which the collector of a run with this seed seeded it.
     """
     name = trajectory.trajectory_id
     label, *numbers = name.rsplit("-", 3)

@@ -102,11 +102,7 @@ class ChaosResult:
 
 
 async def run_chaos(plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
-    """Start a testbed, run it, close it and look for leaks.
-
-    Args:
-        plan: the schedule.
-        print_line: prints progress.
+    """Start a testbed, run the schedule, close it and look for leaks.
 
     Raises:
         LaunchError: a server does not start.

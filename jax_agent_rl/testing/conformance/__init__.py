@@ -8,11 +8,11 @@ backend, a :class:`Reference` that gives correct log-probs, and payloads for wei
 >>> print(report.count("passed"), report.count("failed"))            # doctest: +SKIP
 
 ``suite/`` the tests · ``runner`` runs them · ``probe`` a test's access to the backend · ``backends`` the backends of
-this package · ``models`` model folders and weight updates · ``reference`` float64 forward passes · ``command`` the
+this package · ``models`` model folders, weight updates, float64 forward passes · ``command`` the
 command line.
 """
 
 from jax_agent_rl.testing.conformance.backends import BASE, MIXED, OTHER, BackendUnderTest
-from jax_agent_rl.testing.conformance.reference import Reference
+from jax_agent_rl.testing.conformance.models import Reference
 
 __all__ = ["BASE", "MIXED", "OTHER", "BackendUnderTest", "Reference"]

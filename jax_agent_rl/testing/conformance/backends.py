@@ -23,8 +23,13 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
-from jax_agent_rl.testing.conformance.models import ModelDirs, weight_files, with_probe
-from jax_agent_rl.testing.conformance.reference import Reference, TransformersReference
+from jax_agent_rl.testing.conformance.models import (
+    ModelDirs,
+    Reference,
+    TransformersReference,
+    weight_files,
+    with_probe,
+)
 
 if TYPE_CHECKING:
     from jax_agent_rl.models.quantized import EightBits

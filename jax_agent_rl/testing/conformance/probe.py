@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.testing.conformance.backends import BASE, MIXED, BackendUnderTest
-from jax_agent_rl.testing.conformance.reference import expected_logprobs, greedy_gaps, predictions
+from jax_agent_rl.testing.conformance.models import expected_logprobs, greedy_gaps, predictions
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams, TokenOutput
 

@@ -35,7 +35,7 @@ except ImportError:
     raise ConfigError("the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'") from None
 
 SUITE = Path(__file__).parent / "suite"
-_FILES = ("outputs", "batching", "replay", "grammars", "media_and_adapters", "routed_experts", "weights", "control")
+_FILES = ("outputs", "batching", "replay", "media_and_adapters", "weights", "control")
 """The last test of the last one closes the backend."""
 _CLEAN_UP_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0

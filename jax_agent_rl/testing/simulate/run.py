@@ -28,7 +28,6 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fake_learner import NoCheckpoints
-from jax_agent_rl.testing.simulate.clock import VirtualLoop
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine
 from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize
 from jax_agent_rl.testing.simulate.workload import (
@@ -37,6 +36,7 @@ from jax_agent_rl.testing.simulate.workload import (
     SimulatedCodec,
     SimulatedLearner,
     SimulatedPublisher,
+    VirtualLoop,
     load_assumptions,
 )
 from jax_agent_rl.trainer.components import RunComponents

@@ -1,8 +1,8 @@
 """The built-in tools, and the lookup of tools by name.
 
-``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox) · ``judge`` programs
-against tests · ``search`` passages of a local corpus · ``sql`` SQLite databases · ``page`` local pages as text ·
-``image`` zooming into images · ``mcp_gateway`` tools of MCP servers · ``markup`` parsing and formatting.
+``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox), SQLite databases ·
+``judge`` programs against tests · ``search`` passages of a local corpus · ``page`` local pages as text · ``image``
+zooming into images · ``mcp_gateway`` tools of MCP servers · ``markup`` parsing and formatting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILTIN = {
     "bash": "interpreters:BashTool",
     "judge": "judge:JudgeTool",
     "search": "search:SearchTool",
-    "sql": "sql:SqlTool",
+    "sql": "interpreters:SqlTool",
     "page": "page:PageTool",
     "image_zoom": "image:ImageZoomTool",
     "mcp": "mcp_gateway:McpTool",

@@ -22,6 +22,7 @@ from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import parse_tool_call, resolve_file
 from jax_agent_rl.utils.media import FORMATS
+from jax_agent_rl.validation import is_number
 
 _NAMES = ("zoom_in", "image_zoom_in_tool", "crop_image", "crop_image_normalized")
 
@@ -70,7 +71,7 @@ def _index(target: object, count: int) -> int:
 
 def _box(value: object, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """Parse a box in pixels, clipped to the image and at least one pixel wide and high."""
-    if not (isinstance(value, list) and len(value) == 4 and all(_is_number(v) for v in value)):
+    if not (isinstance(value, list) and len(value) == 4 and all(is_number(v) for v in value)):
         raise ToolError(f"bbox_2d={str(value)[:100]} must be four numbers [x1, y1, x2, y2]")
     width, height = size
     if all(0 <= v <= 1 for v in value):
@@ -81,10 +82,6 @@ def _box(value: object, size: tuple[int, int]) -> tuple[int, int, int, int]:
     if left >= right or top >= bottom:
         raise ToolError(f"bbox_2d={value} holds nothing of the image, which is {width}x{height}")
     return left, top, right, bottom
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _crop(image: Image.Image, box: Sequence[int], side: int) -> tuple[Image.Image, str]:

@@ -74,11 +74,7 @@ class Sandbox:
             return await process.finish(stdin)
 
     async def run_tests(self, program: str, tests: str) -> SandboxResult:
-        """Run tests of a program, with this sandbox's limits for each of the two processes.
-
-        Args:
-            program: Python source.
-            tests: Python source that uses the names the program defines.
+        """Run tests, which use names that the program defines; this sandbox's limits hold for each of two processes.
 
         Returns:
             The output of both, the program's first; ``ok`` if the tests ran to their end without an exception.

@@ -286,7 +286,7 @@ async def test_the_images_of_a_session_have_a_limit_and_those_it_knows_cost_noth
 
 
 async def test_more_images_than_ids_fit_are_refused_before_they_are_decoded(monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.agents.images.read_images", None)
+    monkeypatch.setattr("jax_agent_rl.agents.prompt.read_images", None)
     async with seeing_stage(["hello"]) as stage, stage.client() as client:
         messages = asking(*[image_part("data:image/png;base64,AA")] * 1000)
         with pytest.raises(openai.BadRequestError) as caught:

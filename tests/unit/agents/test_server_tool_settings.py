@@ -7,7 +7,7 @@ import pytest
 from jax_agent_rl.agents import ServerToolAgent
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError, PromptTooLongError, ToolServerError
-from jax_agent_rl.tools.truncate import MARKER
+from jax_agent_rl.tools.base import MARKER
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.agent_testbed import ACT, ACTION, STOP, AgentHarness, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage

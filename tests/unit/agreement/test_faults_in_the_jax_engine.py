@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 
 from jax_agent_rl.agreement.diagnosis import EngineView
-from jax_agent_rl.agreement.report import Cause, Diagnosis
-from jax_agent_rl.agreement.tolerances import JAX_ENGINE
+from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Params, Rope

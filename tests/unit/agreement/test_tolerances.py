@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.agreement.report import Cause
-from jax_agent_rl.agreement.tolerances import JAX_ENGINE, OTHER_ENGINE, Tolerance, tolerance
+from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINE, Cause, Tolerance, tolerance
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.comparison import Comparison

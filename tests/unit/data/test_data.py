@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.data.calculator import prepare_calculator
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.dataset import load_rows
+from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.errors import CheckpointError, DataError
 
 GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}

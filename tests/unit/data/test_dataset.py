@@ -8,10 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jax_agent_rl.config import DataSource
-from jax_agent_rl.data import parquet
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.data.dataset import RowOutlines, open_dataset
-from jax_agent_rl.data.rows import RowChecks
+from jax_agent_rl.data.rows import ParquetRows, RowChecks
 from jax_agent_rl.errors import DataError
 
 
@@ -89,14 +88,14 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path: Path):
 def most_held(monkeypatch) -> list[int]:
     """How many row groups are in memory after each read; a read happens after room was made."""
     counts = []
-    read = parquet.ParquetRows.read_group
+    read = ParquetRows.read_group
 
     def counted(self, group, columns=None):
         if columns is None:
             counts.append(len(self._groups) + 1)
         return read(self, group, columns)
 
-    monkeypatch.setattr(parquet.ParquetRows, "read_group", counted)
+    monkeypatch.setattr(ParquetRows, "read_group", counted)
     return counts
 
 

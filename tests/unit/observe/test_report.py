@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe import selection
 from jax_agent_rl.observe.report import command
-from jax_agent_rl.observe.report.charts import MAX_POINTS, charts, thinned
+from jax_agent_rl.observe.report.charts import MAX_PAUSE_SECONDS, MAX_POINTS, TimeAxis, charts, thinned, timeline
 from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
-from jax_agent_rl.observe.report.timeline import MAX_PAUSE_SECONDS, TimeAxis, timeline
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
 from jax_agent_rl.observe.run_dir import RunDir, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose

@@ -114,8 +114,8 @@ async def test_starts_are_spaced_to_the_rate_and_the_server_may_ask_for_more(mon
         httpx.Response(429, headers={"Retry-After": "7"}),
         httpx.Response(200, json=1.0),
     ]
-    monkeypatch.setattr("jax_agent_rl.rewards.remote.time.monotonic", lambda: now)
-    monkeypatch.setattr("jax_agent_rl.rewards.remote.asyncio.sleep", sleep)
+    monkeypatch.setattr("jax_agent_rl.rewards.judge.time.monotonic", lambda: now)
+    monkeypatch.setattr("jax_agent_rl.rewards.judge.asyncio.sleep", sleep)
     reward = remote(lambda request: answers.pop(0), requests_per_second=4.0)
     for _ in range(3):
         await reward(*QUESTION)
@@ -145,7 +145,7 @@ async def test_each_repetition_waits_twice_as_long(monkeypatch):
     async def sleep(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr("jax_agent_rl.rewards.remote.asyncio.sleep", sleep)
+    monkeypatch.setattr("jax_agent_rl.rewards.judge.asyncio.sleep", sleep)
     reward = RemoteReward(URL, transport=httpx.MockTransport(handler), timeout=4.0, max_retries=2, retry_delay=0.5)
     with pytest.raises(RewardError):
         await reward(*QUESTION)

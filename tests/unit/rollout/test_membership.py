@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.testing.simulate.clock import VirtualLoop
+from jax_agent_rl.testing.simulate.workload import VirtualLoop
 from jax_agent_rl.types import StopReason
 from tests.fleet import Fleet
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugins import sql
+from jax_agent_rl.tool_server.plugins import interpreters
 from jax_agent_rl.tool_server.plugins.judge import same_output
 from jax_agent_rl.tool_server.wire import Failure
 from tests.capabilities import needs_bwrap
@@ -408,6 +408,6 @@ def test_programs_that_run_inside_the_sandbox_need_no_package(tmp_path):
         subprocess.run([*isolated, check], check=True)
     sqlite3.connect(tmp_path / "database.sqlite").close()
     request = json.dumps({"query": "SELECT 1 AS one", "max_rows": 1})
-    command = [*isolated, sql._query_program().decode()]
+    command = [*isolated, interpreters._query_program().decode()]
     ran = subprocess.run(command, input=request, cwd=tmp_path, capture_output=True, text=True)
     assert ran.stdout == "one\n1\n", ran.stderr

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.tools.truncate import CHARS_PER_TOKEN, MARKER, truncate_text
+from jax_agent_rl.tools.base import CHARS_PER_TOKEN, MARKER, truncate_text
 from tests.fakes import FakeCodec
 
 codec = FakeCodec()

@@ -10,8 +10,8 @@ import pytest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.conformance.backends import BASE, MIXED, OTHER
+from jax_agent_rl.testing.conformance.models import expected_logprobs, predictions
 from jax_agent_rl.testing.conformance.probe import Probe
-from jax_agent_rl.testing.conformance.reference import expected_logprobs, predictions
 from jax_agent_rl.testing.conformance.runner import check
 from jax_agent_rl.types import PauseMode, TokenOutput
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.doctor.findings import run_checks
+from jax_agent_rl.deploy.doctor.machine import run_checks
 from jax_agent_rl.deploy.doctor.run import RunChecks
 from tests.ports import free_port
 from tests.tiny_run import tiny_recipe

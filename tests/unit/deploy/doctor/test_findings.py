@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jax_agent_rl.deploy.doctor.findings import Finding, Status, UnmetError, run_checks
+from jax_agent_rl.deploy.doctor.machine import Finding, Status, UnmetError, run_checks
 from jax_agent_rl.errors import ConfigError, ModelError
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.deploy.doctor import machine
-from jax_agent_rl.deploy.doctor.findings import Finding, Reporter, Status
-from jax_agent_rl.deploy.doctor.machine import Devices, compare_devices, find_hardware
+from jax_agent_rl.deploy.doctor.machine import Devices, Finding, Reporter, Status, compare_devices, find_hardware
 
 PYTEST = metadata.version("pytest")
 

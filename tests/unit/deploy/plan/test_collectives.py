@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jax_agent_rl.deploy.plan.collectives import Collective, collectives
-from jax_agent_rl.deploy.plan.hlo import Hlo, parse
+from jax_agent_rl.deploy.plan.hlo import Collective, Hlo, collectives, parse
 from jax_agent_rl.models.mesh import MESH_AXES
 
 

@@ -19,7 +19,7 @@ from jax_agent_rl.testing.chaos.faults import (
     Targets,
 )
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
-from jax_agent_rl.testing.simulate.clock import VirtualLoop
+from jax_agent_rl.testing.simulate.workload import VirtualLoop
 
 
 class FakeProcess:

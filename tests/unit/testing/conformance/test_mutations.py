@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.testing.conformance.probe import CheckFailed
-from jax_agent_rl.testing.conformance.reference import log_softmax
 from jax_agent_rl.testing.conformance.runner import run_suite
 from jax_agent_rl.types import PauseMode, RoutedExperts, StopReason, digest_ids
 from tests.toy_backend import EOS, IMAGE, MODELS, PER_TOKEN, VOCAB, ToyBackend, ToyModel, toy_subject

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from jax_agent_rl.testing.simulate.clock import SimulationStuckError, VirtualLoop
+from jax_agent_rl.testing.simulate.workload import SimulationStuckError, VirtualLoop
 
 
 def run(coroutine):

@@ -1,4 +1,6 @@
-"""The quickstart's task: questions about a small shop that take one tool call, or two dependent ones.
+"""The built-in tasks: questions about a small shop, which are the quickstart's, and arithmetic with a calculator.
+
+Questions about the shop take one tool call, or two dependent ones.
 
 ==========  =====================================  =======================================
 kind        question                               calls
@@ -15,13 +17,17 @@ after a lookup instead of answering with its result, and to write ``*`` where th
 calculator refuses. Held-out questions ask about items that no training question names.
 
 The calls are written as Python, ``[price(item="clock")]``, a third of the tokens of the same call as JSON in tags.
+
+The calculator task's prompt shows two worked additions, each with its tool call, result and answer. Its questions ask
+for sums, differences and products of larger numbers: the policy has to generalize the call to other operations, and to
+make it reliably when sampling.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +135,69 @@ def _worked(question: str, *calls: tuple[str, int]) -> list[Message]:
 def _call(name: str, **argument: str) -> str:
     """Format a call in agent.tool_format ``pythonic``."""
     return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in argument.items())})]"
+
+
+# --- calculator -------------------------------------------------------------------------------------------------------
+
+CALCULATOR_SYSTEM = (
+    "You answer questions with a calculator. First write a <tool_call>, then read the <tool_response>, then answer."
+)
+
+# words, symbol, ranges of the two numbers, result
+Operation = tuple[tuple[str, ...], tuple[int, int], tuple[int, int], Callable[[int, int], int]]
+OPERATIONS: tuple[Operation, ...] = (
+    (("What is {a} times {b}?", "What is {a} multiplied by {b}?"), (112, 999), (12, 99), lambda a, b: a * b),
+    (("What is {a} minus {b}?",), (1000, 9999), (100, 999), lambda a, b: a - b),
+    (("What is {a} plus {b}?",), (1000, 9999), (1000, 9999), lambda a, b: a + b),
+)
+
+
+def prepare_calculator(
+    out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
+) -> tuple[Path, Path]:
+    """Write the rows of the calculator task, as :func:`prepare_shop` does."""
+    out.mkdir(parents=True, exist_ok=True)
+    questions = _operations(random.Random(seed))
+    rows = [_calculator_row(*next(questions), agent_name) for _ in range(train + heldout)]
+    files = (out / "train.jsonl", out / "heldout.jsonl")
+    for file, part in zip(files, (rows[heldout:], rows[:heldout]), strict=True):
+        write_rows(file, part)
+    return files
+
+
+def _operations(rng: random.Random) -> Iterator[tuple[str, int]]:
+    """Yield distinct questions without end, operations in turn."""
+    seen = set()
+    while True:
+        for phrasings, first, second, compute in OPERATIONS:
+            a, b = rng.randint(*first), rng.randint(*second)
+            question = rng.choice(phrasings).format(a=a, b=b)
+            if (a, b) not in seen:
+                seen.add((a, b))
+                yield question, compute(a, b)
+
+
+def _calculator_row(question: str, answer: int, agent_name: str) -> dict[str, Any]:
+    return {
+        "data_source": "calculator",
+        "agent_name": agent_name,
+        "prompt": [
+            {"role": "system", "content": CALCULATOR_SYSTEM},
+            *_worked_operation("What is 23 plus 45?", "23 + 45", 68),
+            *_worked_operation("What is 310 plus 27?", "310 + 27", 337),
+            {"role": "user", "content": question},
+        ],
+        "reward_model": {"ground_truth": str(answer)},
+        "extra_info": {},
+    }
+
+
+def _worked_operation(question: str, expression: str, result: int) -> list[dict[str, str]]:
+    """Return a question answered with the tool, as the policy should."""
+    call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "content": str(result)},
+        {"role": "assistant", "content": f"The answer is {result}."},
+    ]
