@@ -1,24 +1,25 @@
-"""Profile of one decode step: milliseconds per part, and the whole step's share of what the machine allows.
+"""Profile of one decode step: milliseconds per part, with kernels and without, and the share of the machine's limit.
 
     python benchmarks/decode_profile.py [--batches 1 8 32] [--positions 256]
 
-SmolLM2-135M in float32. Each part runs by itself, as often as a dispatch of the engine has steps, in a loop on the
-device:
+SmolLM2-135M in float32, once with ``jetstream.cpu_kernels`` (if there is a compiler) and once with XLA alone. Each part
+runs by itself as the step computes it, as often as a dispatch of the engine has steps, in a loop on the device:
 
-- ``products``: the matrix products of all layers, without anything between them; ``head``: the one with the vocabulary.
-- ``attention``: everything between the projections, with the new token's place in the cache.
+- ``products``: those of all layers, with the norms before them and the activation; ``head``: that with the vocabulary.
+- ``attention``: everything between the projections, with the new token's place in the cache. XLA's includes the pages
+  gathered before a dispatch's steps and written back after them.
 - ``sampling``: one id for each slot.
-- ``between``: the rest of the step: norms, rotation, activations, residuals, embedding, the loop.
-- ``rows``: pages gathered before a dispatch's steps and written back after them, for each step.
+- ``rest``: what remains of ``step``, the engine's own program: residuals, rotary tables, embedding, the loop, and what
+  parts gain or lose beside the others.
 
-All but ``step`` and ``between`` are parts of XLA's path; an engine with ``jetstream.cpu_kernels`` runs none of them but
-``sampling``, so ``between`` is what the kernels take or, below zero, save. ``floor`` reads all weights and the cache
-once and computes two operations a weight and id, whichever takes longer, as in ``decode.py``. The last line is one JSON
-object. Figures depend on the CPU's vectors, so it is part of it.
+``floor`` reads all weights and the cache once and computes two operations a weight and id, whichever takes longer, as
+in ``decode.py``, at the best bandwidth and speed measured between the parts. The last line is one JSON object. Figures
+depend on the CPU's vectors, so it is part of it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -29,41 +30,65 @@ import numpy as np
 from common import argument_parser, best_seconds, cpu, load_quickstart, read_bandwidth, sgemm_flops
 from decode import step_floor
 
+from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.attention import decode_attention
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, empty_cache, gather_pages, write_back
+from jax_agent_rl.jetstream.programs import Kernels
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm
 from jax_agent_rl.models.quantized import product
 
 STEPS, REPEATS = 16, 3
 
 
+class XlaEngine(JaxEngine):
+    """An engine without kernels."""
+
+    def _suits_cpu_kernels(self) -> bool:
+        return False
+
+
 def step_seconds(part: Callable[..., Any], state: Any, *arguments: Any) -> float:
     """Time ``part(step, state, *arguments) -> state``, repeated on the device as a dispatch repeats it."""
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def loop(state: Any, *arguments: Any) -> Any:
         return jax.lax.fori_loop(0, STEPS, lambda step, state: part(step, state, *arguments), state)
 
-    return best_seconds(lambda: loop(state, *arguments), REPEATS) / STEPS
+    def dispatch() -> None:
+        nonlocal state
+        state = jax.block_until_ready(loop(state, *arguments))
+
+    state = jax.tree.map(jnp.copy, state)
+    return best_seconds(dispatch, REPEATS) / STEPS
 
 
-def products(step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
+def multiply(config: DecoderConfig, native: bool, weight: jax.Array, x: jax.Array, norm: Any = None) -> jax.Array:
+    if native:
+        return cpu_kernels.product(config, weight, x, norm)
+    return product(weight, x if norm is None else rms_norm(config, x, norm, axis=0))
+
+
+def products(config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
     """Chain every layer's products, so that none is left out or moved out of the loop."""
     for layer in params.layers:
-        qkv = product(layer["qkv"], x).reshape(-1, x.shape[1])
-        x = product(layer["o"], qkv[: layer["o"].shape[1]])
-        gate, up = product(layer["gate_up"], x)
-        x = product(layer["down"], gate + up)
+        norm = layer["post_attention_norm"]
+        qkv = multiply(config, native, layer["qkv"], x, layer["input_norm"]).reshape(-1, x.shape[1])
+        x = multiply(config, native, layer["o"], qkv[: layer["o"].shape[1]])
+        if native:
+            hidden = cpu_kernels.gated_product(config, layer["gate_up"], x, norm)
+        else:
+            hidden = ACTIVATIONS[config.activation](*multiply(config, native, layer["gate_up"], x, norm))
+        x = multiply(config, native, layer["down"], hidden)
     return x
 
 
-def head(step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
-    logits = jnp.einsum("vd,db->vb", params.embed, x, preferred_element_type=jnp.float32)
-    return logits[: len(x)]
+def head(config: DecoderConfig, native: bool, step: jax.Array, x: jax.Array, params: EngineParams) -> jax.Array:
+    return multiply(config, native, params.embed, x, params.final_norm)[: len(x)]
 
 
 def attention(
@@ -75,6 +100,22 @@ def attention(
         q, layer = decode_attention(q, layer, new, positions + step)
         layers.append(layer)
     return q, KVCache(tuple(layers))
+
+
+def native_attention(
+    config: DecoderConfig,
+    step: jax.Array,
+    state: tuple[jax.Array, KVCache],
+    slots: DecodeBatch,
+    table: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, KVCache]:
+    qkv, cache = state
+    layers = []
+    for layer in cache.layers:
+        mixed, layer = cpu_kernels.decode_attention(config, qkv, layer, slots.positions + step, slots.pages, table)
+        qkv = qkv.at[:, :-2].set(mixed)
+        layers.append(layer)
+    return qkv, KVCache(tuple(layers))
 
 
 def draw(step: jax.Array, logits: jax.Array, slots: DecodeBatch) -> jax.Array:
@@ -99,8 +140,33 @@ def whole_step(engine: JaxEngine, params: EngineParams, slots: DecodeBatch) -> f
     return best_seconds(dispatch, REPEATS) / STEPS
 
 
-def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> dict[str, float]:
-    """Time each part of a step, and the whole ``step``."""
+def attention_seconds(config: DecoderConfig, engine: JaxEngine, slots: DecodeBatch, native: bool) -> float:
+    """Time attention and, if it reads rows, a step's share of gathering pages and writing them back."""
+    batch, heads, size = len(slots.tokens), config.num_kv_heads, config.head_dim
+    group = config.num_heads // heads
+    cache = engine.init_cache()
+    if native:
+        qkv, table = jnp.ones((heads, group + 2, size, batch)), (jnp.ones((size // 2, batch)),) * 2
+        return step_seconds(functools.partial(native_attention, config), (qkv, cache), slots, table)
+    q, one = jnp.ones((batch, heads, group, size)), jnp.ones((batch, heads, size))
+    rows = empty_cache(config, batch, slots.pages.shape[1] * cache.length, jnp.float32)
+    paged = jax.jit(
+        lambda cache, slots: write_back(
+            cache, gather_pages(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
+        ),
+        donate_argnums=0,
+    )
+
+    def rows_once() -> None:
+        nonlocal cache
+        cache = jax.block_until_ready(paged(cache, slots))
+
+    steps = step_seconds(attention, (q, rows), (one, one), slots.positions)
+    return steps + best_seconds(rows_once, REPEATS) / STEPS
+
+
+def parts(config: DecoderConfig, weights: Any, kind: type[JaxEngine], batch: int, positions: int) -> dict[str, float]:
+    """Time each part of a step, and the whole ``step``, of an engine of this kind."""
     shapes = EngineShapes(
         max_model_len=positions,
         max_concurrent_decodes=batch,
@@ -108,38 +174,23 @@ def parts(config: DecoderConfig, weights: Any, batch: int, positions: int) -> di
         decode_steps=STEPS,
         prefill_buckets=(32,),
     )
-    engine = JaxEngine(config, shapes, compile_ahead=False)
+    engine = kind(config, shapes, compile_ahead=False)
+    native = engine._kernels is Kernels.CPU
     params = engine.load_params(weights)
     slots = make_decode_batch(batch, shapes.context_pages)
     slots.pages[:] = 1 + np.arange(slots.pages.size).reshape(slots.pages.shape)
     slots.positions[:], slots.remaining[:], slots.temperature[:] = positions - STEPS - 1, STEPS + 1, 1
     slots.seed[:] = np.arange(batch)
     slots = jax.tree.map(jnp.asarray, slots)
-    rows = empty_cache(config, batch, positions, jnp.float32)
     x = jnp.ones((config.hidden_size, batch))
-    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    q, one = jnp.ones((batch, heads, group, config.head_dim)), jnp.ones((batch, heads, config.head_dim))
-    paged = jax.jit(
-        lambda cache, slots: write_back(
-            cache, gather_pages(cache, slots.pages, slots.positions), slots.pages, slots.positions, STEPS
-        ),
-        donate_argnums=0,
-    )
-    cache = engine.init_cache()
-
-    def rows_once() -> None:
-        nonlocal cache
-        cache = jax.block_until_ready(paged(cache, slots))
-
     found = {
-        "products": step_seconds(products, x, params),
-        "head": step_seconds(head, x, params),
-        "attention": step_seconds(attention, (q, rows), (one, one), slots.positions),
+        "products": step_seconds(functools.partial(products, config, native), x, params),
+        "head": step_seconds(functools.partial(head, config, native), x, params),
+        "attention": attention_seconds(config, engine, slots, native),
         "sampling": step_seconds(draw, jnp.ones((config.vocab_size, batch)), slots),
-        "rows": best_seconds(rows_once, REPEATS) / STEPS,
     }
     step = whole_step(engine, params, slots)
-    return {**found, "between": step - sum(found.values()), "step": step}
+    return {**found, "rest": step - sum(found.values()), "step": step}
 
 
 def main() -> None:
@@ -148,16 +199,24 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=256)
     arguments = parser.parse_args()
     config, weights = load_quickstart()
-    bandwidth, flops = read_bandwidth(), sgemm_flops()
-    print(f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s", flush=True)
-    result: dict[str, Any] = {"cpu": cpu(), "positions": arguments.positions}
+    kinds = {"xla": XlaEngine}
+    if cpu_kernels.kernels_digest() is not None:
+        kinds = {"kernels": JaxEngine, **kinds}
+    bandwidth = flops = 0.0
+    found: dict[tuple[int, str], dict[str, float]] = {}
     for batch in arguments.batches:
-        seconds = parts(config, weights, batch, arguments.positions)
+        for name, kind in kinds.items():
+            bandwidth, flops = max(bandwidth, read_bandwidth()), max(flops, sgemm_flops())
+            found[batch, name] = parts(config, weights, kind, batch, arguments.positions)
+    machine = f"{cpu()}: reads {bandwidth / 1e9:.1f} GB/s, sgemm {flops / 1e9:.0f} GFLOP/s"
+    print(machine)
+    result: dict[str, Any] = {"machine": machine, "positions": arguments.positions}
+    for (batch, name), seconds in found.items():
         floor = step_floor(config, batch, arguments.positions, bandwidth, flops)
-        milliseconds = {name: round(1000 * s, 2) for name, s in {**seconds, "floor": floor}.items()}
+        milliseconds = {part: round(1000 * s, 2) for part, s in {**seconds, "floor": floor}.items()}
         share = round(floor / seconds["step"], 3)
-        result[f"batch_{batch}"] = {"milliseconds": milliseconds, "share_of_floor": share}
-        print(f"batch {batch}: {milliseconds}, {share:.1%} of the floor", flush=True)
+        result.setdefault(f"batch_{batch}", {})[name] = {"milliseconds": milliseconds, "share_of_floor": share}
+        print(f"batch {batch}, {name}: {milliseconds}, {share:.1%} of the floor")
     print(json.dumps(result))
 
 

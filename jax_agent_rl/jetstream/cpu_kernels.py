@@ -35,6 +35,7 @@ from jax_agent_rl.utils.files import cache_root
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
+HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products", "attention"))
 TARGETS = ("product", "gated_product", "decode_attention")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
@@ -63,7 +64,7 @@ def _registered() -> str | None:
     try:
         # The macros name the compiler's version and every extension of this CPU.
         macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
-        parts = (SOURCE.read_text(), macros, " ".join(FLAGS), version("jaxlib"))
+        parts = (*(file.read_text() for file in (SOURCE, *HEADERS)), macros, " ".join(FLAGS), version("jaxlib"))
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         library = ctypes.CDLL(str(_built(compiler, digest)))
     except (OSError, subprocess.CalledProcessError) as error:
