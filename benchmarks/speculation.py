@@ -36,6 +36,11 @@ REQUESTS = {1: 24, 4: 60, 8: 96, 32: 192}
 """Requests of a round by batch size, so that all take about as long."""
 
 
+def questions_of(batch: int) -> int:
+    """Return the number of questions of a round."""
+    return REQUESTS.get(batch, 12 * batch) // GROUP
+
+
 def encoded_questions(count: int) -> list[tuple[int, ...]]:
     """Return the prompts of training questions as ids."""
     tokenizer = AutoTokenizer.from_pretrained(fetch_quickstart_model())
@@ -88,7 +93,7 @@ async def compare(
         decode_steps=16,
         prefill_buckets=(32, 128, 256),
     )
-    count = REQUESTS.get(batch, 12 * batch) // GROUP
+    count = questions_of(batch)
 
     def requests(number: int) -> list[GenerateRequest]:
         own = questions[number * count : (number + 1) * count]
@@ -135,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(cpu(), flush=True)
     config, params = load_quickstart()
-    most = max(REQUESTS.get(batch, 12 * batch) // GROUP for batch in arguments.batches)
+    most = max(map(questions_of, arguments.batches))
     questions = encoded_questions((1 + arguments.rounds) * most)
     result = {}
     for batch in arguments.batches:

@@ -138,8 +138,7 @@ def decode_step(
         cache: one row per slot, or pages; positions below ``positions`` hold the context.
         tokens: int32 [B].
         positions: int32 [B], position of each token.
-        rope_offsets: int32 [B], added to rotary positions in contexts with images
-            (``models.vision.layout.rope_positions``); None adds nothing.
+        rope_offsets: int32 [B], added to rotary positions after images (``vision.layout``); None adds nothing.
         mesh: the engine's mesh, if it has more than one device.
         pages: int32 [B, n], pages of each slot, for kernels; None if ``cache`` has rows.
         adapters: the engine's LoRA adapters, if any.
@@ -188,7 +187,7 @@ def prefill_chunks(
 ) -> list[tuple[jax.Array, LayerKV, jax.Array | None]]:
     """Compute keys and values of one chunk of each of R contexts, given the positions before it.
 
-    There are no logits: decoding begins with the context's last token, so contexts that share a prompt need no prefill.
+    There are no logits: decoding begins with the last token, so contexts that share a prompt need no prefill.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
@@ -212,8 +211,8 @@ def prefill_chunks(
         x = place_features(x.reshape(rows, count, -1), images).reshape(rows * count, -1)
     x = constrain(x.T, mesh)  # [D, R T]
     if images is None:
-        first = (starts if rope_offsets is None else starts + rope_offsets)[:, None]
-        tables = _rope(config, (first + jnp.arange(count)).reshape(-1))
+        first = starts if rope_offsets is None else starts + rope_offsets
+        tables = _rope(config, (first[:, None] + jnp.arange(count)).reshape(-1))
     else:
         tables = _mrope(config, images.rope_positions.reshape(-1, 3))
     adapter = None if adapter is None else jnp.repeat(adapter, count)

@@ -144,6 +144,11 @@ class Speculation:
             self._verifying[runs[slot]].append(drafts[slot].ids[place])
         return self._verifying
 
+    @property
+    def most_columns(self) -> int | None:
+        """The most columns that can verify drafts of the requests chosen for, if any."""
+        return max(self._engine.verified_columns(self._running), default=None)
+
     def _best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
         """Return the columns that promise the most ids per second, None if a plain step of so many seconds does."""
         gains = np.cumsum([0.0, *chances])

@@ -49,7 +49,7 @@ class Eager(Speculation):
     """Verifies whatever is drafted."""
 
     def _best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
-        return self._engine.verified_columns(self._running)[-1] if len(chances) else None
+        return self.most_columns if len(chances) else None
 
 
 @dataclass
