@@ -39,12 +39,12 @@ LOSS_SHARE = 0.01
 """Share of decoding that unsuccessful speculation may take."""
 LOSS_SECONDS = 0.25
 """What it may take besides, at a time."""
-REFRESH_PLAIN = 64
+REFRESH_PLAIN = 50
 """Verifications after which a plain step is measured again."""
-EXPIRY = 256
+EXPIRY = 100
 """Dispatches after which a measured time is forgotten: other work may have slowed it down."""
-SLOPE = 0.4
-"""Guessed cost of twice the columns, until it is measured: this share more."""
+GROWTH = 0.25
+"""Seconds grow with this power of the columns, until they are measured: an optimistic guess, so that they soon are."""
 
 
 def accepted_ids(draft: Sequence[int], drawn: Sequence[int]) -> int:
@@ -154,7 +154,7 @@ class Speculation:
         gains = np.cumsum([0.0, *chances])
         best, chosen, (smaller, seconds) = self._running / plain, None, (self._slots, plain)
         for columns in self._engine.verified_columns(self._running) if len(chances) else ():
-            guess = seconds * (1 + SLOPE * max(0.0, columns / smaller - 1))
+            guess = seconds * max(1.0, columns / smaller) ** GROWTH
             smaller, seconds = columns, self._pace(self._verified, columns) or guess
             rate = (self._running + gains[min(columns - self._running, len(chances))]) / seconds
             if rate > best:

@@ -388,7 +388,7 @@ def test_where_it_does_not_pay_it_costs_what_it_may(case: tuple[float, float, in
 def test_seconds_of_compilation_count_for_nothing():
     engine = FakeEngine(plain=0.05, verified=0.06)
     on, run = policy(engine, token=5)
-    for _ in range(3):
+    for _ in range(6):
         engine.run(on, run, 4)
     assert on.choose([run]) is not None
     engine.now += 60.0
