@@ -53,6 +53,12 @@ class JetStreamConfig(Section):
         "room. It is copied back, bit by bit, when they return. 0: none.",
     )
     decode_steps: Positive = Field(default=16, description="Maximum number of decode steps per device dispatch.")
+    num_speculative_tokens: Annotated[NonNegative, _BUILT_IN] = Field(
+        default=0,
+        description="Maximum number of ids drafted for a context and verified in one step, from the prompt and from "
+        "what was sampled before; 0: none. What is sampled stays the same. Steps in which drafts do not pay go "
+        "without. See docs/engine.md.",
+    )
     prefill_buckets: tuple[Positive, ...] | None = Field(
         default=None,
         description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
@@ -300,6 +306,11 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
     if twice := sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
         yield f"rollout.urls names {', '.join(twice)} more than once; a server is one address"
+    if rollout.deterministic and (count := rollout.jetstream.num_speculative_tokens):
+        yield (
+            f"rollout.jetstream.num_speculative_tokens={count} needs programs besides the one of "
+            "rollout.deterministic; set one of them to 0 or false"
+        )
     if rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None:
         yield from _engine_problems(rollout)
     if (tokens := rollout.jetstream.kv_cache_tokens) is not None and tokens < rollout.max_model_len:

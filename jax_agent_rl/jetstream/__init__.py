@@ -5,6 +5,8 @@ engine) → ``scheduler``, ``request`` and ``admission`` (which requests run) �
 KVCacheManager), ``return_times`` and ``kv_offloading`` (KV of sessions whose tools run) → ``engine`` (GPUModelRunner) →
 ``programs`` and ``forward`` (what runs on the device).
 
+Speculative decoding: ``speculation`` (what is verified), ``drafting``, ``verification`` (its programs).
+
 Device side: ``attention``, ``decode_kernel``, ``cpu_kernels``, ``kv_cache``, ``sampling``, ``decode_batch``,
 ``shapes``, ``sharding`` · weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise reproducible
 log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface`` · engines of

@@ -148,67 +148,83 @@ void Softmax(float* scores, int64_t first, int64_t end, const float* sink) {
   for (int64_t s = begin; s < stop; s += kStep) Store(scores + s, Load<Wide>(scores + s) * scale);
 }
 
-// Writes a slot's keys and values of heads [from, to) to its page and mixes the values that their queries see. Heads are
-// neighbours in a page, so each page is read in one go.
-void Attend(const Attention& a, int64_t slot, int64_t from, int64_t to) {
+// Writes keys and values of heads [from, to) of `count` consecutive tokens of a context, in columns from `slot` on, to its
+// pages, and mixes the values that their queries see. Heads are neighbours in a page, so each page is read in one go.
+void Attend(const Attention& a, int64_t slot, int64_t count, int64_t from, int64_t to) {
   const int64_t size = a.size, page = a.page, group = a.group, position = a.positions[slot];
-  const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
-  const int64_t span = RoundUp(position + 1, kLanes<Wide>), last = position / page;
-  const int64_t heads = to - from, head_queries = (group + 1) * size;  // the key is the last of them
-  thread_local std::vector<float> scratch;
-  scratch.resize(heads * (head_queries + group * span));
+  auto first_seen = [&](int64_t t) { return a.window ? std::max<int64_t>(0, position + t - a.window + 1) : 0; };
+  const int64_t first = first_seen(0), end_seen = position + count, last = (end_seen - 1) / page;
+  const int64_t span = RoundUp(end_seen, kLanes<Wide>), first_vector = first / kLanes<Wide> * kLanes<Wide>;
+  const int64_t heads = to - from, queries_of_head = count * group, features = a.kv_heads * group * size;
+  thread_local std::vector<float> scratch, key;
+  key.resize(size);
+  scratch.resize(heads * queries_of_head * (2 * size + span));
   float* all_queries = scratch.data();
-  float* all_scores = all_queries + heads * head_queries;
-  float* all_mixed = a.mixed + slot * a.kv_heads * group * size;
-  std::fill(all_mixed + from * group * size, all_mixed + to * group * size, 0.0f);
+  float* all_scores = all_queries + heads * queries_of_head * size;
+  // Of one token this is where the result belongs; of several it is copied there.
+  float* all_mixed = count == 1 ? a.mixed + slot * features + from * group * size : all_scores + heads * queries_of_head * span;
+  std::fill_n(all_mixed, heads * queries_of_head * size, 0.0f);
   auto at = [&](int64_t index, int64_t head) {
     return (a.pages[slot * a.row_pages + index] * a.kv_heads + head) * size * page;
   };
 
-  for (int64_t head = from; head < to; ++head) {
-    float* queries = all_queries + (head - from) * head_queries;
-    const float* own = a.qkv + head * (group + 2) * size * a.slots + slot;
-    for (int64_t i = 0; i < head_queries; ++i) queries[i] = own[i * a.slots];
-    for (int64_t g = 0; g <= group; ++g) Rotate(a, slot, queries + g * size);
-    for (int64_t i = 0; i < group * size; ++i) queries[i] *= a.scale;
-    float* key = a.keys + at(last, head) + position % page;
-    float* value = a.values + at(last, head) + position % page * size;
-    for (int64_t d = 0; d < size; ++d) key[d * page] = queries[group * size + d];
-    for (int64_t d = 0; d < size; ++d) value[d] = own[(head_queries + d) * a.slots];
-  }
+  for (int64_t head = from; head < to; ++head)
+    for (int64_t t = 0; t < count; ++t) {
+      float* queries = all_queries + ((head - from) * count + t) * group * size;
+      const float* own = a.qkv + head * (group + 2) * size * a.slots + slot + t;
+      for (int64_t i = 0; i < group * size; ++i) queries[i] = own[i * a.slots];
+      for (int64_t i = 0; i < size; ++i) key[i] = own[(group * size + i) * a.slots];
+      for (int64_t g = 0; g < group; ++g) Rotate(a, slot + t, queries + g * size);
+      Rotate(a, slot + t, key.data());
+      for (int64_t i = 0; i < group * size; ++i) queries[i] *= a.scale;
+      const int64_t page_of = at((position + t) / page, head), offset = (position + t) % page;
+      for (int64_t d = 0; d < size; ++d) a.keys[page_of + d * page + offset] = key[d];
+      for (int64_t d = 0; d < size; ++d)
+        a.values[page_of + offset * size + d] = own[((group + 1) * size + d) * a.slots];
+    }
   for (int64_t index = first / page; index <= last; ++index) {
-    const int64_t begin = std::max(first / kLanes<Wide> * kLanes<Wide>, index * page);
-    const int64_t end = std::min(span, (index + 1) * page);
+    const int64_t begin = std::max(first_vector, index * page), end = std::min(span, (index + 1) * page);
     for (int64_t head = from; head < to; ++head) {
       const float* keys = a.keys + at(index, head) + begin % page;
       const float* next = head + 1 < to ? keys + size * page
                           : index < last ? a.keys + at(index + 1, from) : a.values + at(first / page, from);
-      const float* queries = all_queries + (head - from) * head_queries;
-      float* scores = all_scores + (head - from) * group * span + begin;
-      ByQueries(group, [&](auto tile, int64_t g) {
+      const float* queries = all_queries + (head - from) * queries_of_head * size;
+      float* scores = all_scores + (head - from) * queries_of_head * span + begin;
+      ByQueries(queries_of_head, [&](auto tile, int64_t g) {
         ScoreRange<tile.value>(queries + g * size, size, keys, page, next, end - begin, scores + g * span, span);
       });
     }
   }
-  for (int64_t query = from * group; query < to * group; ++query)
-    Softmax(all_scores + (query - from * group) * span, first, position + 1,
-            a.sinks == nullptr ? nullptr : a.sinks + query);
+  for (int64_t i = 0; i < heads * queries_of_head; ++i) {
+    const int64_t head = from + i / queries_of_head, t = i % queries_of_head / group;
+    float* scores = all_scores + i * span;
+    Softmax(scores, first_seen(t), position + t + 1,
+            a.sinks == nullptr ? nullptr : a.sinks + head * group + i % group);
+    std::fill(scores + first_vector, scores + first_seen(t) / kLanes<Wide> * kLanes<Wide>, 0.0f);
+    std::fill(scores + std::min(span, RoundUp(position + t + 1, kLanes<Wide>)), scores + span, 0.0f);
+  }
   for (int64_t index = first / page; index <= last; ++index) {
-    const int64_t begin = std::max(first, index * page), end = std::min(position + 1, (index + 1) * page);
+    const int64_t begin = std::max(first, index * page), end = std::min(end_seen, (index + 1) * page);
     for (int64_t head = from; head < to; ++head) {
       const float* values = a.values + at(index, head) + begin % page * size;
       const float* next = head + 1 < to ? values + size * page : a.values + at(std::min(index + 1, last), from);
-      const float* weights = all_scores + (head - from) * group * span + begin;
-      ByQueries(group, [&](auto tile, int64_t g) {
-        MixRange<tile.value>(weights + g * span, span, values, size, end - begin, next,
-                             all_mixed + (head * group + g) * size);
+      const float* weights = all_scores + (head - from) * queries_of_head * span + begin;
+      float* mixed = all_mixed + (head - from) * queries_of_head * size;
+      ByQueries(queries_of_head, [&](auto tile, int64_t g) {
+        MixRange<tile.value>(weights + g * span, span, values, size, end - begin, next, mixed + g * size);
       });
     }
   }
+  if (count == 1) return;
+  for (int64_t head = from; head < to; ++head)
+    for (int64_t t = 0; t < count; ++t)
+      std::copy_n(all_mixed + ((head - from) * count + t) * group * size, group * size,
+                  a.mixed + (slot + t) * features + head * group * size);
 }
 
 // Queries, keys and values [K, G + 2, h, B] before their rotation; cos and sin [r/2, B]; sinks [K, G] or empty. The cache
-// (keys [P, K, h, S], values [P, K, S, h]) is changed where it lies.
+// (keys [P, K, h, S], values [P, K, S, h]) is changed where it lies. Neighbouring columns with the same pages at consecutive
+// positions are tokens of one context: each sees those before it.
 ffi::Error DecodeAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32>,
                            ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> positions,
                            ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::F32> sinks,
@@ -225,9 +241,22 @@ ffi::Error DecodeAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi:
   thread_local std::vector<float> by_slot;
   by_slot.resize(mixed->element_count());
   a.mixed = by_slot.data();
-  const int64_t heads = a.slots == 1 ? 1 : a.kv_heads, parts = a.kv_heads / heads;
-  Parallel(pool, a.slots * parts, [=](auto take) {
-    for (int64_t i; (i = take()) >= 0;) Attend(a, i / parts, i % parts * heads, (i % parts + 1) * heads);
+  thread_local std::vector<int64_t> begins;  // of each context
+  begins.clear();
+  for (int64_t slot = 0; slot < a.slots; ++slot) {
+    const int32_t* pages_of = a.pages + slot * a.row_pages;
+    const bool follows = slot && a.positions[slot] == a.positions[slot - 1] + 1 &&
+                         std::equal(pages_of, pages_of + a.row_pages, pages_of - a.row_pages);
+    if (!follows) begins.push_back(slot);
+  }
+  const int64_t contexts = begins.size(), heads = contexts == 1 ? 1 : a.kv_heads, parts = a.kv_heads / heads;
+  begins.push_back(a.slots);
+  const int64_t* begin = begins.data();
+  Parallel(pool, contexts * parts, [=](auto take) {
+    for (int64_t i; (i = take()) >= 0;) {
+      const int64_t slot = begin[i / parts];
+      Attend(a, slot, begin[i / parts + 1] - slot, i % parts * heads, (i % parts + 1) * heads);
+    }
   });
   const int64_t features = mixed->element_count() / a.slots;
   float* out = mixed->typed_data();

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.sampling import Truncation
 from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.types import SamplingParams
@@ -113,6 +114,33 @@ def truncation_of(slots: Sequence[SamplingParams]) -> Truncation | None:
     values = [(slot.top_p, slot.top_k, slot.min_p) for slot in slots]
     top_p, top_k, min_p = (np.array(column) for column in zip(*values, strict=True))
     return Truncation(top_p.astype(np.float32), top_k.astype(np.int32), min_p.astype(np.float32))
+
+
+def slots_of(
+    runs: Sequence[RunningRequest], pages: Sequence[Sequence[int]], context_pages: int, vocab_size: int
+) -> DecodeBatch:
+    """Return a slot for each of some requests, without their adapters.
+
+    Args:
+        runs: the requests.
+        pages: of each one's context.
+        context_pages: pages of the longest context.
+        vocab_size: the model's.
+    """
+    slots = make_decode_batch(len(runs), context_pages)
+    for slot, (run, own) in enumerate(zip(runs, pages, strict=True)):
+        slots.pages[slot, : len(own)] = own
+        slots.tokens[slot] = run.last_id
+        slots.positions[slot] = len(run.request.prompt_ids) + len(run.token_ids) - 1
+        slots.remaining[slot] = run.remaining
+        slots.temperature[slot] = run.request.sampling.temperature
+        slots.seed[slot] = run.seed
+        slots.stop_ids[slot, : len(run.stop_ids)] = run.stop_ids
+    if any(run.offset for run in runs):
+        slots = replace(slots, offsets=np.array([run.offset for run in runs], np.int32))
+    if any(run.grammar for run in runs):
+        slots = replace(slots, allowed=allowed_ids([run.grammar for run in runs], vocab_size))
+    return replace(slots, truncation=truncation_of([run.request.sampling for run in runs]))
 
 
 def allowed_ids(grammars: Sequence[GrammarState | None], vocab_size: int) -> np.ndarray:

@@ -23,11 +23,11 @@ from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled, make_decode_batch, pad_decode_batch
-from jax_agent_rl.jetstream.driver_interface import DriverInterface
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_engine_mesh
+from jax_agent_rl.jetstream.verification import VerifyingEngine
 from jax_agent_rl.jetstream.weights import WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter
@@ -48,7 +48,7 @@ def ignore_line(line: str) -> None:
     """Discard a line of progress."""
 
 
-class JaxEngine(DriverInterface):
+class JaxEngine(VerifyingEngine):
     """The engine of the module docstring. Not thread-safe.
 
     Args:
@@ -258,9 +258,7 @@ class JaxEngine(DriverInterface):
             steps: at most ``shapes.decode_steps`` are run; 1 with grammars.
             exit_after: return early once this many slots have finished.
         """
-        count = len(slots.tokens)
-        if self._stacks is not None and slots.adapter is None:
-            slots = replace(slots, adapter=np.zeros(count, np.int32))
+        count, slots = len(slots.tokens), self._completed(slots)
         width = self.width(count)
         span = bucket(self.shapes.span_buckets, int(slots.positions.max()) + steps)
         # Programs for restricted slots are compiled when the first ones come: most runs have none.
@@ -284,6 +282,12 @@ class JaxEngine(DriverInterface):
         shardings = (self._cache_sharding, self._replicated)
         cache, out = self._call(key, program, (1,), *arguments, out=shardings, next_call=next_call)
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
+
+    def _completed(self, slots: DecodeBatch) -> DecodeBatch:
+        """Add what the engine's programs always take."""
+        if self._stacks is not None and slots.adapter is None:
+            return replace(slots, adapter=np.zeros(len(slots.tokens), np.int32))
+        return slots
 
     def width(self, count: int) -> int:
         """Return the slots of the program that decodes ``count`` contexts."""
@@ -312,6 +316,7 @@ class JaxEngine(DriverInterface):
             keys |= {("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets}
         if self.shapes.kv_offloading_bytes:
             keys |= {(name, count, moved) for name in ("get", "put") for moved in kv_offloading.MOVED_TOGETHER}
+        keys |= self._verification_keys()
         return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
 
     def _restricted_keys(self) -> set[tuple]:
@@ -343,6 +348,9 @@ class JaxEngine(DriverInterface):
             print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
+        if self.shapes.num_speculative_tokens:
+            print_line("compiling verifications of drafts")
+            cache = self._warm_up_verification(params, cache)
         return self._end_warm_up(cache, print_line)
 
     def _end_warm_up(self, cache: KVCache, print_line: PrintLine) -> KVCache:

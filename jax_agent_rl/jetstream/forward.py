@@ -138,8 +138,7 @@ def decode_step(
         cache: one row per slot, or pages; positions below ``positions`` hold the context.
         tokens: int32 [B].
         positions: int32 [B], position of each token.
-        rope_offsets: int32 [B], added to rotary positions in contexts with images
-            (``models.vision.layout.rope_positions``); None adds nothing.
+        rope_offsets: int32 [B], added to rotary positions after images (``vision.layout``); None adds nothing.
         mesh: the engine's mesh, if it has more than one device.
         pages: int32 [B, n], pages of each slot, for kernels; None if ``cache`` has rows.
         adapters: the engine's LoRA adapters, if any.
@@ -149,7 +148,7 @@ def decode_step(
     Returns:
         Logits float32 [V, B], split by id, and the cache with the tokens' keys, values and experts.
     """
-    x = constrain(embed_tokens(config, params, tokens).T, mesh)  # [D, B]
+    x = constrain(embed(config, params.embed, tokens).T, mesh)  # [D, B]
     tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
     layers, routed = [], []
     adapted = _adapted_layers(params, adapters, adapter, native)
@@ -159,13 +158,19 @@ def decode_step(
         layers.append(cached)
         routed.append(chosen)
     cache = KVCache(tuple(layers), write_routed(cache, routed, positions, pages))
+    return next_logits(config, params, x, mesh, native), cache
+
+
+def next_logits(
+    config: DecoderConfig, params: EngineParams, x: jax.Array, mesh: Mesh | None, native: bool = False
+) -> jax.Array:
+    """Return the logits float32 [V, B] of the ids after residual streams [D, B], on a mesh split by id."""
     head = params.embed if params.head is None else params.head
     if native:
-        return cpu_kernels.product(config, head, x, params.final_norm), cache
+        return cpu_kernels.product(config, head, x, params.final_norm)
     x = rms_norm(config, x, params.final_norm, axis=0)
     logits = jnp.einsum("vd,db->vb", head, x, preferred_element_type=jnp.float32)
-    logits = constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
-    return logits, cache
+    return constrain(logits, mesh, DEVICES)  # or XLA might rather gather the head than its product
 
 
 def prefill_chunks(
@@ -178,10 +183,11 @@ def prefill_chunks(
     mesh: Mesh | None = None,
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
+    rope_offsets: jax.Array | None = None,
 ) -> list[tuple[jax.Array, LayerKV, jax.Array | None]]:
     """Compute keys and values of one chunk of each of R contexts, given the positions before it.
 
-    There are no logits: decoding begins with the context's last token, so contexts that share a prompt need no prefill.
+    There are no logits: decoding begins with the last token, so contexts that share a prompt need no prefill.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
@@ -193,18 +199,20 @@ def prefill_chunks(
         mesh: the engine's mesh, if it has more than one device.
         adapters: the engine's LoRA adapters, if any.
         adapter: int32 [R], the adapter of each context.
+        rope_offsets: int32 [R], as in :func:`decode_step`, for chunks after all images.
 
     Returns:
-        Per layer: the residual stream [D, R T] after it, its keys [R, K, h, T] and values [R, K, T, h] in the
-        cache's precision, and the experts chosen, int32 [R T, k], or None.
+        Per layer: the residual stream [D, R T] after it, keys [R, K, h, T] and values [R, K, T, h] as cached, and the
+        experts chosen, int32 [R T, k], or None.
     """
     rows, count = tokens.shape
-    x = embed_tokens(config, params, tokens.reshape(-1))
+    x = embed(config, params.embed, tokens.reshape(-1))
     if images is not None:
         x = place_features(x.reshape(rows, count, -1), images).reshape(rows * count, -1)
     x = constrain(x.T, mesh)  # [D, R T]
     if images is None:
-        tables = _rope(config, (starts[:, None] + jnp.arange(count)).reshape(-1))
+        first = starts if rope_offsets is None else starts + rope_offsets
+        tables = _rope(config, (first[:, None] + jnp.arange(count)).reshape(-1))
     else:
         tables = _mrope(config, images.rope_positions.reshape(-1, 3))
     adapter = None if adapter is None else jnp.repeat(adapter, count)
@@ -377,11 +385,6 @@ def _feed_forward(
     else:
         hidden = activation(*layer.multiply(config, "gate_up", x, norm))
     return constrain(layer.multiply(config, "down", hidden), mesh), None
-
-
-def embed_tokens(config: DecoderConfig, params: EngineParams, tokens: jax.Array) -> jax.Array:
-    """Return embeddings [B, D] of int32 [B]."""
-    return embed(config, params.embed, tokens)
 
 
 def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:

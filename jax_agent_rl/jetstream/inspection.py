@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.jetstream.forward import EngineParams, embed_tokens, prefill_chunks
+from jax_agent_rl.jetstream.forward import EngineParams, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import tensor_names
+from jax_agent_rl.models.layers import embed
 from jax_agent_rl.models.quantized import Quantized
 from jax_agent_rl.models.tensor_files import named_tensors
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
@@ -54,7 +55,7 @@ def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[La
         # An empty page: all of the context is in the chunk.
         cache: KVCache = empty_cache(config, 1, engine.shapes.page, engine.kv_dtype)
         layers = prefill_chunks(config, params, cache, ids[None], jnp.zeros(1, jnp.int32), mesh=mesh)
-        return embed_tokens(config, params, ids), layers
+        return embed(config, params.embed, ids), layers
 
     embedded, layers = jax.device_get(run(params))
     outputs = [LayerOutput(hidden=np.asarray(embedded, np.float32))]

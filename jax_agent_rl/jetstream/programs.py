@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
-from jax_agent_rl.jetstream.kv_cache import KVCache, align_to_pages, gather_pages, write_back
+from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.layout import ImageInputs
@@ -183,6 +183,17 @@ def compute_chunks(
     """
     rows = gather_pages(cache, before, starts)
     layers = prefill_chunks(config, params, rows, tokens, starts, images, mesh, adapters, adapter)
+    return chunk_pages(cache, layers, tokens, starts, into)
+
+
+def chunk_pages(
+    cache: KVCache,
+    layers: list[tuple[jax.Array, LayerKV, jax.Array | None]],
+    tokens: jax.Array,
+    starts: jax.Array,
+    into: jax.Array,
+) -> KVCache:
+    """Return the pages ``into`` of chunks computed by :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`."""
     routed = None
     if cache.routed is not None:
         chosen = jnp.stack([chosen for *_, chosen in layers if chosen is not None]).astype(

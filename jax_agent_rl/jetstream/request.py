@@ -27,6 +27,9 @@ class Counters:
     prefill_seconds: float = 0.0
     weight_update_seconds: float = 0.0
     slot_steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def check_request(
@@ -125,6 +128,11 @@ class RunningRequest:
     def context_ids(self) -> tuple[int, ...]:
         """Prompt and output so far."""
         return (*self.request.prompt_ids, *self.token_ids)
+
+    def tail(self, count: int) -> list[int]:
+        """Return the last ``count`` ids of the context, or all."""
+        rest = max(0, count - len(self.token_ids))
+        return [*self.request.prompt_ids[max(0, len(self.request.prompt_ids) - rest) :], *self.token_ids[-count:]]
 
     @property
     def context_keys(self) -> np.ndarray:

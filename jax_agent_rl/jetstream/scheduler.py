@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -29,19 +29,15 @@ from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError
 from jax_agent_rl.jetstream.admission import AdmissionPlan, Patience
 from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
-from jax_agent_rl.jetstream.decode_batch import (
-    MAX_STOP_IDS,
-    DecodeBatch,
-    allowed_ids,
-    make_decode_batch,
-    truncation_of,
-)
+from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, slots_of
+from jax_agent_rl.jetstream.drafting import LookupDrafter
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.kv_offloading import HostCache
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
 from jax_agent_rl.jetstream.return_times import ReturnTimes
+from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import RoutedExperts, StopReason, TokenOutput, join_routed
@@ -86,6 +82,8 @@ class Scheduler:
         self._image_keys = ImageKeys()
         self._eos = frozenset(self.engine.config.eos_token_ids)
         self._patience = Patience(self.clock)
+        speculates = self.engine.shapes.num_speculative_tokens > 0
+        self.speculation = Speculation(self.engine, LookupDrafter(), self.counters) if speculates else None
 
     def _make_block_manager(self) -> BlockManager:
         shapes = self.engine.shapes
@@ -263,10 +261,10 @@ class Scheduler:
     def _adapter_number(self, run: RunningRequest) -> int:
         return 0 if run.request.lora is None else 1 + self.engine.adapters.index(run.request.lora)
 
-    def _make_room(self, steps: int) -> None:
+    def _make_room(self, steps: Callable[[RunningRequest], int]) -> None:
         """Allocate pages for a dispatch, first requests first; preempt the last ones if there are too few."""
         for run in sorted(self.running.values(), key=lambda run: run.order):
-            while run.context is not None and not self.block_manager.grow(run.context, min(steps, run.remaining)):
+            while run.context is not None and not self.block_manager.grow(run.context, min(steps(run), run.remaining)):
                 self._preempt(max(self.running.values(), key=lambda run: run.order))
         self._host.save(self.cache, self.block_manager.saved)
 
@@ -292,23 +290,35 @@ class Scheduler:
     def _decode(self) -> Progress:
         constrained = any(run.grammar for run in self.running.values())
         steps = 1 if constrained else self.engine.shapes.decode_steps
-        self._make_room(steps)
+        if self.speculation is None:
+            return self._dispatch(steps, None)
+        drafts = self.speculation.choose(list(self.running.values()))
+        progress = self._dispatch(min(steps, self.speculation.steps), drafts)
+        self.speculation.measure([len(news.token_ids) for _, news in progress if isinstance(news, TokenChunk)])
+        return progress
+
+    def _dispatch(self, steps: int, drafts: Mapping[RunningRequest, list[int]] | None) -> Progress:
+        """Verify drafts or, without them, run decode steps; return what was sampled."""
+        self._make_room(lambda run: steps if drafts is None else 1 + len(drafts[run]))
         runs = list(self.running.values())
-        slots = make_decode_batch(len(runs), self.engine.shapes.context_pages)
-        for slot, run in enumerate(runs):
-            self._fill_slot(slots, slot, run)
-        if any(run.offset for run in runs):
-            slots = replace(slots, offsets=np.array([run.offset for run in runs], np.int32))
-        if self.engine.adapters:
-            slots = replace(slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
-        slots = replace(slots, truncation=truncation_of([run.request.sampling for run in runs]))
-        if constrained:
-            grammars = [run.grammar for run in runs]
-            slots = replace(slots, allowed=allowed_ids(grammars, self.engine.config.vocab_size))
-        self.cache, sampled = self.engine.decode(self.params, self.cache, slots, steps, self._exit_after(len(runs)))
-        self.counters.slot_steps += self.engine.width(len(runs)) * int((sampled.ids >= 0).any(axis=1).sum())
+        slots = self._slots(runs)
+        if drafts is None:
+            self.cache, sampled = self.engine.decode(self.params, self.cache, slots, steps, self._exit_after(len(runs)))
+            steps = int((sampled.ids >= 0).any(axis=1).sum())
+        else:
+            own, steps = [drafts[run] for run in runs], 1
+            self.cache, sampled = self.engine.verify(self.params, self.cache, slots, own)
+        self.counters.slot_steps += self.engine.width(len(runs)) * steps
         taken = ((run, self._take(run, *sampled.of_slot(slot))) for slot, run in enumerate(runs))
         return [(run, news) for run, news in taken if news is not None]
+
+    def _slots(self, runs: Sequence[RunningRequest]) -> DecodeBatch:
+        """Return a slot for each of some running requests."""
+        pages = [self.block_manager.pages(run.context) for run in runs if run.context is not None]
+        slots = slots_of(runs, pages, self.engine.shapes.context_pages, self.engine.config.vocab_size)
+        if self.engine.adapters:
+            slots = replace(slots, adapter=np.array([self._adapter_number(run) for run in runs], np.int32))
+        return slots
 
     def _exit_after(self, running: int) -> int:
         """Return how many finished slots end a dispatch early.
@@ -320,17 +330,6 @@ class Scheduler:
             return 1
         fewer = max((w for w in self.engine.shapes.slot_buckets if w < running), default=0)
         return max(1, min(running - fewer, running // 4))
-
-    def _fill_slot(self, slots: DecodeBatch, slot: int, run: RunningRequest) -> None:
-        assert run.context is not None  # it runs
-        sampling, pages = run.request.sampling, self.block_manager.pages(run.context)
-        slots.pages[slot, : len(pages)] = pages
-        slots.tokens[slot] = run.last_id
-        slots.positions[slot] = len(run.request.prompt_ids) + len(run.token_ids) - 1
-        slots.remaining[slot] = run.remaining
-        slots.temperature[slot] = sampling.temperature
-        slots.seed[slot] = run.seed
-        slots.stop_ids[slot, : len(run.stop_ids)] = run.stop_ids
 
     def _take(
         self, run: RunningRequest, ids: np.ndarray, log_probs: np.ndarray, kept: np.ndarray | None = None
@@ -345,6 +344,8 @@ class Scheduler:
         # The dispatch fed the last id and all but the newest of the new ones: their KV is cached now.
         self.block_manager.append(run.context, [last, *run.token_ids[-taken:-1]])
         self.counters.generated_tokens += taken
+        if self.speculation is not None:
+            self.speculation.took(run, taken)
         if run.stop_reason is None:
             return self._chunk(run, taken)
         chunk = self._finish(run, taken)

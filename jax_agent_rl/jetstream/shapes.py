@@ -22,6 +22,7 @@ class EngineShapes:
         prefill_buckets: padded chunk lengths, ascending.
         patch_buckets: numbers of image patches encoded together, ascending; for vision models.
         kv_offloading_bytes: host memory for KV of waiting sessions.
+        num_speculative_tokens: most drafted ids of a context that are verified together.
         shortest_span: compile for shorter contexts than a quarter of the longest, too, from this one on and doubling.
     """
 
@@ -32,6 +33,7 @@ class EngineShapes:
     prefill_buckets: tuple[int, ...]
     patch_buckets: tuple[int, ...] = ()
     kv_offloading_bytes: int = 0
+    num_speculative_tokens: int = 0
     shortest_span: int | None = None
 
     @property

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension
 from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, PrintLine, ignore_line
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
@@ -125,13 +125,11 @@ class VisionEngine(JaxEngine):
         finally:
             self._encoded.clear()
 
-    def decode(
-        self, params: EngineParams, cache: KVCache, slots: DecodeBatch, steps: int, exit_after: int
-    ) -> tuple[KVCache, Sampled]:
-        """Decode as :meth:`JaxEngine.decode` does; slots without offsets hold no images."""
+    def _completed(self, slots: DecodeBatch) -> DecodeBatch:
+        """Add what the engine's programs always take; slots without offsets hold no images."""
         if slots.offsets is None:
             slots = replace(slots, offsets=np.zeros(len(slots.tokens), np.int32))
-        return super().decode(params, cache, slots, steps, exit_after)
+        return super()._completed(slots)
 
     def warm_up(self, params: EngineParams, cache: KVCache, print_line: PrintLine = ignore_line) -> KVCache:
         """Warm up as :meth:`JaxEngine.warm_up` does, with the image programs first."""

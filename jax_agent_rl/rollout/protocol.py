@@ -228,8 +228,11 @@ class BackendMetrics:
         prefill_seconds: part of ``busy_seconds`` spent on prompts.
         recompilations: programs compiled since warm-up ended; 0 in a healthy run.
         weight_update_seconds: time spent taking weights.
-        slot_steps: slots of every decode step, idle ones included, so that ``generated_tokens / slot_steps`` is the
-            occupancy; 0 if not counted.
+        slot_steps: slots of every decode step, idle ones included, so that
+            ``(generated_tokens - accepted_tokens) / slot_steps`` is the occupancy; 0 if not counted.
+        drafts: drafts verified by speculative decoding, each of one request.
+        draft_tokens: ids in them.
+        accepted_tokens: of these ids, those that were sampled.
         offloaded_pages: pages of the KV cache copied to host memory.
         restored_pages: pages of the KV cache copied back.
     """
@@ -243,6 +246,9 @@ class BackendMetrics:
     recompilations: int = 0
     weight_update_seconds: float = 0.0
     slot_steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     offloaded_pages: int = 0
     restored_pages: int = 0
 

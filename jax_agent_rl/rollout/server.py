@@ -225,6 +225,9 @@ COUNTED = {
     "recompilations": "Programs compiled since warm-up ended.",
     "weight_update_seconds": "Time spent taking weights.",
     "slot_steps": "Slots of every decode step, idle ones included.",
+    "drafts": "Drafts verified by speculative decoding.",
+    "draft_tokens": "Drafted ids verified.",
+    "accepted_tokens": "Drafted ids that were sampled.",
     "offloaded_pages": "Pages of the KV cache copied to host memory.",
     "restored_pages": "Pages of the KV cache copied back from host memory.",
 }

@@ -130,6 +130,7 @@ def step_record(
     sampled = [sum(part.num_sampled for part in parts) for parts in contexts]
     inherited = sum(t.num_inherited for t in trajectories)  # what branches share was sampled once
     defaults = {name: 0.0 for name in ("learner_tokens_per_second", "logprob_gap_max", "logprob_gap_mean", "loss")}
+    occupied = engine.generated_tokens - engine.accepted_tokens
     return {
         "kind": "step",
         "step": step,
@@ -151,7 +152,8 @@ def step_record(
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": (sum(sampled) - inherited) / rollout_seconds,
         "engine_busy_share": engine.busy_seconds / rollout_seconds,
-        "slot_occupancy": engine.generated_tokens / engine.slot_steps if engine.slot_steps else None,
+        "slot_occupancy": occupied / engine.slot_steps if engine.slot_steps else None,
+        "mean_acceptance_length": 1 + engine.accepted_tokens / engine.drafts if engine.drafts else None,
         "prefill_tokens": engine.prefill_tokens,
         "cached_tokens": engine.cached_tokens,
         "weight_update_seconds": weight_update_seconds,

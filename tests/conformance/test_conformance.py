@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
 from jax_agent_rl.testing.conformance.models import (
     TransformersReference,
@@ -79,6 +80,16 @@ def jetstream_int8_cache(request):
     return select_backend("jetstream", replace(options, kv_dtype="int8", tolerance=EIGHT_BITS))
 
 
+def jetstream_speculative(request):
+    """Of an engine that verifies every draft, whether it pays or not."""
+    pytest.importorskip("torch")
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    patch.setattr(Speculation, "_best_columns", lambda on, plain, chances: on.most_columns if len(chances) else None)
+    options = request.getfixturevalue("options")
+    return select_backend("jetstream", replace(options, num_speculative_tokens=4))
+
+
 def rounded(model: Path, folder: Path) -> Path:
     """A copy of a model in which each row of a layer's matrix is a multiple of the row's 127th."""
     shutil.copytree(model, folder)
@@ -133,7 +144,7 @@ def ray_vllm(request):
     return select_backend("ray", replace(request.getfixturevalue("options"), engine="vllm"))
 
 
-EMBEDDED = [jetstream, jetstream_int8, jetstream_int8_cache, external_engine]
+EMBEDDED = [jetstream, jetstream_speculative, jetstream_int8, jetstream_int8_cache, external_engine]
 SUBJECTS = [toy, *EMBEDDED, remote_toy, remote_toy_upload, remote_jetstream, ray_jetstream]
 ON_VLLM = [pytest.param(subject, marks=pytest.mark.vllm) for subject in (vllm, remote_vllm, ray_vllm)]
 

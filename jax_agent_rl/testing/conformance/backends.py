@@ -110,6 +110,7 @@ class BackendOptions:
         engine_factory: ``rollout.jetstream.engine_factory`` of ``jetstream``; None for the built-in engine.
         quantize: ``rollout.jetstream.quantize`` of ``jetstream``.
         kv_dtype: ``rollout.jetstream.kv_dtype`` of ``jetstream``; None for that of the weights.
+        num_speculative_tokens: of ``jetstream``.
         adapters: whether to serve the LoRA adapter ``folders.adapter`` as ``ADAPTER``.
         data_parallel: engines of ``jetstream``, each with ``max_concurrent`` slots on a device of its own.
     """
@@ -125,6 +126,7 @@ class BackendOptions:
     engine_factory: str | None = None
     quantize: EightBits | None = None
     kv_dtype: EightBits | None = None
+    num_speculative_tokens: int = 0
     adapters: bool = False
     data_parallel: int = 1
 
@@ -277,6 +279,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
         decode_steps=4,
         prefill_buckets=(32, 128),
         patch_buckets=(64,),
+        num_speculative_tokens=options.num_speculative_tokens,
     )
     vision_processor = VisionProcessor.of(config, folders[BASE])
     external_engine = load_engine_function(options.engine_factory) if options.engine_factory else None

@@ -148,6 +148,42 @@ def test_attention_reads_what_each_slot_sees_in_its_own_pages(
         np.testing.assert_array_equal(*(np.asarray(x).swapaxes(1, 2)[kept] for x in (found, before)))
 
 
+@pytest.mark.parametrize("sinks", [None, 1.0], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_several_tokens_of_a_context_attend_as_one_after_the_other(window: int | None, sinks: float | None):
+    """Runs of 1, 7 and 4 tokens, the second across a page's end, beside an idle slot; later positions are NaN."""
+    config = dataclasses.replace(TINY, num_kv_heads=3, num_heads=9, head_dim=20, sliding_window=window)
+    starts, counts = np.array([3, 60, 31, 0]), np.array([1, 7, 4, 1])
+    slot = np.repeat(np.arange(4), counts)
+    positions = np.concatenate([s + np.arange(n) for s, n in zip(starts, counts, strict=True)]).astype(np.int32)
+    own = np.concatenate(
+        [1 + np.random.default_rng(5).permutation(9).astype(np.int32).reshape(3, 3), np.zeros((1, 3), int)]
+    )
+    qkv, angles = normal(3, 5, 20, len(slot)), normal(10, len(slot), seed=1)
+    keys, values = normal(10, 3, 32, 20, seed=2), normal(10, 3, 32, 20, seed=3)
+    for context, start in enumerate(starts[:3]):
+        for position in range(start, 96):
+            for x in (keys, values):
+                x[own[context, position // 32], :, position % 32] = np.nan
+    cached = LayerKV(jnp.asarray(keys.swapaxes(2, 3)), jnp.asarray(values))
+    own_sinks = None if sinks is None else sinks * normal(3, 3, seed=4)
+    attend = jax.jit(cpu_kernels.decode_attention, static_argnums=0, static_argnames="windowed")
+
+    def run(cached: LayerKV, columns: list[int]) -> tuple[jax.Array, LayerKV]:
+        table = np.cos(angles[:, columns]), np.sin(angles[:, columns])
+        pages = own[slot[columns]].astype(np.int32)
+        inputs = (qkv[..., columns], cached, positions[columns], pages, table, own_sinks)
+        return attend(config, *inputs, windowed=window is not None)
+
+    mixed, after = run(cached, list(range(len(slot))))
+    for column in range(len(slot)):
+        one, cached = run(cached, [column])
+        np.testing.assert_allclose(mixed[..., column], one[..., 0], atol=1e-5)
+    used = np.unique(own[:3])
+    for found, wanted in ((after.keys, cached.keys), (after.values, cached.values)):
+        np.testing.assert_array_equal(np.asarray(found)[used], np.asarray(wanted)[used])
+
+
 VARIANTS = {
     "plain": TINY,
     "biases": dataclasses.replace(TINY, qkv_bias=True),

@@ -114,15 +114,18 @@ def test_small_pages_and_heads_compile_to_kernels_too(devices: np.ndarray, dtype
 @pytest.mark.parametrize(
     ("dtype", "size", "window"), [(jnp.bfloat16, 128, None), (jnp.bfloat16, 64, 256), (jnp.int8, 64, None)]
 )
-def test_prefill_compiles_to_a_kernel(devices: np.ndarray, dtype: jnp.dtype, size: int, window: int | None):
+@pytest.mark.parametrize(("rows", "count"), [(PREFILL_ROWS, CHUNK), (32, 6)], ids=["prefill", "verification"])
+def test_chunks_compile_to_a_kernel(
+    devices: np.ndarray, rows: int, count: int, dtype: jnp.dtype, size: int, window: int | None
+):
     mesh = mesh_of(devices, tensor=4)
-    cached, new = (described_cache(mesh, PREFILL_ROWS, length, dtype, size) for length in (1024, CHUNK))
-    q = described(mesh, (KV_HEADS, HEADS // KV_HEADS, size, PREFILL_ROWS, CHUNK), jnp.bfloat16, "tensor")
+    cached, new = (described_cache(mesh, rows, length, dtype, size) for length in (1024, count))
+    q = described(mesh, (KV_HEADS, HEADS // KV_HEADS, size, rows, count), jnp.bfloat16, "tensor")
 
     def chunk(q, cached, new, at):
         return chunk_attention(q, cached, new, at, window=window, mesh=mesh)
 
-    program = jax.jit(chunk).lower(q, cached, new, described(mesh, (PREFILL_ROWS,), jnp.int32))
+    program = jax.jit(chunk).lower(q, cached, new, described(mesh, (rows,), jnp.int32))
     assert kernels(program.compile()) == 1
 
 
