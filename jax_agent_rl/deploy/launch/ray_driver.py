@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -61,8 +60,8 @@ def load_run(config: str, overrides: Sequence[str]) -> Config:
 def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
     """Decide where the engines run, unless the configuration does by ``rollout.placement``.
 
-    Every GPU that the learner leaves free serves, ``rollout.vllm.tensor_parallel_size`` per engine. If it leaves too few,
-    one engine shares the GPUs of the learner. Without GPUs there are ``rollout.num_engines``.
+    Every GPU that the learner leaves free serves, ``rollout.vllm.tensor_parallel_size`` per engine. If it leaves too
+    few, one engine shares the GPUs of the learner. Without GPUs there are ``rollout.num_engines``.
 
     Args:
         config: the configuration.
@@ -76,7 +75,7 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
         return [], {}
     if not free_gpus:
         return ["rollout.placement=separate", "rollout.gpus_per_engine=0"], {}
-    group = rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else max(rollout.gpus_per_engine, 1)
+    group = _gpus_per_engine(config)
     if engines := sum(gpus // group for gpus in free_gpus):
         if "num_engines" in rollout.model_fields_set:
             engines = rollout.num_engines
@@ -85,6 +84,11 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
     chosen = "gpu_memory_utilization" in rollout.vllm.model_fields_set
     part = [] if chosen else [f"rollout.vllm.gpu_memory_utilization={SHARED_UTILIZATION}"]
     return ["rollout.placement=colocated", *part], {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)}
+
+
+def _gpus_per_engine(config: Config) -> int:
+    rollout = config.rollout
+    return rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else max(rollout.gpus_per_engine, 1)
 
 
 class LearnerProcess:
@@ -170,30 +174,46 @@ class Driver:
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[Any]:
-        """Reserve a bundle on every node of the learner; yield None if the job is stopped meanwhile."""
-        import ray
+        """Reserve a bundle on every node of the learner; yield None if the job is stopped meanwhile.
+
+        Raises:
+            LaunchError: the cluster has no room for learner and engines in time.
+        """
         from ray.util.placement_group import placement_group, remove_placement_group
 
         bundle = {"CPU": 1, "GPU": self._gpus} if self._gpus else {"CPU": 1}
         group = placement_group([bundle] * self._count, strategy="STRICT_SPREAD")
-        begin = report = time.monotonic()
+        begin, reported = time.monotonic(), -_PROGRESS_SECONDS
         try:
-            while not group.wait(_POLL_SECONDS):
-                now, size = time.monotonic(), ", ".join(f"{value} {name}" for name, value in bundle.items())
-                if self._stop.is_set():
-                    yield None
-                    return
-                if now - begin > self._arguments.start_timeout:
-                    raise LaunchError(
-                        f"no {self._count} node(s) with {size} each after {self._arguments.start_timeout} s "
-                        f"(--start-timeout); the cluster's free resources: {json.dumps(ray.available_resources())}"
+            while not (group.wait(_POLL_SECONDS) and self._engines_fit()):
+                if self._stop.wait(_POLL_SECONDS):
+                    break
+                elapsed = time.monotonic() - begin
+                if elapsed - reported > _PROGRESS_SECONDS:
+                    reported = elapsed
+                    _say(
+                        f"waiting for room: {self._count} node(s) for the learner with {_plain(bundle)} each, and "
+                        f"{_plain(self._engine_needs)} for the engines; free are {_plain(_free())}"
                     )
-                if now - report > _PROGRESS_SECONDS or report == begin:
-                    report = now
-                    _say(f"waiting for {self._count} node(s) with {size} each")
-            yield group
+                if elapsed > self._arguments.start_timeout:
+                    raise LaunchError(f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add nodes")
+            yield None if self._stop.is_set() else group
         finally:
             remove_placement_group(group)
+
+    @property
+    def _engine_needs(self) -> dict[str, float]:
+        """Resources of the engines in Ray actors, and of the learner's bundle beside them."""
+        rollout = self._config.rollout
+        chosen = "placement" in rollout.model_fields_set
+        if rollout.backend == "remote" or (chosen and rollout.placement == "colocated"):
+            return {}
+        engines = rollout.num_engines if chosen or not self._gpus or "num_engines" in rollout.model_fields_set else 0
+        return {"CPU": 1 + engines, "GPU": engines * _gpus_per_engine(self._config) if self._gpus else 0}
+
+    def _engines_fit(self) -> bool:
+        free = _free()
+        return all(free.get(name, 0) >= wanted for name, wanted in self._engine_needs.items())
 
     def _attempt(self, group: Any, number: int, resume: Sequence[str]) -> int | None:
         """Run every process to its end; return the exit status of process 0, None if one was lost."""
@@ -281,6 +301,16 @@ def _listen(process: int, said: Any, received: queue.Queue[tuple[int, str | int 
         received.put((process, None))
 
 
+def _free() -> dict[str, float]:
+    import ray
+
+    return ray.available_resources()
+
+
+def _plain(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[name]:g} {name}s" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
@@ -308,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     import ray
 
-    ray.init(namespace=arguments.job, log_to_driver=False)
+    ray.init(namespace=arguments.job, log_to_driver=False, logging_level="warning")
     if arguments.kill:
         for name in ray.util.list_named_actors():
             ray.kill(ray.get_actor(name))

@@ -66,7 +66,8 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
     from ray.job_submission import JobSubmissionClient
 
     if own:
-        ray.init("local", include_dashboard=True, log_to_driver=False, num_cpus=max(cpus, os.cpu_count() or 1))
+        size = {"num_cpus": max(cpus, os.cpu_count() or 1)}
+        ray.init("local", include_dashboard=True, log_to_driver=False, logging_level="warning", **size)
     try:
         yield JobSubmissionClient()
     except (ConnectionError, RuntimeError) as error:
