@@ -38,7 +38,9 @@ def start(recipe: Path, *arguments: str, address: str | None = None) -> subproce
 
 
 def learners() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if "learner.multihost.process_id=0" in (p.info["cmdline"] or [])]
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if "learner.multihost.process_id=0" in (p.info["cmdline"] or [])
+    ]
 
 
 def test_ctrl_c_saves_the_last_step_and_resume_goes_on_from_it(tmp_path: Path):

@@ -7,12 +7,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.launch import ray_job
+from jax_agent_rl.deploy.launch import ray_job, ray_render
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.deploy.launch.runner import TimedPrinter
+from jax_agent_rl.deploy.launch.settings import count, positive
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     add_run_options(add)
     add("--dry-run", action="store_true", help="check the configuration, print the job, and run nothing")
     add("--no-install", action="store_true", help="the environment exists already")
+    add("--render", choices=["ray", "kuberay"], help="print a cluster file for ray up, or a RayJob, and run nothing")
+    add("--hosts", type=_comma_separated, default=[], metavar="H1,H2,…", help="--render ray: [user@]hosts, head first")
+    add("--image", default="jax_agent_rl:gpu", help="--render kuberay: of docker/gpu.Dockerfile (jax_agent_rl:gpu)")
+    add("--nodes", type=positive, default=1, metavar="N", help="--render kuberay: pods with GPUs (1)")
+    add("--gpus-per-node", type=count, default=8, metavar="N", help="--render kuberay: GPUs of each pod (8)")
+    add("--claim", default="jax-agent-rl", help="--render kuberay: volume claim for /runs (jax-agent-rl)")
     return result
 
 
@@ -50,6 +58,8 @@ examples:
   ./launch/gpu.sh trainer.steps=20                       the quickstart on this machine's GPUs
   ./launch/gpu.sh --config my.yaml learner.mesh.fsdp=4 rollout.vllm.tensor_parallel_size=2
   RAY_ADDRESS=http://10.0.0.1:8265 ./launch/gpu.sh --config my.yaml learner.multihost.num_processes=2
+  ./launch/gpu.sh --render ray --hosts me@10.0.0.1,me@10.0.0.2 >cluster.yaml
+  ./launch/gpu.sh --render kuberay --nodes 2 --config my.yaml run_dir=/runs/my >run.yaml
 """
 
 
@@ -57,9 +67,18 @@ def main(argv: Sequence[str]) -> int:
     """Run a launch; return its exit status."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        config_file = str((arguments.config or QUICKSTART).absolute())
-        config = load_run(config_file, arguments.overrides)
-        passed = driver_arguments(arguments, config_file)
+        if arguments.render == "ray":
+            print(ray_render.cluster_file(arguments.hosts, root=ROOT, venv=_venv(), device=arguments.device))
+            return 0
+        if arguments.config is None and (arguments.render or os.environ.get("RAY_ADDRESS")):
+            raise LaunchError("give --config: the quickstart, whose model and data are fetched, is for this machine")
+        file = (arguments.config or QUICKSTART).absolute()
+        config = load_run(str(file), arguments.overrides)
+        passed = _driver_arguments(arguments)
+        if arguments.render == "kuberay":
+            print(_render_kuberay(arguments, config, file.read_text(), passed))
+            return 0
+        passed = [f"--config={file}", *passed]
         if arguments.dry_run:
             print(f"cluster: {os.environ.get('RAY_ADDRESS') or 'a new one on this machine'}")
             print(f"job: {ray_job.entrypoint(str(ROOT), sys.executable, 'JOB', passed)}")
@@ -71,11 +90,33 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def driver_arguments(arguments: argparse.Namespace, config_file: str) -> list[str]:
-    """Return the command line of the driver."""
+def _driver_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Return the command line of the driver, but for the configuration."""
     options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in _PASSED]
     options += ["--resume"] if arguments.resume else []
-    return [f"--config={config_file}", *options, *arguments.overrides]
+    return [*options, *arguments.overrides]
+
+
+def _render_kuberay(arguments: argparse.Namespace, config: Config, text: str, passed: Sequence[str]) -> str:
+    if not config.run_dir.startswith(f"{ray_render.RUNS}/"):
+        raise LaunchError(f"run_dir={config.run_dir} ends with its pod; set it to a folder of {ray_render.RUNS}")
+    return ray_render.ray_job_manifest(
+        passed,
+        text,
+        image=arguments.image,
+        nodes=arguments.nodes,
+        gpus=arguments.gpus_per_node if arguments.device == "cuda" else 0,
+        claim=arguments.claim,
+        ray_version=version("ray"),
+    )
+
+
+def _venv() -> Path:
+    return Path(os.environ.get("JAX_AGENT_RL_VENV", ROOT / ".venv-gpu")).absolute()
+
+
+def _comma_separated(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
 
 
 _PASSED = ("device", "start-timeout", "max-restarts")

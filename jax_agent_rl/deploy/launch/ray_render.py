@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,23 @@ from jax_agent_rl.errors import LaunchError
 _TOKEN_FILE = "~/.ray/auth_token"
 _PORT = 6379
 _IMAGE_ROOT, _IMAGE_PYTHON = "/app", "/opt/venv/bin/python"  # docker/gpu.Dockerfile
-_CONFIG, _RUNS = "/config/run.yaml", "/runs"
+_CONFIG = "/config/run.yaml"
+RUNS = "/runs"
+"""Where pods mount the claim."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, and nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def cluster_file(hosts: Sequence[str], *, root: Path, venv: Path, device: str) -> str:
@@ -56,7 +73,7 @@ def cluster_file(hosts: Sequence[str], *, root: Path, venv: Path, device: str) -
         "ray get-auth-token --generate; ray up cluster.yaml; ray dashboard cluster.yaml (keeps port 8265 open);",
         "RAY_AUTH_MODE=token RAY_ADDRESS=http://127.0.0.1:8265 ./launch/gpu.sh --config …",
         "For a cloud, replace provider and auth as docs.ray.io shows for it.",
-    ) + yaml.safe_dump(tree, sort_keys=False)
+    ) + yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def ray_job_manifest(
@@ -81,7 +98,7 @@ def ray_job_manifest(
     ]
     mounts = [
         {"name": "config", "mountPath": "/config"},
-        {"name": "runs", "mountPath": _RUNS},
+        {"name": "runs", "mountPath": RUNS},
         {"name": "memory", "mountPath": "/dev/shm"},
     ]
 
@@ -104,22 +121,21 @@ def ray_job_manifest(
         "kind": "RayJob",
         "metadata": {"name": name},
         "spec": {
-            "entrypoint": f"bash -c {_quoted(command)}",
+            "entrypoint": f"bash -c {shlex.quote(command)}",
             "runtimeEnvYAML": yaml.safe_dump(ray_job.runtime_env(_IMAGE_ROOT)),
             "shutdownAfterJobFinishes": True,
-            "rayClusterSpec": {"rayVersion": ray_version, "headGroupSpec": head, "workerGroupSpecs": [workers]},
+            "rayClusterSpec": {
+                "rayVersion": ray_version,
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": head,
+                "workerGroupSpecs": [workers],
+            },
         },
     }
     files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"run.yaml": config}}
-    text = yaml.safe_dump_all([files, job], sort_keys=False)
-    return _comment(f"run_dir, data and models lie under {_RUNS}. kubectl delete rayjob {name} ends the run.") + text
+    text = yaml.dump_all([files, job], Dumper=_Dumper, sort_keys=False)
+    return _comment(f"run_dir, data and models lie under {RUNS}. kubectl delete rayjob {name} ends the run.") + text
 
 
 def _comment(*lines: str) -> str:
     return "".join(f"# {line}\n" for line in lines)
-
-
-def _quoted(command: str) -> str:
-    import shlex
-
-    return shlex.quote(command)
