@@ -38,12 +38,12 @@ def start(recipe: Path, *arguments: str, address: str | None = None) -> subproce
 
 
 def learners() -> list[psutil.Process]:
-    return [
-        p for p in psutil.process_iter(["cmdline"]) if "learner.multihost.process_id=0" in (p.info["cmdline"] or [])
-    ]
+    """Process 0 of the learner, under its watchdog."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p for p in processes if "learner.multihost.process_id=0" in (p.info["cmdline"] or [])]
 
 
-def test_ctrl_c_saves_the_last_step_and_resume_goes_on_from_it(tmp_path: Path):
+def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
     recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"checkpoint_every": 0, "steps": 1000})
     process = start(recipe)
     read_until(process, " 2/1000 ")
@@ -52,11 +52,18 @@ def test_ctrl_c_saves_the_last_step_and_resume_goes_on_from_it(tmp_path: Path):
     assert not learners()
     (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
 
-    resumed = start(recipe, "--resume", f"trainer.steps={saved + 1}")
-    output = resumed.communicate()[0]
-    assert resumed.returncode == 0 and f"resumed after step {saved}" in output, output
+    resumed = start(recipe, "--resume")
+    read_until(resumed, f"resumed after step {saved}")
+    read_until(resumed, f" {saved + 1}/1000 ")
     steps = [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    assert steps == list(range(1, saved + 2))
+    assert steps[: saved + 1] == list(range(1, saved + 2))
+    *_, stuck = learners()
+    stuck.suspend()
+    resumed.send_signal(signal.SIGINT)
+    read_until(resumed, "interrupted: the run saves a checkpoint")
+    rest = "".join(ended_after(resumed, signal.SIGINT))
+    assert resumed.returncode == 130 and "the run is killed" in rest, rest
+    assert not stuck.is_running()
 
 
 @pytest.fixture

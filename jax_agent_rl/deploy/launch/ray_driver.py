@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -115,7 +116,7 @@ class LearnerProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jax_agent_rl.deploy.launch.watchdog", "0", sys.executable, *command],
             cwd=folder,
-            env=environment | {"PYTHONUNBUFFERED": "1"} | variables,
+            env={**environment, "PYTHONUNBUFFERED": "1", **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -181,7 +182,7 @@ class Driver:
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        bundle = {"CPU": 1, "GPU": self._gpus} if self._gpus else {"CPU": 1}
+        bundle: dict[str, float] = {"CPU": 1, "GPU": self._gpus} if self._gpus else {"CPU": 1}
         group = placement_group([bundle] * self._count, strategy="STRICT_SPREAD")
         begin, reported = time.monotonic(), -_PROGRESS_SECONDS
         try:
@@ -218,9 +219,10 @@ class Driver:
     def _attempt(self, group: Any, number: int, resume: Sequence[str]) -> int | None:
         """Run every process to its end; return the exit status of process 0, None if one was lost."""
         import ray
+        from ray.exceptions import RayError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actors = [
+        actors: list[Any] = [
             ray.remote(LearnerProcess)
             .options(
                 name=f"learner-{process}-{number}",
@@ -234,7 +236,7 @@ class Driver:
         ]
         received: queue.Queue[tuple[int, str | int | None]] = queue.Queue()
         try:
-            overrides, variables = place_engines(self._config, self._free_gpus())
+            overrides, variables = place_engines(self._config, self._free_gpus(group))
             own = [*self._arguments.overrides, *overrides]
             if self._run_dir is not None:
                 own.append(f"run_dir={self._run_dir}")
@@ -248,7 +250,7 @@ class Driver:
                 said = actor.run.options(num_returns="streaming").remote(command, os.getcwd(), variables)
                 threading.Thread(target=_listen, args=(process, said, received), daemon=True).start()
             return self._follow(received, actors[0].terminate.remote)
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             _say(_first_line(error))
             return None
         finally:
@@ -280,28 +282,32 @@ class Driver:
         lost = any(s is None or (s > _KILLED and s != EXIT_CODE) for s in statuses.values())
         return None if lost else statuses.get(0)
 
-    def _free_gpus(self) -> list[int]:
+    def _free_gpus(self, group: Any) -> list[int]:
         """Return the GPUs of each node that the learner does not take; none on CPUs."""
         if not self._gpus:
             return []
-        from ray._private.state import available_resources_per_node
+        import ray
+        from ray.util.placement_group import placement_group_table
 
-        return [int(free.get("GPU", 0)) for free in available_resources_per_node().values()]
+        taken = list(placement_group_table(group)["bundles_to_node_id"].values())
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return [int(node["Resources"].get("GPU", 0)) - self._gpus * taken.count(node["NodeID"]) for node in nodes]
 
 
 def _listen(process: int, said: Any, received: queue.Queue[tuple[int, str | int | None]]) -> None:
     """Forward what an actor yields, and None if it is lost."""
     import ray
+    from ray.exceptions import RayError
 
     try:
         for reference in said:
             received.put((process, ray.get(reference)))
-    except ray.exceptions.RayError as error:  # its node is gone, say
+    except RayError as error:  # its node is gone, say
         received.put((process, _first_line(error)))
         received.put((process, None))
 
 
-def _free() -> dict[str, float]:
+def _free() -> Mapping[str, float]:
     import ray
 
     return ray.available_resources()
@@ -338,7 +344,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     import ray
 
-    ray.init(namespace=arguments.job, log_to_driver=False, logging_level="warning")
+    ray.init(namespace=arguments.job, log_to_driver=False, logging_level=logging.WARNING)
     if arguments.kill:
         for name in ray.util.list_named_actors():
             ray.kill(ray.get_actor(name))

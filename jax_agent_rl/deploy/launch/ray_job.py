@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shlex
@@ -57,7 +58,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
         cpus: places in a cluster started here, regardless of the number of cores.
 
     Raises:
-        LaunchError: there is no cluster at the address.
+        LaunchError: there is no cluster at the address, or it refuses what is asked in the context.
     """
     own = not (os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_API_SERVER_ADDRESS"))
     if own:
@@ -66,12 +67,17 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
     from ray.job_submission import JobSubmissionClient
 
     if own:
-        size = {"num_cpus": max(cpus, os.cpu_count() or 1)}
-        ray.init("local", include_dashboard=True, log_to_driver=False, logging_level="warning", **size)
+        ray.init(
+            "local",
+            include_dashboard=True,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            num_cpus=max(cpus, os.cpu_count() or 1),
+        )
     try:
         yield JobSubmissionClient()
     except (ConnectionError, RuntimeError) as error:
-        raise LaunchError(f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}: {error}") from error
+        raise LaunchError(f"{'Ray' if own else 'the cluster of RAY_ADDRESS'}: {error}") from error
     finally:
         if own:
             ray.shutdown()
