@@ -7,7 +7,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from jax_agent_rl.config import Config
@@ -68,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(argv)
     try:
         if arguments.render == "ray":
-            print(ray_render.cluster_file(arguments.hosts, root=ROOT, venv=_venv(), device=arguments.device))
+            venv = os.environ.get("JAX_AGENT_RL_VENV", str(ROOT / ".venv-gpu"))
+            print(ray_render.cluster_file(arguments.hosts, root=ROOT, venv=venv, device=arguments.device), end="")
             return 0
         if arguments.config is None and (arguments.render or os.environ.get("RAY_ADDRESS")):
             raise LaunchError("give --config: the quickstart, whose model and data are fetched, is for this machine")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_run(str(file), arguments.overrides)
         passed = _driver_arguments(arguments)
         if arguments.render == "kuberay":
-            print(_render_kuberay(arguments, config, file.read_text(), passed))
+            print(ray_render.ray_job_manifest(arguments, config, passed, root=ROOT), end="")
             return 0
         passed = [f"--config={file}", *passed]
         if arguments.dry_run:
@@ -95,24 +95,6 @@ def _driver_arguments(arguments: argparse.Namespace) -> list[str]:
     options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in _PASSED]
     options += ["--resume"] if arguments.resume else []
     return [*options, *arguments.overrides]
-
-
-def _render_kuberay(arguments: argparse.Namespace, config: Config, text: str, passed: Sequence[str]) -> str:
-    if not config.run_dir.startswith(f"{ray_render.RUNS}/"):
-        raise LaunchError(f"run_dir={config.run_dir} ends with its pod; set it to a folder of {ray_render.RUNS}")
-    return ray_render.ray_job_manifest(
-        passed,
-        text,
-        image=arguments.image,
-        nodes=arguments.nodes,
-        gpus=arguments.gpus_per_node if arguments.device == "cuda" else 0,
-        claim=arguments.claim,
-        ray_version=version("ray"),
-    )
-
-
-def _venv() -> Path:
-    return Path(os.environ.get("JAX_AGENT_RL_VENV", ROOT / ".venv-gpu")).absolute()
 
 
 def _comma_separated(text: str) -> list[str]:

@@ -111,10 +111,10 @@ class LearnerProcess:
         """Run the command in a folder until it ends; yield its lines, and its exit status last."""
         # Ray limits its workers to one thread; the learner decides for itself.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        # Under a tether, in a session of its own: Ray kills the process groups of its workers, and neither that nor the
-        # death of the worker alone may leave a process behind.
+        # Under a watchdog, in a session of its own: Ray kills the process groups of its workers, and neither that nor
+        # the death of the worker alone may leave a process behind.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jax_agent_rl.deploy.launch.watchdog", "0", sys.executable, *command],
+            [sys.executable, "-m", "jax_agent_rl.deploy.launch.watchdog", sys.executable, *command],
             cwd=folder,
             env={**environment, "PYTHONUNBUFFERED": "1", **variables},
             stdin=subprocess.PIPE,
@@ -124,9 +124,7 @@ class LearnerProcess:
             errors="replace",
             start_new_session=True,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("{}\n")
-        self._process.stdin.flush()
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             yield line.rstrip("\n")
         yield self._process.wait()
@@ -163,7 +161,7 @@ class Driver:
             with self._placed() as group:
                 status = None if group is None else self._attempt(group, attempt, resume)
             if self._stop.is_set():
-                return status or EXIT_CODE
+                return 0 if status == 0 else EXIT_CODE
             if status is not None:
                 return status
             resume = ["--auto-resume"]
