@@ -5,7 +5,7 @@ FROM python:3.12-slim-bookworm
 
 # Triton compiles its kernels' launchers with the C compiler when they first run.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends bubblewrap gcc git libc6-dev openssh-client \
+    && apt-get install --yes --no-install-recommends bubblewrap gcc git libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /app

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The environment for vLLM servers and the learner on this host; gpu.sh runs it on every host. Safe to run again.
+# The environment for vLLM engines and the learner on this host; gpu.sh and ray up run it. Safe to run again.
 #   ./launch/gpu_environment.sh [--dry-run] cuda|cpu
 # Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (default python3.12, python3.11, python3).
 set -euo pipefail

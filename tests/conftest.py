@@ -33,7 +33,7 @@ pytest.register_assert_rewrite("jax_agent_rl.testing.conformance.suite")
 
 WITH_RAY = {
     "tests/conformance/test_conformance.py",
-    "tests/e2e/test_launch_with_ray.py",
+    "tests/e2e/test_ray_job.py",
     "tests/e2e/test_ray_engines.py",
 }
 

@@ -59,9 +59,10 @@ async def open_places(config: Config, *, learner: bool = True) -> AsyncIterator[
     if rollout.placement == "colocated":
         yield []
         return
-    # A learner of several processes gets its devices from the launcher.
+    # A learner of several processes, or one that gpu.sh started, gets its devices from the launcher.
     on_gpus = rollout.gpus_per_engine and os.environ.get("JAX_PLATFORMS") != "cpu"
-    alone = config.learner.multihost.num_processes in (None, 1)
+    multihost = config.learner.multihost
+    alone = multihost.coordinator is None and multihost.num_processes in (None, 1)
     async with (
         open_ray(rollout.ray_address, bundles=1 + rollout.num_engines),
         reserve(

@@ -1,15 +1,12 @@
-"""``./launch/gpu.sh``: rollout servers and a learner on one CUDA host or on several, as one command.
+"""``./launch/gpu.sh``: a run as a Ray job, on this machine or on a cluster.
 
 ::
 
-    check ──► environment ──► data ──► [Ray head ──► Ray workers] ──► rollout servers ──► healthy? ──► learner
-    every host, at the same time        only on several hosts                                            │
-                 any process that ends early, or Ctrl-C ──► everything is ended, last started first ◄────┘
+    gpu.sh ──► cluster: RAY_ADDRESS, or one of this machine ──► job: ray_driver ──► learner processes ──► engines
+      │ ◄────────────────────────── its output ─────────────────────┘                 (actors)       (actors)
+      └─ Ctrl-C ──► SIGTERM: the run saves and ends; once more ──► its processes are killed
 
-Reading order: ``__main__`` (the command line), ``hosts`` (GPUs and drivers, ssh), ``settings`` (what decides where
-things run), ``plan`` (GPUs of each process, and the commands), ``runner`` (runs them), ``watchdog`` (ends a process
-with its launcher), ``ray_servers`` (servers as Ray actors).
-
-The launcher starts before the project's environment exists: it imports the standard library only, and asks the
-environment's own Python where it needs more.
+Reading order: ``__main__`` (the command line), ``ray_job`` (submits and follows), ``ray_driver`` (what the job runs),
+``watchdog`` (ends a process with its actor), ``ray_render`` (cluster files). ``hosts``, ``runner`` and ``settings`` are
+shared with ``tpu``, which imports the standard library only.
 """

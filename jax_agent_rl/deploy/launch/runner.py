@@ -1,4 +1,4 @@
-"""Processes of a launch: started in order, their output printed, and all of them ended whatever happens."""
+"""Processes of a launch: their output printed, and all of them ended whatever happens."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.hosts import Command
-from jax_agent_rl.deploy.launch.plan import MAX_GRACE, TOKEN, LaunchPlan, Preparation
 from jax_agent_rl.errors import LaunchError
-from jax_agent_rl.rollout.http import wire
 
 
 class TimedPrinter:
@@ -35,12 +30,7 @@ class TimedPrinter:
 
 PrintLine = Callable[[str], None]
 T = TypeVar("T")
-_POLL_SECONDS = 0.5
-_PROGRESS_SECONDS = 15.0
-_SAVE_SECONDS = 60.0  # for the learner to save a checkpoint after a server has failed
-# Servers are in this network, whatever proxy the environment names.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_SSH_SECONDS = 10.0  # beyond a tether's grace, for ssh to report the end
+_STOP_SECONDS = 50.0  # for what runs behind a connection to end
 _MAX_CONNECTIONS = 16  # each takes a gcloud process
 
 
@@ -148,151 +138,9 @@ class Process:
         else:
             self.interrupt()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.ended), MAX_GRACE + _SSH_SECONDS)
+            await asyncio.wait_for(asyncio.shield(self.ended), _STOP_SECONDS)
         self.interrupt(signal.SIGKILL)
         await self.ended
-
-
-class Runner:
-    """Supervisor of processes that run and end together.
-
-    Args:
-        root: folder that local commands run in.
-        print_line: prints a line.
-        secrets: variables of tethered commands.
-    """
-
-    def __init__(self, *, root: Path, print_line: PrintLine, secrets: Mapping[str, str]) -> None:
-        self._root, self._print_line, self._secrets = root, print_line, secrets
-        self._stages: list[list[Process]] = []  # what was started at the same time ends at the same time
-        self._interrupt = asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def until_interrupted(self) -> AsyncIterator[None]:
-        """End what runs inside on SIGINT, SIGTERM and SIGHUP; on leaving, no process is left."""
-        set_on_signal(self._interrupt)
-        try:
-            yield
-        finally:
-            while self._stages:
-                stage = self._stages.pop()
-                if names := [process.command.name for process in stage if not process.ended.done()]:
-                    self._print_line(f"stopping {', '.join(names)}")
-                await asyncio.gather(*(process.stop() for process in stage))
-
-    async def prepare(self, preparation: Preparation) -> None:
-        """Create the environments, all hosts concurrently; then fetch model and data.
-
-        Raises:
-            LaunchError: a command failed; its output is on the screen.
-            Interrupted: by a signal.
-        """
-        if preparation.environment:
-            await self._all_succeed(preparation.environment)
-        for command in preparation.data:
-            await self._all_succeed([command])
-
-    async def _all_succeed(self, commands: Sequence[Command]) -> None:
-        processes = await self._start(commands, tethered=False)
-        statuses = await watch(
-            asyncio.gather(*(asyncio.shield(process.ended) for process in processes)), self._interrupt
-        )
-        self._stages.pop()
-        failed = [c for c, status in zip(commands, statuses, strict=True) if status]
-        if failed:
-            raise LaunchError("\n".join(f"{c.host.name}: {' '.join(c.argv)} failed, see above" for c in failed))
-
-    async def run(self, plan: LaunchPlan, *, start_seconds: float) -> int:
-        """Start everything and wait for the learner.
-
-        Args:
-            plan: the commands.
-            start_seconds: limit for the rollout servers to become healthy.
-
-        Returns:
-            The learner's exit status.
-
-        Raises:
-            LaunchError: a process ended that should not have, or servers did not become healthy.
-            Interrupted: by a signal, before the learner ran.
-        """
-        if plan.cluster:
-            head, *workers = plan.cluster
-            self._print_line(f"starting Ray on {', '.join(command.host.name for command in plan.cluster)}")
-            await self._start([head])
-            await watch(self._until_listening(head), self._interrupt, self._running)
-            await self._start(workers)
-        await self._start(plan.servers)
-        await watch(self._until_healthy(plan.urls, start_seconds), self._interrupt, self._running)
-        return await self._train(plan.learner)
-
-    async def _train(self, command: Command) -> int:
-        self._print_line("starting the learner")
-        others = self._running
-        (learner,) = await self._start([command])
-        try:
-            return await watch(asyncio.shield(learner.ended), self._interrupt, others)
-        except Interrupted:
-            self._print_line("interrupted: the learner saves a checkpoint (once more to end it at once)")
-            self._interrupt.clear()
-        except LaunchError:
-            learner.interrupt()  # its progress is saved
-            with contextlib.suppress(Interrupted, LaunchError, TimeoutError):
-                await asyncio.wait_for(watch(asyncio.shield(learner.ended), self._interrupt), _SAVE_SECONDS)
-            raise
-        learner.interrupt()
-        with contextlib.suppress(Interrupted):
-            return await watch(asyncio.shield(learner.ended), self._interrupt, others)
-        return 128 + signal.SIGINT
-
-    @property
-    def _running(self) -> list[Process]:
-        return [process for stage in self._stages for process in stage]
-
-    async def _start(self, commands: Sequence[Command], *, tethered: bool = True) -> list[Process]:
-        stage: list[Process] = []
-        self._stages.append(stage)
-        for command in commands:
-            secrets = self._secrets if tethered else None
-            stage.append(await Process.start(command, root=self._root, secrets=secrets, print_line=self._print_line))
-        return stage
-
-    # --- waiting ----------------------------------------------------------------------------------------------
-
-    async def _until_listening(self, command: Command) -> None:
-        port = int(next(word for word in command.argv if word.startswith("--port=")).partition("=")[2])
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection((command.host.address, port), timeout=1):
-                return
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def _until_healthy(self, urls: Mapping[str, str], limit: float) -> None:
-        waiting, begin = dict(urls), time.monotonic()
-        report = begin
-        self._print_line(f"waiting for {len(waiting)} rollout server(s)")
-        while waiting:
-            answers = await asyncio.gather(*(asyncio.to_thread(self._is_healthy, url) for url in waiting.values()))
-            for name, healthy in zip(list(waiting), answers, strict=True):
-                if healthy:
-                    self._print_line(f"{name} is healthy at {waiting.pop(name)} ({time.monotonic() - begin:.0f} s)")
-            elapsed = time.monotonic() - begin
-            names = ", ".join(f"{name} ({url})" for name, url in waiting.items())
-            if waiting and elapsed > limit:
-                raise LaunchError(f"after {limit:g} s these servers are not healthy: {names}; see --start-timeout")
-            if waiting and time.monotonic() - report > _PROGRESS_SECONDS:
-                report = time.monotonic()
-                self._print_line(f"{elapsed:.0f} s: waiting for {names}")
-            await asyncio.sleep(_POLL_SECONDS if waiting else 0)
-
-    def _is_healthy(self, url: str) -> bool:
-        headers = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION), "Authorization": f"Bearer {self._secrets[TOKEN]}"}
-        try:
-            with _DIRECT.open(urllib.request.Request(f"{url}/v1/health", headers=headers), timeout=5) as answer:
-                return bool(json.load(answer)["ok"])
-        except urllib.error.HTTPError as error:
-            raise LaunchError(f"{url}: another program answers there (HTTP {error.code}); choose --port") from None
-        except (OSError, ValueError, KeyError):
-            return False
 
 
 class Connections:

@@ -32,7 +32,7 @@ def test_a_value_that_tpu_pod_can_take_is_taken():
     assert (found.slices, found.poll, found.rollout_port) == (2, 0.5, 65535)
 
 
-def test_a_port_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.CaptureFixture[str]):
+def test_a_number_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        gpu_parser().parse_args(["--port", "0"])
-    assert "argument --port: '0' is not a port, 1 to 65535" in capsys.readouterr().err
+        gpu_parser().parse_args(["--max-restarts", "-1"])
+    assert "argument --max-restarts: '-1' is not a whole number, 0 or more" in capsys.readouterr().err

@@ -1,0 +1,363 @@
+"""``python -m jax_agent_rl.deploy.launch.ray_driver``: what a Ray job of ``gpu.sh`` runs.
+
+::
+
+    driver ──► placement group: a bundle on each of learner.multihost.num_processes nodes
+       ├─────► actor LearnerProcess 0 ──► jax-agent-rl train …  ──► engines, in placement groups of their own
+       └─────► actor LearnerProcess 1… ─► jax-agent-rl train …      all joined by jax.distributed.initialize
+    a process or a node is lost ──► all are ended, and started anew from the newest checkpoint
+    SIGTERM (a job that is stopped) ──► process 0, which saves with the help of all
+
+Actors yield what their process says, line by line: Ray's own forwarding of output loses the last lines of an actor,
+which are those that tell why it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.config import Config, load
+from jax_agent_rl.deploy.launch.settings import count, positive
+from jax_agent_rl.errors import JaxAgentRLError, LaunchError
+from jax_agent_rl.utils.interrupt import EXIT_CODE
+
+OWN_KEYS = ("learner.multihost.coordinator", "learner.multihost.process_id", "rollout.ray_address")
+"""Keys that the driver sets itself."""
+SHARED_UTILIZATION = 0.45
+"""vLLM's part of a GPU that it shares with the learner, unless the configuration says otherwise."""
+_LEARNER_MEMORY = 0.45
+_RUN_FOLDER = "run folder: "
+_GRACE = 30.0  # seconds between the end of one process and that of the others
+_POLL_SECONDS, _PROGRESS_SECONDS = 0.5, 15.0
+_KILLED = 128  # and the signal's number
+
+
+def load_run(config: str, overrides: Sequence[str]) -> Config:
+    """Load a configuration as runs of ``gpu.sh`` see it: with vLLM, unless an override names another backend.
+
+    Raises:
+        ConfigError: it is wrong.
+        LaunchError: an override sets a key that the driver sets itself.
+    """
+    for item in overrides:
+        if item.partition("=")[0].strip() in OWN_KEYS:
+            raise LaunchError(f"{item}: gpu.sh sets {', '.join(OWN_KEYS)} itself; leave it out")
+    return load(config, ["rollout.backend=vllm", *overrides])
+
+
+def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    """Decide where the engines run, unless the configuration does by ``rollout.placement``.
+
+    Every GPU that the learner leaves free serves, ``rollout.vllm.tensor_parallel_size`` per engine. If it leaves too
+    few, one engine shares the GPUs of the learner. Without GPUs there are ``rollout.num_engines``.
+
+    Args:
+        config: the configuration.
+        free_gpus: GPUs of each node that the learner does not take; empty for a run on CPUs.
+
+    Returns:
+        Overrides and environment variables of the learner's processes.
+    """
+    rollout = config.rollout
+    if "placement" in rollout.model_fields_set or rollout.backend == "remote":
+        return [], {}
+    if not free_gpus:
+        return ["rollout.placement=separate", "rollout.gpus_per_engine=0"], {}
+    group = _gpus_per_engine(config)
+    if engines := sum(gpus // group for gpus in free_gpus):
+        if "num_engines" in rollout.model_fields_set:
+            engines = rollout.num_engines
+        own = [f"rollout.num_engines={engines}", f"rollout.gpus_per_engine={group}"]
+        return ["rollout.placement=separate", *own], {}
+    chosen = "gpu_memory_utilization" in rollout.vllm.model_fields_set
+    part = [] if chosen else [f"rollout.vllm.gpu_memory_utilization={SHARED_UTILIZATION}"]
+    return ["rollout.placement=colocated", *part], {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)}
+
+
+def _gpus_per_engine(config: Config) -> int:
+    rollout = config.rollout
+    return rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else max(rollout.gpus_per_engine, 1)
+
+
+class LearnerProcess:
+    """One process of the learner on this actor's node; Ray starts and names what is otherwise a plain class."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def address(self) -> str:
+        """Return an address of this node at which the processes can meet."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def run(self, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> Iterator[str | int]:
+        """Run the command in a folder until it ends; yield its lines, and its exit status last."""
+        # Ray limits its workers to one thread; the learner decides for itself.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        # Under a watchdog, in a session of its own: Ray kills the process groups of its workers, and neither that nor
+        # the death of the worker alone may leave a process behind.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jax_agent_rl.deploy.launch.watchdog", sys.executable, *command],
+            cwd=folder,
+            env={**environment, "PYTHONUNBUFFERED": "1", **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            yield line.rstrip("\n")
+        yield self._process.wait()
+
+    def terminate(self) -> None:
+        """Let the process save and end."""
+        if self._process is not None:
+            self._process.terminate()
+
+
+class Driver:
+    """Runs the learner's processes, again after each loss.
+
+    Args:
+        arguments: the command line.
+        config: the configuration.
+        stop: set when the job is stopped.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, config: Config, stop: threading.Event) -> None:
+        self._arguments, self._config, self._stop = arguments, config, stop
+        self._count = config.learner.multihost.num_processes or 1
+        self._gpus = config.learner.mesh.devices // self._count if arguments.device == "cuda" else 0
+        self._run_dir: str | None = None
+
+    def run(self) -> int:
+        """Run until process 0 ends; return its exit status.
+
+        Raises:
+            LaunchError: there are too few nodes, or too many were lost.
+        """
+        resume = ["--resume"] if self._arguments.resume else []
+        for attempt in range(self._arguments.max_restarts + 1):
+            with self._placed() as group:
+                status = None if group is None else self._attempt(group, attempt, resume)
+            if self._stop.is_set():
+                return 0 if status == 0 else EXIT_CODE
+            if status is not None:
+                return status
+            resume = ["--auto-resume"]
+            _say(f"a process of the learner was lost ({attempt + 1} of {self._arguments.max_restarts} times)")
+        raise LaunchError(
+            f"gave up after {self._arguments.max_restarts} restarts (--max-restarts); --resume goes on from the newest "
+            "checkpoint"
+        )
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[Any]:
+        """Reserve a bundle on every node of the learner; yield None if the job is stopped meanwhile.
+
+        Raises:
+            LaunchError: the cluster has no room for learner and engines in time.
+        """
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        bundle: dict[str, float] = {"CPU": 1, "GPU": self._gpus} if self._gpus else {"CPU": 1}
+        group = placement_group([bundle] * self._count, strategy="STRICT_SPREAD")
+        begin, reported = time.monotonic(), -_PROGRESS_SECONDS
+        try:
+            while not (group.wait(_POLL_SECONDS) and self._engines_fit()):
+                if self._stop.wait(_POLL_SECONDS):
+                    break
+                elapsed = time.monotonic() - begin
+                if elapsed - reported > _PROGRESS_SECONDS:
+                    reported = elapsed
+                    _say(
+                        f"waiting for room: {self._count} node(s) for the learner with {_plain(bundle)} each, and "
+                        f"{_plain(self._engine_needs)} for the engines; free are {_plain(_free())}"
+                    )
+                if elapsed > self._arguments.start_timeout:
+                    raise LaunchError(f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add nodes")
+            yield None if self._stop.is_set() else group
+        finally:
+            remove_placement_group(group)
+
+    @property
+    def _engine_needs(self) -> dict[str, float]:
+        """Resources of the engines in Ray actors, and of the learner's bundle beside them."""
+        rollout = self._config.rollout
+        chosen = "placement" in rollout.model_fields_set
+        if rollout.backend == "remote" or (chosen and rollout.placement == "colocated"):
+            return {}
+        engines = rollout.num_engines if chosen or not self._gpus or "num_engines" in rollout.model_fields_set else 0
+        return {"CPU": 1 + engines, "GPU": engines * _gpus_per_engine(self._config) if self._gpus else 0}
+
+    def _engines_fit(self) -> bool:
+        free = _free()
+        return all(free.get(name, 0) >= wanted for name, wanted in self._engine_needs.items())
+
+    def _attempt(self, group: Any, number: int, resume: Sequence[str]) -> int | None:
+        """Run every process to its end; return the exit status of process 0, None if one was lost."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actors: list[Any] = [
+            ray.remote(LearnerProcess)
+            .options(
+                name=f"learner-{process}-{number}",
+                num_cpus=1,
+                num_gpus=self._gpus,
+                max_concurrency=2,  # terminate() while run() goes on
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=process),
+            )
+            .remote()
+            for process in range(self._count)
+        ]
+        received: queue.Queue[tuple[int, str | int | None]] = queue.Queue()
+        try:
+            overrides, variables = place_engines(self._config, self._free_gpus(group))
+            own = [*self._arguments.overrides, *overrides]
+            if self._run_dir is not None:
+                own.append(f"run_dir={self._run_dir}")
+            own += [f"learner.multihost.coordinator={ray.get(actors[0].address.remote())}"]
+            own += [f"learner.multihost.num_processes={self._count}"]
+            variables |= {"JAX_PLATFORMS": self._arguments.device}
+            variables |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+            for process, actor in enumerate(actors):
+                command = ["-m", "jax_agent_rl.cli", "train", self._arguments.config, "rollout.backend=vllm", *own]
+                command += [f"learner.multihost.process_id={process}", *resume]
+                said = actor.run.options(num_returns="streaming").remote(command, os.getcwd(), variables)
+                threading.Thread(target=_listen, args=(process, said, received), daemon=True).start()
+            return self._follow(received, actors[0].terminate.remote)
+        except RayError as error:
+            _say(_first_line(error))
+            return None
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+    def _follow(
+        self, received: queue.Queue[tuple[int, str | int | None]], terminate: Callable[[], object]
+    ) -> int | None:
+        """Print what the processes say until all have ended, or one has and the others had their time."""
+        statuses: dict[int, int | None] = {}
+        deadline, told = float("inf"), False
+        while len(statuses) < self._count and time.monotonic() < deadline:
+            if self._stop.is_set() and not told:
+                told = True
+                terminate()
+            with contextlib.suppress(queue.Empty):
+                process, item = received.get(timeout=_POLL_SECONDS)
+                if isinstance(item, str):
+                    if process == 0 and item.startswith(_RUN_FOLDER):
+                        self._run_dir = str(Path(item.removeprefix(_RUN_FOLDER)).absolute())
+                    print(item if process == 0 else f"[learner {process}] {item}", flush=True)
+                    continue
+                statuses[process] = item
+                if item or process == 0:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        if statuses.get(0) == 0:
+            return 0
+        lost = any(s is None or (s > _KILLED and s != EXIT_CODE) for s in statuses.values())
+        return None if lost else statuses.get(0)
+
+    def _free_gpus(self, group: Any) -> list[int]:
+        """Return the GPUs of each node that the learner does not take; none on CPUs."""
+        if not self._gpus:
+            return []
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        taken = list(placement_group_table(group)["bundles_to_node_id"].values())
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return [int(node["Resources"].get("GPU", 0)) - self._gpus * taken.count(node["NodeID"]) for node in nodes]
+
+
+def _listen(process: int, said: Any, received: queue.Queue[tuple[int, str | int | None]]) -> None:
+    """Forward what an actor yields, and None if it is lost."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        for reference in said:
+            received.put((process, ray.get(reference)))
+    except RayError as error:  # its node is gone, say
+        received.put((process, _first_line(error)))
+        received.put((process, None))
+
+
+def _free() -> Mapping[str, float]:
+    import ray
+
+    return ray.available_resources()
+
+
+def _plain(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[name]:g} {name}s" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _say(line: str) -> None:
+    print(f"[driver] {line}", flush=True)
+
+
+def add_run_options(add: Callable[..., Any]) -> None:
+    """Add the options that ``gpu.sh`` passes on to the driver."""
+    add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
+    add("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="what learner and engines compute on")
+    add("--start-timeout", type=positive, default=1800, metavar="S", help="seconds until the learner's nodes are there")
+    add("--max-restarts", type=count, default=3, metavar="N", help="restarts after a process or node is lost (3)")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job, or with ``--kill`` end the processes of another at once; return the exit status."""
+    parser = argparse.ArgumentParser(prog="ray_driver")
+    add_run_options(parser.add_argument)
+    parser.add_argument("--config")
+    parser.add_argument("--job", required=True, help="namespace of the actors")
+    parser.add_argument("--kill", action="store_true")
+    arguments = parser.parse_intermixed_args(argv)
+    import ray
+
+    ray.init(namespace=arguments.job, log_to_driver=False, logging_level=logging.WARNING)
+    if arguments.kill:
+        for name in ray.util.list_named_actors():
+            ray.kill(ray.get_actor(name))
+        return 0
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which has handlers of its own
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        return Driver(arguments, load_run(arguments.config, arguments.overrides), stop).run()
+    except JaxAgentRLError as error:
+        print(f"error: {error}", flush=True)
+        return 1
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

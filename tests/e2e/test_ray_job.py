@@ -1,0 +1,121 @@
+"""``gpu.sh`` on Ray: on a cluster of its own, and on one of several raylets, some of which die, come late or stall."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jax_agent_rl.observe.run_dir import read_records
+from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
+from tests.launching import ROOT, ended_after, read_until
+from tests.ports import free_port
+from tests.simulated import environment_with
+from tests.tiny_run import SMALL, tiny_recipe
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+STALL_SECONDS = 4
+
+
+def start(recipe: Path, *arguments: str, address: str | None = None) -> subprocess.Popen[str]:
+    """Start gpu.sh with the embedded engine, on a cluster or on one of its own; both outputs are one pipe."""
+    variables = {"JAX_AGENT_RL_VENV": sys.prefix} | ({"RAY_ADDRESS": address} if address else {})
+    command = [ROOT / "launch" / "gpu.sh", "--device", "cpu", "--no-install", "--config", recipe]
+    return subprocess.Popen(
+        [*command, "rollout.backend=jetstream", *arguments],
+        env={name: value for name, value in environment_with(1).items() if name != "RAY_ADDRESS"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def learners() -> list[psutil.Process]:
+    """Process 0 of the learner, under its watchdog."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p for p in processes if "learner.multihost.process_id=0" in (p.info["cmdline"] or [])]
+
+
+def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"checkpoint_every": 0, "steps": 1000})
+    process = start(recipe)
+    read_until(process, " 2/1000 ")
+    rest = "".join(ended_after(process, signal.SIGINT))
+    assert process.returncode == 130 and "is saved. Go on with --resume" in rest, rest
+    assert not learners()
+    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
+
+    resumed = start(recipe, "--resume")
+    read_until(resumed, f"resumed after step {saved}")
+    read_until(resumed, f" {saved + 1}/1000 ")
+    steps = [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert steps[: saved + 1] == list(range(1, saved + 2))
+    *_, stuck = learners()
+    stuck.suspend()
+    resumed.send_signal(signal.SIGINT)
+    read_until(resumed, "interrupted: the run saves a checkpoint")
+    rest = "".join(ended_after(resumed, signal.SIGINT))
+    assert resumed.returncode == 130 and "the run is killed" in rest, rest
+    assert not stuck.is_running()
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Four nodes with one CPU each, on loopback."""
+    for name, value in environment_with(1).items():
+        monkeypatch.setenv(name, value)
+    secure_own_cluster()
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(3):
+        cluster.add_node(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
+def processes(node: Any) -> list[psutil.Process]:
+    """Of a node: its raylet, and what that started."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [raylet, *raylet.children(recursive=True)]
+
+
+def runs(node: Any, actor: str) -> bool:
+    return any(actor in " ".join(p.cmdline()) for p in processes(node))
+
+
+def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_trajectory(cluster, tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL})
+    own = ["learner.multihost.num_processes=2", "learner.mesh.fsdp=2", "data.eval=null", "trainer.steps=9"]
+    process = start(recipe, *own, address=f"http://{cluster.head_node.webui_url}")
+    read_until(process, " 2/9 ")
+    learners = [node for node in cluster.list_all_nodes() if runs(node, "LearnerProcess")]
+    (engine,) = [node for node in cluster.list_all_nodes() if runs(node, "EngineHost")]
+    assert len(learners) == 2 and engine not in learners
+
+    stalled = processes(engine)
+    for member in stalled:
+        member.suspend()
+    time.sleep(STALL_SECONDS)
+    for member in stalled:
+        member.resume()
+    read_until(process, " 5/9 ")
+
+    cluster.remove_node(next(node for node in learners if node != cluster.head_node), allow_graceful=False)
+    lines = read_until(process, "waiting for room")
+    assert any("a process of the learner was lost (1 of 3 times)" in line for line in lines)
+    cluster.add_node(num_cpus=1)
+    output = process.communicate()[0]
+    assert process.returncode == 0 and "resumed after step" in output, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["started"] == summary["trained"] == 9 * 8
+    steps = [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert steps == list(range(1, 10))
