@@ -47,7 +47,7 @@ supervise() {
   "$@" &
   local child=$! result=0
   write "$process" "$BASHPID $child"
-  while sleep 15; do copy; done &
+  while sleep 15 && kill -0 "$$" 2>/dev/null; do copy; done & # not beyond a supervisor that was killed
   local copier=$!
   disown "$copier" # its end is no news
   wait "$child" || result=$?

@@ -15,7 +15,7 @@ from jax_agent_rl.deploy.launch.settings import port, positive, seconds, variabl
 from jax_agent_rl.deploy.launch.tpu import job, render
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
-from jax_agent_rl.deploy.launch.tpu.launch import Launch
+from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
@@ -137,9 +137,9 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
     return {name: os.environ[name] if value is None else value for name, value in result.items()}
 
 
-def _options(arguments: argparse.Namespace) -> render.Options:
+def _options(arguments: argparse.Namespace) -> render.SchedulerOptions:
     asked = arguments.rollout_topology
-    return render.Options(
+    return render.SchedulerOptions(
         zones=tuple(arguments.zone.split(",")),
         image=arguments.image,
         rollout_hosts=arguments.rollout_hosts,
@@ -157,7 +157,7 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
         raise LaunchError(f"--zone {arguments.zone}: give one, or --render sky, whose job searches several")
     say = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
     where = {"project": arguments.project, "zone": arguments.zone}
-    launch = Launch(
+    launch = SliceLaunch(
         cloud=DryRun(**where) if arguments.dry_run else Gcloud(**where),
         task=task,
         poll=arguments.poll,

@@ -40,7 +40,7 @@ _GONE = ("NOT_FOUND", "PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETIN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class SliceLaunch:
     """A launch of a job."""
 
     cloud: Gcloud

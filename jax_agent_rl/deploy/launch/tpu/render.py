@@ -32,7 +32,7 @@ _BUCKET = "/bucket"  # where jobs see the bucket
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SchedulerOptions:
     """What a scheduler is told besides the job."""
 
     zones: tuple[str, ...] = ()  # where SkyPilot looks for capacity: us-west4-a, or a whole region
@@ -42,7 +42,7 @@ class Options:
     port: int = 8100  # where they listen
 
 
-def render(kind: str, task: Job, options: Options, *, root: Path) -> str:
+def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> str:
     """Render a template of ``launch/templates``.
 
     Args:
@@ -78,7 +78,7 @@ def render(kind: str, task: Job, options: Options, *, root: Path) -> str:
     return environment.get_template(KINDS[kind]).render({**context, **common})
 
 
-def _require(kind: str, task: Job, options: Options) -> None:
+def _require(kind: str, task: Job, options: SchedulerOptions) -> None:
     asked = options.rollout_topology
     if asked and not options.rollout_hosts:
         raise LaunchError(f"--rollout-topology {asked.name} needs --rollout-hosts: give their number")
@@ -100,7 +100,7 @@ def _require(kind: str, task: Job, options: Options) -> None:
         raise LaunchError(f"--render {kind}: --bucket gs://NAME is missing: {why}")
 
 
-def _sky(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
+def _sky(task: Job, options: SchedulerOptions, root: Path) -> Mapping[str, Any]:
     bucket, run_dir = _mounted(task)
     config = _CONFIG if task.config else job.QUICKSTART
     return {
@@ -118,7 +118,7 @@ def _sky(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
     }
 
 
-def _gke(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
+def _gke(task: Job, options: SchedulerOptions, root: Path) -> Mapping[str, Any]:
     bucket, run_dir = _mounted(task)
     own = [f"run_dir={run_dir}"]
     # JobSet names pods by their job, and its service by itself.
@@ -147,7 +147,7 @@ def _pods(topology: Topology, task: Job, program: list[str]) -> Mapping[str, Any
     }
 
 
-def _slurm(task: Job, options: Options, root: Path) -> Mapping[str, Any]:
+def _slurm(task: Job, options: SchedulerOptions, root: Path) -> Mapping[str, Any]:
     own = [f"run_dir=runs/{task.name}"]
     own += _client_settings(task, [_URLS]) if options.rollout_hosts else []
     own += ["learner.multihost.coordinator=auto"] if task.hosts > 1 else []
@@ -171,7 +171,7 @@ def _train(config: str, task: Job, own: Sequence[str]) -> list[str]:
     return ["jax-agent-rl", *job.train(config, task, own, "--auto-resume")]
 
 
-def _serve(config: str, task: Job, options: Options) -> list[str]:
+def _serve(config: str, task: Job, options: SchedulerOptions) -> list[str]:
     own = [f"rollout.token_env={TOKEN}", *([f"rollout.weight_dir={task.kept}/weights"] if task.kept else [])]
     listening = ["--host=0.0.0.0", f"--port={options.port}"]
     return ["jax-agent-rl", "rollout-server", "--config", config, *listening, *task.overrides, *own]

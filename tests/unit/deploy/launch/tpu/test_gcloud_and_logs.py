@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, advise
-from jax_agent_rl.deploy.launch.tpu.launch import Launch
+from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
 
@@ -53,7 +53,7 @@ class Wire(Gcloud):
 def followed(folder: Path, *connections: list[str]) -> tuple[int, list[str], str]:
     """Exit status, what was shown of the run, and its log."""
     shown: list[str] = []
-    launch = Launch(cloud=Wire(*connections), task=job_of("v5e:2x2"), poll=1e-6, logs=folder, say=shown.append)
+    launch = SliceLaunch(cloud=Wire(*connections), task=job_of("v5e:2x2"), poll=1e-6, logs=folder, say=shown.append)
     status = launch.follow()
     return status, [line for line in shown if line.startswith("[host-0] ")], (folder / "host-0.log").read_text()
 

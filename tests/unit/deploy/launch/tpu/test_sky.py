@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jax_agent_rl.deploy.launch.tpu.job import Job
-from jax_agent_rl.deploy.launch.tpu.render import Options, render
+from jax_agent_rl.deploy.launch.tpu.render import SchedulerOptions, render
 from jax_agent_rl.deploy.launch.tpu.topology import SHAPES
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
@@ -37,7 +37,7 @@ for file in sys.argv[1:]:
 
 
 def rendered(job: Job, *zones: str) -> str:
-    return render("sky", job, Options(zones=zones or ("us-west4-a",)), root=ROOT)
+    return render("sky", job, SchedulerOptions(zones=zones or ("us-west4-a",)), root=ROOT)
 
 
 @pytest.fixture

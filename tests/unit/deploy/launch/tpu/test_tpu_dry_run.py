@@ -13,8 +13,8 @@ import yaml
 
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun
 from jax_agent_rl.deploy.launch.tpu.job import Job
-from jax_agent_rl.deploy.launch.tpu.launch import Launch
-from jax_agent_rl.deploy.launch.tpu.render import Options, render
+from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
+from jax_agent_rl.deploy.launch.tpu.render import SchedulerOptions, render
 from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
@@ -45,7 +45,9 @@ def test_a_dry_run_prints_every_command(
     job, how = DRY_RUNS[name]
     job = replace(job, config=job.config and config)
     cloud = DryRun(project="my-project", zone="us-west4-a")
-    launch = Launch(cloud=cloud, task=job, poll=1, logs=Path("runs/my-run.logs"), say=lambda line: print(f"# {line}"))
+    launch = SliceLaunch(
+        cloud=cloud, task=job, poll=1, logs=Path("runs/my-run.logs"), say=lambda line: print(f"# {line}")
+    )
     assert launch.run(ROOT, **{"resume": False, "keep": False} | how) == 0
     golden(name, capsys.readouterr().out.replace(str(tmp_path), "/tmp"))
 
@@ -59,7 +61,7 @@ def config(tmp_path: Path) -> Path:
 
 def rendered(kind: str, job: Job, **changed: object) -> str:
     options = {"zones": ("us-west4-a",), "image": IMAGE} | changed
-    return render(kind, job, Options(**options), root=ROOT)  # type: ignore[arg-type]
+    return render(kind, job, SchedulerOptions(**options), root=ROOT)  # type: ignore[arg-type]
 
 
 V5E_HOST = parse_topology("v5e:2x4")
