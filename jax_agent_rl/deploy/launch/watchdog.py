@@ -21,8 +21,8 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Run a command; return its exit status: 128 + n if signal n ended it."""
     libc = ctypes.CDLL(None)
-    # A session of its own: what happens to the group of this process does not happen to it. But Ray kills the children of
-    # an actor that it kills, this process among them, and the kernel then kills the command.
+    # A session of its own: what happens to the group of this process does not happen to it. But Ray kills the children
+    # of an actor that it kills, this process among them, and the kernel then kills the command.
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
