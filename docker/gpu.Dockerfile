@@ -3,9 +3,9 @@
 #   docker run --gpus all --ipc=host jax_agent_rl:gpu ./launch/gpu.sh --config configs/quickstart.yaml
 FROM python:3.12-slim-bookworm
 
-# Triton compiles its kernels' launchers with the C compiler when they first run.
+# Triton compiles its kernels' launchers with the C compiler when they first run; KubeRay probes pods with wget.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends bubblewrap gcc git libc6-dev \
+    && apt-get install --yes --no-install-recommends bubblewrap gcc git libc6-dev wget \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /app

@@ -15,7 +15,7 @@ import pytest
 
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
-from tests.launching import ROOT, ended_after, read_until
+from tests.launching import ROOT, ended_after, read_until, wait_for_end
 from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny_run import SMALL, tiny_recipe
@@ -63,7 +63,7 @@ def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
     read_until(resumed, "interrupted: the run saves a checkpoint")
     rest = "".join(ended_after(resumed, signal.SIGINT))
     assert resumed.returncode == 130 and "the run is killed" in rest, rest
-    assert not stuck.is_running()
+    wait_for_end(stuck.pid, 30)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
     """Decide where the engines run, unless the configuration does by ``rollout.placement``.
 
     Every GPU that the learner leaves free serves, ``rollout.vllm.tensor_parallel_size`` per engine. If it leaves too
-    few, one engine shares the GPUs of the learner. Without GPUs there are ``rollout.num_engines``.
+    few, one engine shares the GPUs of the learner. Without GPUs there is one engine beside the learner.
 
     Args:
         config: the configuration.
@@ -76,20 +76,13 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
         return [], {}
     if not free_gpus:
         return ["rollout.placement=separate", "rollout.gpus_per_engine=0"], {}
-    group = _gpus_per_engine(config)
+    group = rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else 1
     if engines := sum(gpus // group for gpus in free_gpus):
-        if "num_engines" in rollout.model_fields_set:
-            engines = rollout.num_engines
         own = [f"rollout.num_engines={engines}", f"rollout.gpus_per_engine={group}"]
         return ["rollout.placement=separate", *own], {}
     chosen = "gpu_memory_utilization" in rollout.vllm.model_fields_set
     part = [] if chosen else [f"rollout.vllm.gpu_memory_utilization={SHARED_UTILIZATION}"]
     return ["rollout.placement=colocated", *part], {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)}
-
-
-def _gpus_per_engine(config: Config) -> int:
-    rollout = config.rollout
-    return rollout.vllm.tensor_parallel_size if rollout.backend == "vllm" else max(rollout.gpus_per_engine, 1)
 
 
 class LearnerProcess:
@@ -207,8 +200,8 @@ class Driver:
         chosen = "placement" in rollout.model_fields_set
         if rollout.backend == "remote" or (chosen and rollout.placement == "colocated"):
             return {}
-        engines = rollout.num_engines if chosen or not self._gpus or "num_engines" in rollout.model_fields_set else 0
-        return {"CPU": 1 + engines, "GPU": engines * _gpus_per_engine(self._config) if self._gpus else 0}
+        engines = rollout.num_engines if chosen or not self._gpus else 0
+        return {"CPU": 1 + engines, "GPU": engines * rollout.gpus_per_engine}
 
     def _engines_fit(self) -> bool:
         free = _free()

@@ -7,6 +7,7 @@ a watchdog: when its input ends, all of its process group is killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,11 +15,20 @@ import sys
 import threading
 from collections.abc import Sequence
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; return its exit status: 128 + n if signal n ended it."""
-    # A session of its own: what happens to the group of this process does not happen to it.
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
+    libc = ctypes.CDLL(None)
+    # A session of its own: what happens to the group of this process does not happen to it. But Ray kills the children
+    # of an actor that it kills, this process among them, and the kernel then kills the command.
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: child.send_signal(received))
     threading.Thread(target=_kill_at_end_of_input, args=(child,), daemon=True).start()
