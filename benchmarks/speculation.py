@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common import argument_parser, cpu, load_quickstart, running
-from jax_agent_rl.data.shop import prepare_shop
 from transformers import AutoTokenizer
 
+from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params

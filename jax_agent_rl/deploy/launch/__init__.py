@@ -7,6 +7,6 @@
       └─ Ctrl-C ──► SIGTERM: the run saves and ends; once more ──► its processes are killed
 
 Reading order: ``__main__`` (the command line), ``ray_job`` (submits and follows), ``ray_driver`` (what the job runs),
-``watchdog`` (ends a process with its actor), ``ray_render`` (cluster files). ``hosts``, ``runner`` and ``settings`` are
+``watchdog`` (ends a process with its actor), ``ray_render`` (cluster files). ``command_line`` is
 shared with ``tpu``, which imports the standard library only.
 """

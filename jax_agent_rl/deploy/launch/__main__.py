@@ -11,9 +11,8 @@ from pathlib import Path
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.launch import ray_job, ray_render
+from jax_agent_rl.deploy.launch.command_line import TimedPrinter, count, positive
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
-from jax_agent_rl.deploy.launch.runner import TimedPrinter
-from jax_agent_rl.deploy.launch.settings import count, positive
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"job: {ray_job.entrypoint(str(ROOT), sys.executable, 'JOB', passed)}")
             return 0
         with ray_job.connected(cpus=_places(config)) as client:
-            return asyncio.run(ray_job.Job(client, str(ROOT), passed, TimedPrinter()).follow())
+            return asyncio.run(ray_job.RayJob(client, str(ROOT), passed, TimedPrinter()).follow())
     except JaxAgentRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -12,11 +12,12 @@ import logging
 import os
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jax_agent_rl.deploy.launch.runner import TimedPrinter, set_on_signal
+from jax_agent_rl.deploy.launch.command_line import TimedPrinter
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 from jax_agent_rl.utils.interrupt import EXIT_CODE
@@ -83,7 +84,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
             ray.shutdown()
 
 
-class Job:
+class RayJob:
     """A submitted run.
 
     Args:
@@ -107,7 +108,8 @@ class Job:
         The first SIGINT, SIGTERM or SIGHUP lets the run save and end, the second one kills it.
         """
         interrupt = asyncio.Event()
-        set_on_signal(interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, interrupt.set)
         printing = asyncio.create_task(self._print_logs())
         interrupted = False
         while not printing.done():

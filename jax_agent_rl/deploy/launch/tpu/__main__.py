@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch.runner import TimedPrinter
-from jax_agent_rl.deploy.launch.settings import port, positive, seconds, variable
+from jax_agent_rl.deploy.launch.command_line import TimedPrinter, port, positive, seconds, variable
 from jax_agent_rl.deploy.launch.tpu import job, render
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
@@ -162,7 +161,7 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
         task=task,
         poll=arguments.poll,
         logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
-        say=say,
+        print_line=say,
     )
     if arguments.delete:
         say(f"deleted {task.name}" if launch.delete() else f"there is no {task.name}")

@@ -47,7 +47,7 @@ class SliceLaunch:
     task: Job
     poll: float  # seconds between two polls of the slice
     logs: Path  # folder of a log per host
-    say: Callable[[str], None]  # prints a line
+    print_line: Callable[[str], None]
 
     def run(self, root: Path, *, resume: bool, keep: bool) -> int:
         """Run the job; return its exit status.
@@ -66,21 +66,21 @@ class SliceLaunch:
         created = self._create()
         try:
             if not created and self.cloud.read(job.running(task)).split()[-1:] == ["yes"]:
-                self.say("a run is under way there: following it")
+                self.print_line("a run is under way there: following it")
             else:
                 self._set_up(root)
-                self.say("starting on all hosts")
+                self.print_line("starting on all hosts")
                 self._stage([job.start(task, host, resume=resume) for host in range(task.hosts)], given=task.exports())
             status = self.follow()
         except LaunchError:
-            self.say("the slice stays and costs: --delete deletes it")
+            self.print_line("the slice stays and costs: --delete deletes it")
             raise
         if keep or task.kept is None:
             why = "--keep" if keep else "without --bucket the run is on its disk alone"
-            self.say(f"the slice stays ({why}) and costs until you give --delete")
+            self.print_line(f"the slice stays ({why}) and costs until you give --delete")
         else:
             self._retry(self.delete)
-            self.say(f"the run is in {task.kept}")
+            self.print_line(f"the run is in {task.kept}")
         return status
 
     def _retry(self, act: Callable[[], T], *, tries: int = _TRIES, sleep: Callable[[float], object] = time.sleep) -> T:
@@ -90,7 +90,7 @@ class SliceLaunch:
                 return act()
             except LaunchUnansweredError as error:
                 pause = self.poll * min(2**number, _MAX_FACTOR)
-                self.say(f"{error}\ntrying again in {pause:.0f} s")
+                self.print_line(f"{error}\ntrying again in {pause:.0f} s")
                 sleep(pause)
         return act()
 
@@ -118,14 +118,14 @@ class SliceLaunch:
         """Create the slice, or take an existing one; return whether it was created."""
         task, state = self.task, self.query()
         if state == "READY":
-            self.say(f"{task.name} is there already")
+            self.print_line(f"{task.name} is there already")
             return False
         if state not in _GONE:
             raise LaunchError(f"{task.name} is there already and {state}: start again once it is READY, or --delete")
         if state != "NOT_FOUND":
-            self.say(f"{task.name} is {state}")
+            self.print_line(f"{task.name} is {state}")
             self.delete()
-        self.say(f"creating {task.name}: {task}")
+        self.print_line(f"creating {task.name}: {task}")
         kind, version = f"--accelerator-type={task.topology.accelerator_type}", f"--version={task.runtime}"
         try:
             self.cloud.read(tpu_vm("create", task.name, kind, version, *(["--spot"] if task.spot else [])))
@@ -139,7 +139,7 @@ class SliceLaunch:
         Raises:
             LaunchError: it is left; :class:`LaunchUnansweredError` if that was not refused.
         """
-        self.say(f"deleting {self.task.name}")
+        self.print_line(f"deleting {self.task.name}")
         try:
             self.cloud.read(tpu_vm("delete", self.task.name))
         except LaunchTargetError:
@@ -159,7 +159,7 @@ class SliceLaunch:
 
     def _set_up(self, root: Path) -> None:
         task = self.task
-        self.say(f"copying the code to {task.hosts} host(s)")
+        self.print_line(f"copying the code to {task.hosts} host(s)")
         with tempfile.TemporaryDirectory(prefix="jax_agent_rl-") as folder:
             archive = Path(folder) / job.ARCHIVE
             job.pack(root, archive, extra={job.CONFIG: task.config.read_bytes()} if task.config else {})
@@ -168,14 +168,14 @@ class SliceLaunch:
             # New hosts may not listen yet.
             self._retry(lambda: self._stage(copying, failure=LaunchUnansweredError), tries=_FIRST_TRIES)
         what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
-        self.say(f"{what}; then: {task.preparation}" if task.preparation else what)
+        self.print_line(f"{what}; then: {task.preparation}" if task.preparation else what)
         self._stage([job.set_up(task, host) for host in range(task.hosts)], given=task.exports())
 
     def _stage(self, calls: Sequence[Call], *, given: str = "", failure: type[LaunchError] = LaunchError) -> None:
         """Make a call for each host concurrently, with this input; all have to succeed."""
 
         def fails(host: int) -> bool:
-            return self.cloud.stream(calls[host], lambda line: self.say(f"[host-{host}] {line}"), given) != 0
+            return self.cloud.stream(calls[host], lambda line: self.print_line(f"[host-{host}] {line}"), given) != 0
 
         with ThreadPoolExecutor(self.cloud.max_connections) as pool:
             try:
@@ -200,7 +200,7 @@ class SliceLaunch:
             LaunchError: the slice was preempted, or many connections in a row delivered nothing.
             KeyboardInterrupt: the second time.
         """
-        self.say(f"logs: {self.logs}")
+        self.print_line(f"logs: {self.logs}")
         left = threading.Event()  # nobody waits for the threads any more
         pool = ThreadPoolExecutor(self.task.hosts + 1 if self.cloud.max_connections > 1 else 1)
         following = [pool.submit(self._follow_host, host, left) for host in range(self.task.hosts)]
@@ -220,7 +220,7 @@ class SliceLaunch:
                 except KeyboardInterrupt:
                     if interrupting:
                         raise
-                    self.say("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
+                    self.print_line("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
                     interrupting.append(pool.submit(self._retry, self._interrupt, sleep=_until(left)))
         finally:
             left.set()
@@ -229,12 +229,12 @@ class SliceLaunch:
                 self.cloud.stop()
         statuses = [_KILLED if host in pending else host.result() for host in following]
         if failed := [f"{status} on host-{host}" for host, status in enumerate(statuses) if status]:
-            self.say(f"ended with {', '.join(failed)}")
+            self.print_line(f"ended with {', '.join(failed)}")
             if not interrupting:
                 self._require_slice(self.query())
         for host, each in enumerate(following):
             if each in pending:  # it would be in the way of the next start
-                self.cloud.stream(job.send(self.task, host, "KILL"), self.say)
+                self.cloud.stream(job.send(self.task, host, "KILL"), self.print_line)
         return statuses[0] or max(statuses)
 
     def _follow_host(self, host: int, left: threading.Event) -> int:
@@ -250,11 +250,11 @@ class SliceLaunch:
                     with log.open("a" if seen else "w", encoding="utf-8") as file:
                         file.write(match[2] + "\n")
                     seen = int(match[1])
-                    self.say(f"[{name}] {match[2]}")
+                    self.print_line(f"[{name}] {match[2]}")
             elif match := re.fullmatch(r"end\|(\d+)", line):
                 status = int(match[1])
             else:
-                self.say(f"[{name}] {line}")
+                self.print_line(f"[{name}] {line}")
 
         def connect() -> None:
             before = seen
@@ -262,7 +262,7 @@ class SliceLaunch:
             if status is None and seen == before:
                 raise LaunchUnansweredError(f"{name}: the connection broke")
             if status is None:
-                self.say(f"{name}: the connection broke, connecting again")
+                self.print_line(f"{name}: the connection broke, connecting again")
 
         while status is None:
             try:
@@ -274,7 +274,7 @@ class SliceLaunch:
         return status
 
     def _interrupt(self) -> None:
-        if self.cloud.stream(job.send(self.task, 0, "INT"), self.say) not in (0, _NO_RUN):
+        if self.cloud.stream(job.send(self.task, 0, "INT"), self.print_line) not in (0, _NO_RUN):
             raise LaunchUnansweredError("the run could not be interrupted")
 
 

@@ -53,7 +53,9 @@ class Wire(Gcloud):
 def followed(folder: Path, *connections: list[str]) -> tuple[int, list[str], str]:
     """Exit status, what was shown of the run, and its log."""
     shown: list[str] = []
-    launch = SliceLaunch(cloud=Wire(*connections), task=job_of("v5e:2x2"), poll=1e-6, logs=folder, say=shown.append)
+    launch = SliceLaunch(
+        cloud=Wire(*connections), task=job_of("v5e:2x2"), poll=1e-6, logs=folder, print_line=shown.append
+    )
     status = launch.follow()
     return status, [line for line in shown if line.startswith("[host-0] ")], (folder / "host-0.log").read_text()
 

@@ -46,7 +46,7 @@ def test_a_dry_run_prints_every_command(
     job = replace(job, config=job.config and config)
     cloud = DryRun(project="my-project", zone="us-west4-a")
     launch = SliceLaunch(
-        cloud=cloud, task=job, poll=1, logs=Path("runs/my-run.logs"), say=lambda line: print(f"# {line}")
+        cloud=cloud, task=job, poll=1, logs=Path("runs/my-run.logs"), print_line=lambda line: print(f"# {line}")
     )
     assert launch.run(ROOT, **{"resume": False, "keep": False} | how) == 0
     golden(name, capsys.readouterr().out.replace(str(tmp_path), "/tmp"))

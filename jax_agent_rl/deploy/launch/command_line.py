@@ -1,14 +1,28 @@
-"""Types of the launchers' command-line options: a wrong value is refused with the required form."""
+"""Types of the launchers' command-line options, which refuse a wrong value with the required form, and their output."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+class TimedPrinter:
+    """Prints the launcher's own lines with the seconds since it began; lines of processes as they are."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it: still end in order
+            print(own + line, flush=True)
 
 
 def positive(text: str) -> int:
@@ -29,11 +43,6 @@ def port(text: str) -> int:
 def seconds(text: str) -> float:
     """Parse a positive duration."""
     return _checked(text, float, lambda value: 0 < value < math.inf, "seconds, more than 0")
-
-
-def duration(text: str) -> str:
-    """Parse a duration in gcloud's notation."""
-    return _checked(text, str, re.compile(r"(\d+[dhms])+").fullmatch, "a time such as 6h, 30m or 1d12h")
 
 
 def variable(text: str) -> tuple[str, str | None]:
