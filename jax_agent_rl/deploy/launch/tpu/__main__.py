@@ -154,17 +154,17 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
             raise LaunchError(f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns")
     if "," in arguments.zone:
         raise LaunchError(f"--zone {arguments.zone}: give one, or --render sky, whose job searches several")
-    say = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
+    print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
     where = {"project": arguments.project, "zone": arguments.zone}
     launch = SliceLaunch(
         cloud=DryRun(**where) if arguments.dry_run else Gcloud(**where),
         task=task,
         poll=arguments.poll,
         logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
-        print_line=say,
+        print_line=print_line,
     )
     if arguments.delete:
-        say(f"deleted {task.name}" if launch.delete() else f"there is no {task.name}")
+        print_line(f"deleted {task.name}" if launch.delete() else f"there is no {task.name}")
         return 0
     if arguments.logs:
         if (state := launch.query()) != "READY":
