@@ -17,7 +17,7 @@ say "model: SmolLM2-135M-Instruct (10 seconds the first time)"
 run "$VENV/bin/jax-agent-rl" fetch-model
 say "data: questions about a shop (2 seconds)"
 run "$VENV/bin/jax-agent-rl" prepare shop --out data/shop
-say "training (about four minutes on two cores, one more the first time, for compilation)"
+say "training (two to four minutes on two cores, one more the first time, for compilation)"
 export JAX_AGENT_RL_ENVIRONMENT_SECONDS="$SECONDS" # so far; the breakdown at the end begins with it
 # XLA allocates a program's temporaries anew each time it runs. Handing them out in huge pages (glibc 2.35 or newer) makes
 # a learner step about 5 % faster, and a short decode dispatch of 48 slots 20 %.
