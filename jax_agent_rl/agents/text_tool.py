@@ -12,6 +12,7 @@ The result continues the assistant's text, inside markers of its own, with mask 
 
 from __future__ import annotations
 
+import textwrap
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +25,7 @@ from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, ToolEnvironment
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, answer_or_cut, run_turns
-from jax_agent_rl.tools.client import SearchClient, ServerObservation, ToolClient, tool_action
+from jax_agent_rl.tools.client import SearchClient, ServerObservation, ToolClient
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
 
@@ -132,7 +133,10 @@ class TextToolAgent(MarkerAgent):
 
             async def call(code: str) -> ServerObservation:
                 observation, _ = await environment.step(
-                    tool_action(code), name="tool", extra_fields=extra, shorten=lambda text: text
+                    f"<python>{textwrap.dedent(code)}</python>",
+                    name="tool",
+                    extra_fields=extra,
+                    shorten=lambda text: text,
                 )
                 return observation
 

@@ -126,7 +126,7 @@ class ToolEnvironment:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
         """Close the environment; a second cancellation ends the waiting, not the closing."""
         if self._used:
-            await asyncio.shield(asyncio.ensure_future(self._close()))
+            await self._server.complete(self._close())
 
     async def step(
         self, text: str, *, name: str, extra_fields: Mapping[str, Any], shorten: Callable[[str], str]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from jax_agent_rl.utils.text import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
 PATH = "/get_observation"
+CLOSE_SECONDS = 5.0  # for environments that are still being closed
 NO_TOOL = "Error: no tool accepted this action; check its format."
 """Default observation of an action that no tool accepts."""
 
@@ -80,6 +80,7 @@ class ToolServerClient:
 
     def __init__(self, service: JsonService):
         self._service = service
+        self._detached: set[asyncio.Future[None]] = set()
 
     async def get_observation(
         self, actions: Sequence[ServerAction], *, repeatable: bool = False
@@ -134,7 +135,22 @@ class ToolServerClient:
         finally:
             await self.close()  # a run may still end before its first trajectory
 
+    async def complete(self, work: Awaitable[None]) -> None:
+        """Await work on this server that goes on if the waiting is cancelled, but not beyond :meth:`close`."""
+        task = asyncio.ensure_future(work)
+        self._detached.add(task)
+        task.add_done_callback(self._detached.discard)
+        await asyncio.shield(task)
+
     async def close(self) -> None:
+        """Give detached work :data:`CLOSE_SECONDS`, cancel the rest, and disconnect."""
+        if self._detached:
+            _, pending = await asyncio.wait(self._detached, timeout=CLOSE_SECONDS)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            if pending:
+                logger.warning("%s: %d environments may still be open", self._service.settings.url, len(pending))
         await self._service.close()
 
 
@@ -313,15 +329,6 @@ class ToolClient:
 
     async def close(self) -> None:
         await self.server.close()
-
-
-def tool_action(code: str) -> str:
-    """Format dedented code for the tool server's python tools.
-
-    >>> tool_action(" print(1)")
-    '<python>print(1)</python>'
-    """
-    return f"<python>{textwrap.dedent(code)}</python>"
 
 
 def bare_result(text: str) -> str:

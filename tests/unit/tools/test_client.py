@@ -189,3 +189,28 @@ def test_whatever_a_server_answers_is_an_observation_or_a_named_error(answer, co
         return
     assert len(found) == count
     assert all(isinstance(o, ToolServerError) or isinstance(o.text, str) for o in found)
+
+
+@pytest.mark.parametrize("released", [True, False])
+async def test_closing_waits_for_what_outlives_a_cancelled_trajectory_and_then_ends_it(released, monkeypatch):
+    monkeypatch.setattr("jax_agent_rl.tools.client.CLOSE_SECONDS", 60.0 if released else 0.0)
+    it, release, done = client("http://127.0.0.1:1"), asyncio.Event(), []
+
+    async def work():
+        try:
+            await release.wait()
+            done.append("complete")
+        finally:
+            done.append("ended")
+
+    waiting = asyncio.ensure_future(it.complete(work()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done == []
+    if released:
+        release.set()
+    await it.close()
+    assert done == (["complete", "ended"] if released else ["ended"])
