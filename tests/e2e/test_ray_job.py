@@ -37,10 +37,10 @@ def start(recipe: Path, *arguments: str, address: str | None = None) -> subproce
     )
 
 
-def learners() -> list[psutil.Process]:
-    """Process 0 of the learner, under its watchdog."""
-    processes = psutil.process_iter(["cmdline"])
-    return [p for p in processes if "learner.multihost.process_id=0" in (p.info["cmdline"] or [])]
+def learners(recipe: Path) -> list[psutil.Process]:
+    """Process 0 of a recipe's learner, under its watchdog."""
+    wanted = {str(recipe), "learner.multihost.process_id=0"}
+    return [p for p in psutil.process_iter(["cmdline"]) if wanted <= set(p.info["cmdline"] or [])]
 
 
 def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
@@ -49,7 +49,7 @@ def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
     read_until(process, " 2/1000 ")
     rest = "".join(ended_after(process, signal.SIGINT))
     assert process.returncode == 130 and "is saved. Go on with --resume" in rest, rest
-    assert not learners()
+    assert not learners(recipe)
     (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
 
     resumed = start(recipe, "--resume")
@@ -57,7 +57,7 @@ def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
     read_until(resumed, f" {saved + 1}/1000 ")
     steps = [r["step"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
     assert steps[: saved + 1] == list(range(1, saved + 2))
-    *_, stuck = learners()
+    *_, stuck = learners(recipe)
     stuck.suspend()
     resumed.send_signal(signal.SIGINT)
     read_until(resumed, "interrupted: the run saves a checkpoint")
