@@ -14,6 +14,7 @@ import secrets
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ DRIVER = "jax_agent_rl.deploy.launch.ray_driver"
 STOP_SECONDS = 600
 """From SIGTERM to SIGKILL: Ray's three seconds would not do to save a checkpoint."""
 _POLL_SECONDS = 0.5
+_AGENT_SECONDS = 120.0  # until a node of a new cluster takes jobs
 
 
 def entrypoint(root: str, python: str, job: str, arguments: Sequence[str]) -> str:
@@ -67,16 +69,18 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
     import ray
     from ray.job_submission import JobSubmissionClient
 
+    address = None  # of RAY_ADDRESS
     if own:
-        ray.init(
+        context = ray.init(
             "local",
             include_dashboard=True,
             log_to_driver=False,
             logging_level=logging.WARNING,
             num_cpus=max(cpus, os.cpu_count() or 1),
         )
+        address = f"http://{context.dashboard_url}"  # there may be other clusters on this machine
     try:
-        yield JobSubmissionClient()
+        yield JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
         raise LaunchError(f"{'Ray' if own else 'the cluster of RAY_ADDRESS'}: {error}") from error
     finally:
@@ -151,8 +155,13 @@ class RayJob:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _submit(self, arguments: Sequence[str], name: str) -> None:
-        self._client.submit_job(
-            entrypoint=entrypoint(self._root, sys.executable, self.name, arguments),
-            submission_id=name,
-            runtime_env=runtime_env(self._root),
-        )
+        command = entrypoint(self._root, sys.executable, self.name, arguments)
+        deadline = time.monotonic() + _AGENT_SECONDS
+        while True:
+            try:
+                self._client.submit_job(entrypoint=command, submission_id=name, runtime_env=runtime_env(self._root))
+                return
+            except RuntimeError as error:
+                if "No available agent" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)

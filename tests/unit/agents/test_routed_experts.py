@@ -96,7 +96,7 @@ async def test_the_segments_of_a_session_have_those_of_the_turns_before_them():
     recorder = recorder_of(codec, ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"])
     replies = [codec.encode_markup(text) for text in ("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")]
     backend = RoutingBackend(codec, lambda request: replies[int(request.request_id.rpartition("/")[2]) - 1])
-    recorder._context = replace(recorder._context, client=LLMServerClient([AsyncServer(backend)]))
+    recorder.context = replace(recorder.context, client=LLMServerClient([AsyncServer(backend)]))
     first = await recorder.chat([QUESTION], sampling=sampling())
     history = [QUESTION, sent_back(first)]
     await recorder.chat([*history, MORE], sampling=sampling())
