@@ -81,6 +81,7 @@ def secure_own_cluster() -> None:
         )
     for name in missing:
         os.environ[name] = variables[name]
+    os.environ.setdefault("RAY_worker_niceness", "0")  # learner and engines are the work; Ray's default is 15
 
 
 @asynccontextmanager

@@ -20,7 +20,10 @@ from tests.ports import free_port
 from tests.simulated import environment_with
 from tests.tiny_run import SMALL, tiny_recipe
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.timeout(1200),  # each starts Ray, learners and engines two or three times
+]
 STALL_SECONDS = 4
 
 
