@@ -158,7 +158,7 @@ class Driver:
             if status is not None:
                 return status
             resume = ["--auto-resume"]
-            _say(f"a process of the learner was lost ({attempt + 1} of {self._arguments.max_restarts} times)")
+            _print_line(f"a process of the learner was lost ({attempt + 1} of {self._arguments.max_restarts} times)")
         raise LaunchError(
             f"gave up after {self._arguments.max_restarts} restarts (--max-restarts); --resume goes on from the newest "
             "checkpoint"
@@ -183,7 +183,7 @@ class Driver:
                 elapsed = time.monotonic() - begin
                 if elapsed - reported > _PROGRESS_SECONDS:
                     reported = elapsed
-                    _say(
+                    _print_line(
                         f"waiting for room: {self._count} node(s) for the learner with {_plain(bundle)} each, and "
                         f"{_plain(self._engine_needs)} for the engines; free are {_plain(_free())}"
                     )
@@ -242,7 +242,7 @@ class Driver:
                 threading.Thread(target=_listen, args=(process, said, received), daemon=True).start()
             return self._follow(received, actors[0].terminate.remote)
         except RayError as error:
-            _say(_first_line(error))
+            _print_line(_first_line(error))
             return None
         finally:
             for actor in actors:
@@ -312,7 +312,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"[driver] {line}", flush=True)
 
 
