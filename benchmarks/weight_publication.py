@@ -1,6 +1,7 @@
 """Time of a weight update from the learner's memory to an engine's, by each route.
 
     python benchmarks/weight_publication.py [--rounds 3] [--dtype bfloat16]
+    python benchmarks/weight_publication.py --steps 4 [--learning-rate 1e-6]
 
 SmolLM2-135M in float32; with ``--dtype bfloat16`` engines take it in bfloat16, in which files and folders then are.
 The routes take turns, round by round, in one process; the shortest time counts, from the learner's arrays to arrays in
@@ -12,13 +13,19 @@ the engine's layout. On CPUs six devices are simulated:
     upload            the same files over HTTP on loopback
     tensorstore       learner fsdp 3 ─► folder in shared memory ─► engine tensor 3
 
-The yardstick is numpy copying the float32 weights. The last line is one JSON object: per route ``seconds_per_billion``
-parameters, ``bytes_per_parameter`` that cross, ``gb_per_s`` of the learner's weights, and ``share_of_memcpy``.
+With ``--steps``, the learner takes that many steps of AdamW (8 sequences of 256 random ids, a policy gradient of
+advantage +-1), and each version goes over HTTP to two servers, in bfloat16: in whole files, and as what changed. Adam's
+first steps are its largest, so later ones change less.
+
+The yardstick of the routes is numpy copying the float32 weights. The last line is one JSON object: per route
+``seconds_per_billion`` parameters, ``bytes_per_parameter`` that cross, ``gb_per_s`` of the learner's weights, and
+``share_of_memcpy``; or, with ``--steps``, lists with a number per step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import tempfile
@@ -32,7 +39,7 @@ os.environ.setdefault("NPROC", "16")  # simulated devices wait for each other in
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import argument_parser, load_quickstart
+from common import argument_parser, cpu, load_quickstart, make_learner, make_trajectory, random_ids
 
 from jax_agent_rl.config.learner import EngineMeshConfig, MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
@@ -45,6 +52,8 @@ from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
+from jax_agent_rl.runtime.publishers import FilePublisher
+from jax_agent_rl.types import Group
 from jax_agent_rl.utils.weight_checks import rounded
 
 SHAPES = EngineShapes(
@@ -73,8 +82,7 @@ class WeightReceiver:
         self.policy_version = 0
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind in FILES:
-            update = await asyncio.to_thread(self._weights.read, update)
+        update = await asyncio.to_thread(self._weights.receive, update)
         self._weights.check(update, self.policy_version)
         self._served = jax.block_until_ready(self._engine.load_params(update.payload, self._served))
         self.policy_version = update.version
@@ -150,11 +158,59 @@ async def measure(rounds: int, dtype: str) -> dict[str, dict[str, float]]:
     }
 
 
+async def measure_deltas(steps: int, learning_rate: float) -> dict[str, list[float]]:
+    """Return per step: share of numbers that stayed, bytes and seconds whole, and of what changed."""
+    settings = {"pack_length": 256, "micro_batch_size": 4, "share_prefixes": False, "mesh": MeshConfig(fsdp=1)}
+    learner = make_learner(learning_rate=learning_rate, **settings)
+    members = (
+        make_trajectory(row[:1], row[1:], group="g", index=i) for i, row in enumerate(random_ids(8, 256).tolist())
+    )
+    group = Group(group_id="g", trajectories=tuple(members))
+    start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), learner.params)
+    result: dict[str, list[float]] = {"unchanged": []}
+    async with contextlib.AsyncExitStack() as stack:
+        routes = {}
+        for name, full_every in (("whole", 1), ("changes", steps + 2)):
+            server = RolloutServer(WeightReceiver(learner.model, start, EngineMeshConfig(), dtype="bfloat16"))  # type: ignore[arg-type]
+            await server.start()
+            stack.push_async_callback(server.close)
+            remote = RemoteBackend(server.url, shares_disk=False)
+            await remote.start()
+            stack.push_async_callback(remote.close)
+            files = WeightFiles(learner.model, probe_ids=[list(range(3, 35))])
+            stack.callback(files.close)
+            routes[name] = FilePublisher(files, lambda: "bfloat16", full_every=full_every), remote
+            result |= {f"{name}_mb": [], f"{name}_make_seconds": [], f"{name}_send_seconds": []}
+        for version in range(1, steps + 2):  # the first sends the weights before training
+            before = jax.tree.map(lambda x: x.astype(jnp.bfloat16), learner.params)
+            if version > 1:
+                learner.update([group])
+                same = jax.tree.map(lambda x, y: float((x == y.astype(x.dtype)).sum()), before, learner.params)
+                count = sum(x.size for x in jax.tree.leaves(before))
+                result["unchanged"].append(sum(jax.tree.leaves(same)) / count)
+            for name, (publisher, remote) in routes.items():
+                begin = time.perf_counter()
+                update = publisher.make(learner, version)
+                made = time.perf_counter()
+                await remote.update_weights(update)
+                if version > 1:
+                    sent = update.deltas or update.payload
+                    result[f"{name}_mb"].append(sum(Path(file).stat().st_size for file in sent) / 1e6)
+                    result[f"{name}_make_seconds"].append(made - begin)
+                    result[f"{name}_send_seconds"].append(time.perf_counter() - made)
+    return result
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
+    if options.steps:
+        print(json.dumps(asyncio.run(measure_deltas(options.steps, options.learning_rate)) | {"cpu": cpu()}))
+        return
     result = asyncio.run(measure(options.rounds, options.dtype))
     for name, numbers in result.items():
         print(f"{name:17} " + "  ".join(f"{key} {value:.3g}" for key, value in numbers.items()))

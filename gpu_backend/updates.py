@@ -10,20 +10,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gpu_backend.settings import VllmSettings
-from gpu_backend.weights import Checkpoint, Shapes, differences, read_update
+from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensor_samples import TensorSample
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import CUDA_IPC, WeightUpdate
 from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
-FILES, DEVICE = "safetensors", "cuda_ipc"
+FILES = "safetensors"
 _FIRST_IN_QUEUE = -(1 << 30)
 
 
@@ -57,7 +57,7 @@ class WeightUpdater:
         self._limits = settings.tolerances(cpu=cpu)
         self._fixed = fixed
         self._tpu = tpu
-        self.kinds = frozenset({FILES, DEVICE} if cuda else {FILES} if fixed is None else ())
+        self.kinds = frozenset({FILES, CUDA_IPC} if cuda else {FILES} if fixed is None else ())
         # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
         # parameters have other forms.
         readable = settings.tensor_parallel_size == 1 and not tpu
@@ -110,15 +110,29 @@ class WeightUpdater:
         engine = self.engine
         if update.kind == FILES:
             paths = [str(path) for path in update.payload]
-            await engine.collective_rpc("load_weight_files", args=(paths,))
+            if self._tpu:
+                await engine.collective_rpc("replace_tpu_weights", args=(paths,))
+            else:
+                await self._transfer({"paths": paths})
             if self.placements:
                 _all_landed(await engine.collective_rpc("weights_not_landed", args=(paths, self.placements)))
         else:
-            await load_from_device(engine, update.payload)
+            update_info, copies = await asyncio.to_thread(export_tensors, update.payload)
+            await self._transfer(update_info)
+            del copies
         # Frozen requests lose their KV, too: it is recomputed under the new weights when they continue.
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.reset_encoder_cache()
         await engine.update_weight_version(str(update.version))
+
+    async def _transfer(self, update_info: Mapping[str, Any]) -> None:
+        """Run vLLM's calls of one update. Cancelled, they run to the end first: vLLM would refuse to start another."""
+        session = asyncio.ensure_future(_transferred(self.engine, update_info))
+        try:
+            await asyncio.shield(session)
+        except asyncio.CancelledError:
+            await asyncio.gather(session, return_exceptions=True)
+            raise
 
     async def verify(self, probe: LogprobProbe, name: str) -> None:
         """Compare the engine's log-probs with the learner's. The engine must be running.
@@ -131,7 +145,7 @@ class WeightUpdater:
             WeightUpdateError: they differ by more than rounding.
         """
         measured = [await self._measure(ids, f"{name}-{i}") for i, ids in enumerate(probe.ids)]
-        largest, mean = self.last_difference = differences(probe, measured)
+        largest, mean = self.last_difference = probe.differences(measured)
         max_largest, max_mean = self._limits
         if not (largest <= max_largest and mean <= max_mean):
             raise WeightUpdateError(
@@ -164,7 +178,7 @@ def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
         paths = [str(path) for path in update.payload]
         check_files(paths, update.digests)
         return read_update(paths)
-    return {name: tuple(array.shape) for name, array in update.payload.tensors.items()}, update.payload.probe
+    return {name: tuple(array.shape) for name, array in update.payload.items()}, update.probe
 
 
 def _all_landed(not_landed_by_worker: Sequence[Sequence[str]]) -> None:
@@ -176,43 +190,43 @@ def _all_landed(not_landed_by_worker: Sequence[Sequence[str]]) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceWeights:
-    """Payload of a ``WeightUpdate(kind="cuda_ipc")``: weights from device to device, without files.
+async def _transferred(engine: Any, update_info: Mapping[str, Any]) -> None:
+    """Run vLLM's weight-transfer calls of one update, for ``gpu_backend.worker.InPlaceTransferEngine``."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-    Attributes:
-        tensors: Hugging Face names to arrays on this GPU that support DLPack (jax or torch).
-        probe: see :class:`LogprobProbe`.
-    """
-
-    tensors: Mapping[str, Any]
-    probe: LogprobProbe | None = None
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+    await engine.start_weight_update()
+    await engine.update_weights(WeightTransferUpdateRequest(update_info=dict(update_info)))
+    await engine.finish_weight_update()
 
 
-async def load_from_device(engine: Any, weights: DeviceWeights) -> None:
-    """Load tensors into ``engine`` (``AsyncLLM`` with ``weight_transfer_config={"backend": "ipc"}``).
+def export_tensors(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Make arrays of this process readable by processes of the same machine, without a copy on the host.
 
-    torch views the learner's jax arrays (DLPack) and copies them into memory of its own (only that can be exported),
-    which vLLM's workers open by CUDA-IPC handles: learner and engine must share the GPU. Between machines, the same
-    four calls work with ``WeightTransferConfig(backend="nccl")`` and a torch process group that the learner joins.
+    torch views the learner's jax arrays (DLPack) and copies them into memory of its own: only that can be exported.
+
+    Args:
+        arrays: on one GPU, by name; any that support DLPack.
+
+    Returns:
+        What the receiver needs (``InPlaceUpdateInfo``), and the copies, to be kept until it has read them.
     """
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
     device = torch.cuda.current_device()
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    copies = {name: torch.from_dlpack(array).clone() for name, array in weights.tensors.items()}
+    copies = {name: torch.from_dlpack(array).clone() for name, array in arrays.items()}
     torch.cuda.synchronize(device)
-    info = {
-        "names": list(copies),
-        "dtype_names": [str(t.dtype).removeprefix("torch.") for t in copies.values()],
-        "shapes": [list(t.shape) for t in copies.values()],
-        "ipc_handles": [{uuid: reduce_tensor(t)[1]} for t in copies.values()],
-    }
-    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"packed": False}))
-    await engine.start_weight_update()
-    await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-    await engine.finish_weight_update()
-    del copies
-    torch.cuda.ipc_collect()
+    handles = {name: plain_handle(reduce_tensor(copy)[1]) for name, copy in copies.items()}
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return {"handles": handles, "device_uuid": uuid}, list(copies.values())
+
+
+def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
+    """Return the arguments of ``rebuild_cuda_tensor`` as plain values, which reach a worker without pickle.
+
+    Args:
+        rebuild_args: class, size, stride, offset, storage class, dtype, device, and those of the storage.
+    """
+    _, size, stride, offset, _, dtype, _, *storage = rebuild_args
+    return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *storage]

@@ -9,7 +9,6 @@ on CPUs, ``moe_backend`` elsewhere).
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -280,13 +279,3 @@ def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
         except (ValueError, KeyError, TypeError) as error:
             raise WeightUpdateError(f"the probe in {path} is damaged: {error}") from error
     return shapes, probe
-
-
-def differences(probe: LogprobProbe, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return (largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
-    gaps = [
-        abs(a - b) if math.isfinite(b) else math.inf
-        for expected, got in zip(probe.log_probs, measured, strict=True)
-        for a, b in zip(expected, got, strict=True)
-    ]
-    return max(gaps), sum(gaps) / len(gaps)

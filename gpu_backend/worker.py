@@ -1,43 +1,93 @@
 """The part of weight updates that runs inside vLLM's worker processes.
 
-vLLM imports this module in every worker before it builds the model, and mixes :class:`WeightExtension` into its worker
-class; the backend calls the methods by name through ``collective_rpc``.
+vLLM imports this module in every worker before it builds the model. :class:`InPlaceTransferEngine` then takes the
+weights of vLLM's own calls (``start_weight_update``, ``update_weights``, ``finish_weight_update``).
+:class:`WeightExtension` is mixed into the worker class for what those do not offer, and called by name through
+``collective_rpc``.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from gpu_backend import tpu
+from gpu_backend.settings import TRANSFER
 from jax_agent_rl.models.tensor_samples import TensorSample
+
+
+@dataclass
+class InPlaceInitInfo(WeightTransferInitInfo):
+    """Nothing has to be agreed on before."""
+
+
+@dataclass
+class InPlaceUpdateInfo(WeightTransferUpdateInfo):
+    """One part of an update.
+
+    Attributes:
+        paths: safetensors files; or, instead:
+        handles: tensors in the memory of a GPU of this machine, by name; see ``gpu_backend.updates.plain_handle``.
+        device_uuid: that GPU.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    handles: dict[str, list[Any]] = field(default_factory=dict)
+    device_uuid: str = ""
+
+
+class InPlaceTransferEngine(WeightTransferEngine[InPlaceInitInfo, InPlaceUpdateInfo]):
+    """Copies tensors into the served model in place.
+
+    The model's own loader fuses and slices; it raises for unknown names. The engines that vLLM brings reload layer by
+    layer between start and finish, which leaves a tied output matrix stale on CPUs, and breaks the model when only some
+    tensors are named.
+    """
+
+    init_info_cls = InPlaceInitInfo
+    update_info_cls = InPlaceUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: InPlaceInitInfo) -> None:
+        """Do nothing: files need no connection."""
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model stays as it is."""
+
+    def receive_weights(self, update_info: InPlaceUpdateInfo) -> None:
+        tensors = _opened(update_info) if update_info.handles else _tensors(update_info.paths)
+        with torch.no_grad():
+            self.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: every tensor was complete when it was loaded."""
+
+    def shutdown(self) -> None:
+        """Do nothing: no connection is open."""
 
 
 class WeightExtension:
     """Methods added to vLLM's worker. ``self`` is the worker."""
 
-    def load_weight_files(self, paths: Sequence[str]) -> float:
-        """Copy tensors into the served model in place; return seconds.
-
-        The model's own loader fuses and slices; it raises for unknown names. ``reload_weights`` would leave a tied
-        output matrix stale, and break the model when only some tensors are named.
-        """
-        begin = time.perf_counter()
+    def replace_tpu_weights(self, paths: Sequence[str]) -> None:
+        """Replace the parameters of a TPU worker, whose plugin does nothing in ``update_weights``."""
         worker: Any = self
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            if current_platform.is_tpu():
-                tpu.replace_weights(worker.model_runner, _tensors(paths))
-            else:
-                worker.model_runner.get_model().load_weights(_tensors(paths))
+            tpu.replace_weights(worker.model_runner, _tensors(paths))
         worker.synchronize_device()
-        return time.perf_counter() - begin
 
     def why_not_replaceable(self) -> str | None:
         """Return why this TPU worker's weights cannot be replaced; None if they can."""
@@ -83,6 +133,30 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 yield name, file.get_tensor(name)
+
+
+def _opened(update: InPlaceUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor, in the memory of the GPU that holds it; ``load_weights`` copies."""
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if update.device_uuid not in uuids:
+        raise ValueError(
+            f"this worker does not see the learner's GPU {update.device_uuid}, but {uuids}; let CUDA_VISIBLE_DEVICES "
+            "name it, too"
+        )
+    for name, handle in update.handles.items():
+        yield name, rebuild_cuda_tensor(*rebuild_arguments(handle, uuids.index(update.device_uuid)))
+
+
+def rebuild_arguments(handle: Sequence[Any], device: int) -> tuple[Any, ...]:
+    """Return the arguments of ``rebuild_cuda_tensor``; the inverse of ``gpu_backend.updates.plain_handle``.
+
+    Args:
+        handle: plain values.
+        device: number of the tensor's GPU in this process.
+    """
+    size, stride, offset, dtype, *storage = handle
+    kind, whole = getattr(torch, dtype), torch.storage.TypedStorage
+    return torch.Tensor, torch.Size(size), tuple(stride), offset, whole, kind, device, *storage
 
 
 def _plain_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -154,5 +228,6 @@ def _apply_experts(
         output.index_add_(0, rows, down * topk_weights[rows, slots, None].to(down.dtype))
 
 
+WeightTransferEngineFactory.register_engine(TRANSFER, InPlaceTransferEngine)
 if current_platform.is_cpu():
     _keep_weights_plain()

@@ -219,6 +219,12 @@ class RolloutConfig(Section):
         "learner process writes its own shards to weight_dir, and each jetstream server reads those of its devices "
         "(backend: remote).",
     )
+    full_weights_every: Annotated[Positive, WhenKey("rollout.backend", "remote")] = Field(
+        default=20,
+        description="Uploads to rollout servers hold the numbers that changed since the version before, and every so "
+        "many versions all of them; 1: always all. Each server keeps one copy of the files in memory. A server that "
+        "lacks the version before, or whose result has another digest, gets all of them.",
+    )
     prompts_per_step: Positive = Field(default=8, description="Dataset rows per training step.")
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)

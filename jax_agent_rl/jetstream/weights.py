@@ -30,10 +30,11 @@ from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.models.mesh import MESH_AXES, Device, local_bounds, shard_bounds
+from jax_agent_rl.models.probe import verify_probe
 from jax_agent_rl.models.sharding import place, replicated
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.weight_checks import check_files
+from jax_agent_rl.utils.weight_checks import check_files, read_probe
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}
@@ -65,12 +66,21 @@ class ServedWeights:
         self._shardings = learner_shardings(config, mesh)
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
-    def read(self, update: WeightUpdate) -> WeightUpdate:
-        """Read files, or a folder of shards, into arrays in the learner's layout.
+    def receive(self, update: WeightUpdate) -> WeightUpdate:
+        """Return the update as arrays in the learner's layout, which give the log-probs of its probe.
 
         Raises:
-            WeightUpdateError: they are damaged, or of another model.
+            WeightUpdateError: they are damaged, of another model, or under wrong names.
         """
+        if update.kind in FILES:  # decoding goes on meanwhile
+            update = self._read(update)
+        if update.probe is None:
+            return update
+        self._check_structure(update.payload)
+        verify_probe(self._config, update.payload, update.probe)
+        return replace(update, probe=None)
+
+    def _read(self, update: WeightUpdate) -> WeightUpdate:
         dtype = self._structure["embed"][1]
         if update.kind == "tensorstore":
             return replace(update, kind="arrays", payload=self._read_stored(update, dtype))
@@ -79,7 +89,7 @@ class ServedWeights:
             params = load_params(update.payload, self._config, dtype=dtype, shardings=self._shardings)
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
-        return replace(update, kind="arrays", payload=params)
+        return replace(update, kind="arrays", payload=params, probe=read_probe(update.payload))
 
     def _read_stored(self, update: WeightUpdate, dtype: jnp.dtype) -> Params:
         if not isinstance(update.payload, str):
@@ -100,7 +110,10 @@ class ServedWeights:
             )
         if update.version <= version:
             raise WeightUpdateError(f"version {update.version} is not newer than {version}, which is served")
-        structure = jax.tree.map(lambda x: (x.shape, x.dtype), update.payload)
+        self._check_structure(update.payload)
+
+    def _check_structure(self, params: Params) -> None:
+        structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
         if structure != self._structure:
             what = _difference(self._structure, structure)
             raise WeightUpdateError(f"the update does not fit the model served: {what}")

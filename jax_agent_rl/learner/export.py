@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors
+from jax_agent_rl.models.probe import score_probe
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, LogprobProbe, file_digest
+from jax_agent_rl.utils.weight_deltas import write_delta
 
 GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
@@ -53,9 +52,10 @@ class WeightFiles:
         self._folder = tempdirs.make_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
         self.digests: dict[str, str] = {}
         """Of the newest version's files, by name."""
-        self._logprobs = jax.jit(_logprobs, static_argnums=0)
+        self.deltas: dict[str, str] = {}
+        """Paths of what changed in each file since the version before, with the digest of the file that changed."""
 
-    def write(self, params: Params, version: int, *, dtype: str = AS_THEY_ARE) -> list[str]:
+    def write(self, params: Params, version: int, *, dtype: str = AS_THEY_ARE, delta: bool = False) -> list[str]:
         """Write all parameters, remove the files of the version before, and return the paths.
 
         A file appears under its name when it is whole.
@@ -64,12 +64,14 @@ class WeightFiles:
             params: the parameters; the probe is computed with them as they are.
             version: their policy version.
             dtype: what they are rounded to.
+            delta: also write what changed since the version before, if there is one and not too much did.
 
         Raises:
             WeightUpdateError: they could not be written.
         """
-        self._clear()
-        self.digests = {}
+        before = self.digests if delta else {}
+        self._clear(before)
+        self.digests, self.deltas = {}, {}
         metadata = {"format": "pt", "policy_version": str(version), **self.probe(params).to_metadata()}
         paths = []
         for number, tensors in enumerate(self._shards(params, dtype)):
@@ -79,29 +81,39 @@ class WeightFiles:
                 save_file(tensors, begun, metadata=metadata)
                 self.digests[path.name] = file_digest(begun)
                 begun.rename(path)
+                self._write_delta(path, number, before)
             except (SafetensorError, OSError) as error:
                 raise WeightUpdateError(
                     f"the weights of version {version} could not be written to {path} ({error}); make space there, or "
                     "set rollout.weight_dir to a folder with room for the whole model"
                 ) from error
             paths.append(str(path))
+        if len(self.deltas) < len(paths):
+            self.deltas = {}
+        self._clear({Path(file).name for file in (*paths, *self.deltas)})
         return paths
 
     def probe(self, params: Params) -> LogprobProbe:
         """Score the probe sequences by the learner's own forward pass."""
-        rows = [
-            tuple(np.asarray(self._logprobs(self._config, params, jnp.asarray(ids, jnp.int32))).tolist())
-            for ids in self._probe_ids
-        ]
-        return LogprobProbe(ids=self._probe_ids, log_probs=tuple(rows))
+        return score_probe(self._config, params, self._probe_ids)
 
     def close(self) -> None:
         """Remove the folder."""
         tempdirs.remove_folder(self._folder)
 
-    def _clear(self) -> None:
+    def _write_delta(self, path: Path, number: int, before: Mapping[str, str]) -> None:
+        """Write what changed in a file, and delete the one before: memory holds one version and a file."""
+        old = next((name for name in before if name.endswith(f"-{number:05d}.safetensors")), None)
+        if old is None or old == path.name:  # the latter: a version is written again
+            return
+        if (delta := write_delta(self._folder / old, before[old], path)) is not None:
+            self.deltas[str(delta)] = before[old]
+        (self._folder / old).unlink()
+
+    def _clear(self, keep: Collection[str]) -> None:
         for file in self._folder.iterdir():
-            file.unlink()
+            if file.name not in keep:
+                file.unlink()
 
     def _shards(self, params: Params, dtype: str) -> Iterator[dict[str, np.ndarray]]:
         shard: dict[str, np.ndarray] = {}
@@ -113,10 +125,3 @@ class WeightFiles:
             shard[name] = tensor
             size += tensor.nbytes
         yield shard
-
-
-def _logprobs(config: DecoderConfig, params: Params, ids_T: jax.Array) -> jax.Array:
-    """float32 [T - 1]: log-prob of every id but the first, given those before it."""
-    model = Decoder.from_params(config, params)
-    logprobs_TV = jax.nn.log_softmax(model.logits(model(ids_T[None])[0][0, :-1]))
-    return jnp.take_along_axis(logprobs_TV, ids_T[1:, None], axis=1)[:, 0]

@@ -18,7 +18,15 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.mesh import Device
-from jax_agent_rl.models.tensor_files import Names, Tensors, named_tensors, open_tensors, read_slice, tensor_name
+from jax_agent_rl.models.tensor_files import (
+    Names,
+    Tensors,
+    named_tensors,
+    open_tensors,
+    read_slice,
+    tensor_name,
+    unstack,
+)
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
 
@@ -207,6 +215,25 @@ def hf_tensors(config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_AR
         (names, np.asarray(rounded(value, dtype)))
         for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True)
     )
+
+
+def device_tensors(config: DecoderConfig, params: Params, *, dtype: str = AS_THEY_ARE) -> dict[str, jax.Array] | None:
+    """Return every tensor under its Hugging Face name on one device; None if a file's tensor holds several parameters.
+
+    Args:
+        config: the model.
+        params: its parameters, on devices of this process.
+        dtype: what they are rounded to.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    found: dict[str, jax.Array] = {}
+    for names, value in zip(_leaves(tensor_names(config)), jax.tree.leaves(params), strict=True):
+        for stored, part in unstack(names, value):
+            if not isinstance(stored, str):
+                return None
+            # A copy, even of a whole parameter: the learner's next step reuses its memory.
+            found[stored] = jax.device_put(jnp.array(rounded(part, dtype)), device)
+    return found
 
 
 def tensor_names(config: DecoderConfig) -> Params:

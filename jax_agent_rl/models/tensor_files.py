@@ -93,7 +93,7 @@ def named_tensors(parameters: Iterable[tuple[Names, np.ndarray]]) -> Iterator[tu
     """Yield tensors under their names from parameters, which may be stacks; packed ones when all parts were there."""
     packed: dict[str, dict[int, np.ndarray]] = {}
     for names, value in parameters:
-        for stored, array in _unstack(names, value):
+        for stored, array in unstack(names, value):
             if isinstance(stored, str):
                 yield stored, np.ascontiguousarray(array)
                 continue
@@ -104,12 +104,13 @@ def named_tensors(parameters: Iterable[tuple[Names, np.ndarray]]) -> Iterator[tu
                 yield stored.name, np.ascontiguousarray(stored.pack([parts[i] for i in range(stored.count)]))
 
 
-def _unstack(names: Names, array: np.ndarray) -> Iterator[tuple[Stored, np.ndarray]]:
+def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
+    """Yield where each part of an array is stored, and the part; the whole array unless it is a stack."""
     if not isinstance(names, list):
         yield names, array
     else:
         for inner, part in zip(names, array, strict=True):
-            yield from _unstack(inner, part)
+            yield from unstack(inner, part)
 
 
 def open_tensors(files: Sequence[str | Path]) -> Tensors:

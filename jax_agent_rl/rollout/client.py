@@ -121,6 +121,11 @@ class LLMServerClient(ServerPool):
         (dtype, *others) = {backend.capabilities.weight_dtype for backend in self.backends} or {AS_THEY_ARE}
         return AS_THEY_ARE if others else dtype
 
+    def weight_payloads(self) -> frozenset[str]:
+        """Return the kinds of payload that all started servers take."""
+        kinds = [backend.capabilities.weight_payloads for backend in self.backends]
+        return frozenset.intersection(*kinds) if kinds else frozenset()
+
     def require_server(self) -> None:
         """Check that there is a server, or that one is worth waiting for.
 

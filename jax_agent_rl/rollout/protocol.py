@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, Support, TokenOutput
 from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
+
+if TYPE_CHECKING:  # the launcher imports this module before anything is installed
+    from jax_agent_rl.utils.weight_checks import LogprobProbe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +163,10 @@ class TokenChunk:
         return self.final.stop_reason if self.final else None
 
 
+CUDA_IPC = "cuda_ipc"
+"""Kind of an update that stays in the memory of a GPU."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     """New weights for an engine.
@@ -170,7 +177,8 @@ class WeightUpdate:
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
-            :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"mesh"``: None; every process of the
+            :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"cuda_ipc"``: Hugging Face names to arrays of
+            this process on one GPU of the machine. ``"mesh"``: None; every process of the
             learner keeps a copy of this version for its engine.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.
@@ -180,6 +188,11 @@ class WeightUpdate:
             they are as the learner has them.
         digests: digests of the payload's files by name (``jax_agent_rl.utils.weight_checks``), checked before an engine
             takes anything; files without one are not checked.
+        deltas: delta files (``jax_agent_rl.utils.weight_deltas``) that make those of ``payload`` from the previous
+            version's, and the digest of the file each changes. Empty: this version is sent whole. None: so is the next,
+            and a server need not keep these files.
+        probe: log-probs of a few sequences, which the weights have to give where they arrive. Those of ``safetensors``
+            are in the files' metadata.
         adapters: the LoRA adapters in training by name (:class:`~jax_agent_rl.models.peft.PeftAdapter`), which change
             together with the weights; only with ``kind="arrays"``.
     """
@@ -191,6 +204,8 @@ class WeightUpdate:
     lasting: bool = False
     dtype: str = "float32"
     digests: Mapping[str, str] = field(default_factory=dict)
+    deltas: Mapping[str, str] | None = None
+    probe: LogprobProbe | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
 
 

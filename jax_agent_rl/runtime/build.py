@@ -105,7 +105,12 @@ async def build(
         learner = make_learner(config, model, score_by=shared and shared.score, channel=channel)
         weight_buffer = make_weight_buffer(config) if on_every_host(config) else None
         publisher = make_publisher(
-            config, model, probe_ids=probe_ids, find_dtype=client.weight_dtype, weight_buffer=weight_buffer
+            config,
+            model,
+            probe_ids=probe_ids,
+            find_dtype=client.weight_dtype,
+            find_payloads=client.weight_payloads,
+            weight_buffer=weight_buffer,
         )
         stack.callback(publisher.close)
         here = backend_factories(

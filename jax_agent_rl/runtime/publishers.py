@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+import jax
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models import stored
-from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import device_tensors
+from jax_agent_rl.models.probe import score_probe
+from jax_agent_rl.rollout.protocol import CUDA_IPC, WeightUpdate
 from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
 from jax_agent_rl.trainer.components import Publisher, WeightSource
+from jax_agent_rl.utils.network import is_loopback
+from jax_agent_rl.utils.weight_checks import LogprobProbe
 
 PROBE_LENGTH = 96
 """Length of the context that verifies an update: touches every parameter and is cheap to recompute."""
@@ -24,11 +32,23 @@ FindDtype = Callable[[], str]
 """Returns ``Capabilities.weight_dtype`` of the engines that will take the next update."""
 
 
+ScoreProbe = Callable[[Params], LogprobProbe]
+"""Scores the sequences that verify an update, with the learner's parameters."""
+
+
 class ArrayPublisher:
-    """Publishes the arrays themselves, to an engine of this process."""
+    """Publishes the arrays themselves.
+
+    Args:
+        score_probe: see :data:`ScoreProbe`; None for an engine of this process, which takes the tree as it is.
+    """
+
+    def __init__(self, score_probe: ScoreProbe | None = None) -> None:
+        self._score_probe = score_probe
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        return WeightUpdate(version=version, kind="arrays", payload=learner.params)
+        probe = self._score_probe(learner.params) if self._score_probe else None
+        return WeightUpdate(version=version, kind="arrays", payload=learner.params, probe=probe)
 
     def close(self) -> None:
         pass
@@ -51,22 +71,76 @@ class FilePublisher:
     Args:
         files: writes them.
         find_dtype: see :data:`FindDtype`.
+        full_every: every so many versions all numbers are sent, else those that changed; 1: always all.
     """
 
-    def __init__(self, files: WeightFiles, find_dtype: FindDtype) -> None:
+    def __init__(self, files: WeightFiles, find_dtype: FindDtype, *, full_every: int = 1) -> None:
         self._files = files
         self._find_dtype = find_dtype
+        self._full_every = full_every
+        self._published = 0
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Write all parameters, after removing the previous version's files."""
         dtype = self._find_dtype()
-        files = self._files.write(learner.params, version, dtype=dtype)
-        digests = self._files.digests
+        is_full = self._published % self._full_every == 0
+        files = self._files.write(learner.params, version, dtype=dtype, delta=not is_full)
+        self._published += 1
         return WeightUpdate(
-            version=version, kind="safetensors", payload=files, lasting=True, dtype=dtype, digests=digests
+            version=version,
+            kind="safetensors",
+            payload=files,
+            lasting=True,
+            dtype=dtype,
+            digests=self._files.digests,
+            deltas=self._files.deltas if self._full_every > 1 else None,
         )
 
     def close(self) -> None:
+        self._files.close()
+
+
+class DevicePublisher:
+    """Publishes tensors in the memory of a GPU, to vLLM engines of this machine; files while an engine takes no others.
+
+    The device holds a copy of the weights, in the engines' precision, so that an engine that is restarted can take it.
+
+    Args:
+        model: the policy's hyperparameters.
+        files: publishes to engines that cannot read the GPU's memory.
+        find_dtype: see :data:`FindDtype`.
+        find_payloads: returns the kinds of payload that all engines take.
+        score_probe: see :data:`ScoreProbe`.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        files: FilePublisher,
+        find_dtype: FindDtype,
+        find_payloads: Callable[[], frozenset[str]],
+        score_probe: ScoreProbe,
+    ) -> None:
+        self._model = model
+        self._files = files
+        self._find_dtype = find_dtype
+        self._find_payloads = find_payloads
+        self._score_probe = score_probe
+        self._newest: dict[str, jax.Array] = {}
+
+    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
+        self._newest.clear()  # the version before, to which the newest update may still refer
+        dtype = self._find_dtype()
+        takes = CUDA_IPC in self._find_payloads()
+        tensors = device_tensors(self._model, learner.params, dtype=dtype) if takes else None
+        if tensors is None:
+            return self._files.make(learner, version)
+        self._newest = tensors
+        probe = self._score_probe(learner.params)
+        return WeightUpdate(version=version, kind=CUDA_IPC, payload=tensors, lasting=True, dtype=dtype, probe=probe)
+
+    def close(self) -> None:
+        self._newest.clear()
         self._files.close()
 
 
@@ -120,10 +194,12 @@ class TensorstorePublisher:
     Args:
         folder: gets a subfolder for the run.
         find_dtype: see :data:`FindDtype`.
+        score_probe: see :data:`ScoreProbe`; None for a learner of several processes.
     """
 
-    def __init__(self, folder: str, find_dtype: FindDtype) -> None:
+    def __init__(self, folder: str, find_dtype: FindDtype, score_probe: ScoreProbe | None = None) -> None:
         self._find_dtype = find_dtype
+        self._score_probe = score_probe
         self._root = f"{stored.address(folder)}weights-{secrets.token_hex(8)}/"
         self._served: str | None = None
 
@@ -141,7 +217,13 @@ class TensorstorePublisher:
             stored.remove(before)
         digests = {stored.MANIFEST: digest}
         return WeightUpdate(
-            version=version, kind="tensorstore", payload=folder, lasting=True, dtype=dtype, digests=digests
+            version=version,
+            kind="tensorstore",
+            payload=folder,
+            lasting=True,
+            dtype=dtype,
+            digests=digests,
+            probe=self._score_probe(learner.params) if self._score_probe else None,
         )
 
     def close(self) -> None:
@@ -154,6 +236,7 @@ def make_publisher(
     *,
     probe_ids: Sequence[int],
     find_dtype: FindDtype,
+    find_payloads: Callable[[], frozenset[str]] = frozenset,
     weight_buffer: WeightBuffer | None = None,
 ) -> Publisher:
     """Return the publisher for the engines of ``rollout.backend`` and ``rollout.placement``.
@@ -163,6 +246,7 @@ def make_publisher(
         model: the policy's hyperparameters.
         probe_ids: a typical context, with which weights are verified after a transfer.
         find_dtype: see :data:`FindDtype`; for engines of this process, nothing is rounded on the way.
+        find_payloads: returns the kinds of payload that all engines take.
         weight_buffer: this process's buffer, where every process of the learner has an engine.
 
     Raises:
@@ -172,15 +256,36 @@ def make_publisher(
         return MeshPublisher(weight_buffer)
     if config.agent.role_adapters:
         return AdapterPublisher()
-    form = _form(config, model, probe_ids, find_dtype)
+    form = _form(config, model, probe_ids, find_dtype, find_payloads)
     return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form, find_dtype)
 
 
-def _form(config: Config, model: DecoderConfig, probe_ids: Sequence[int], find_dtype: FindDtype) -> Publisher:
+def _form(
+    config: Config,
+    model: DecoderConfig,
+    probe_ids: Sequence[int],
+    find_dtype: FindDtype,
+    find_payloads: Callable[[], frozenset[str]],
+) -> Publisher:
+    probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
+    score = functools.partial(_score_probe, model, probe) if jax.process_count() == 1 and len(probe) > 1 else None
     if config.rollout.backend == "jetstream":
-        return ArrayPublisher()
+        return ArrayPublisher(score if config.rollout.placement != "colocated" else None)
     if config.rollout.weight_transport == "tensorstore":
         assert config.rollout.weight_dir is not None  # checked with the configuration
-        return TensorstorePublisher(config.rollout.weight_dir, find_dtype)
-    probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
-    return FilePublisher(WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir), find_dtype)
+        return TensorstorePublisher(config.rollout.weight_dir, find_dtype, score)
+    files = WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir)
+    # Engines of this machine, and those that see the folder, map the files and get no bytes sent.
+    is_sent = config.rollout.weight_dir is None and not all(map(_is_here, config.rollout.urls))
+    publisher = FilePublisher(files, find_dtype, full_every=config.rollout.full_weights_every if is_sent else 1)
+    if config.rollout.backend == "vllm" and config.rollout.placement == "colocated" and score is not None:
+        return DevicePublisher(model, publisher, find_dtype, find_payloads, score)
+    return publisher
+
+
+def _score_probe(model: DecoderConfig, probe_ids: Sequence[int], params: Params) -> LogprobProbe:
+    return score_probe(model, params, [probe_ids])
+
+
+def _is_here(url: str) -> bool:
+    return is_loopback(urlsplit(url).hostname or "")

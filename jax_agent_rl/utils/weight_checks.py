@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from jax_agent_rl.errors import WeightUpdateError
 
 AS_THEY_ARE = "float32"
 """``WeightUpdate.dtype`` of weights that were not rounded."""
+
+EXACT = 1e-3, 1e-4
+"""Allowed (largest, mean) difference of log-probs between a learner and an engine that both compute in float32."""
+ROUNDED = 0.5, 0.05
+"""Allowed (largest, mean) difference of log-probs where one of them rounds to fewer bits."""
 
 METADATA_KEY = "logprob_probe"
 """Key of the probe in a safetensors file's metadata."""
@@ -52,7 +59,7 @@ class LogprobProbe:
 
     def to_metadata(self) -> dict[str, str]:
         """Return metadata for a safetensors file (strings only)."""
-        return {METADATA_KEY: json.dumps({"ids": self.ids, "log_probs": self.log_probs})}
+        return {METADATA_KEY: json.dumps(self.to_json())}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> LogprobProbe | None:
@@ -63,8 +70,45 @@ class LogprobProbe:
         """
         if METADATA_KEY not in metadata:
             return None
-        raw = json.loads(metadata[METADATA_KEY])
-        return cls(ids=tuple(map(tuple, raw["ids"])), log_probs=tuple(map(tuple, raw["log_probs"])))
+        return cls.from_json(json.loads(metadata[METADATA_KEY]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ids": self.ids, "log_probs": self.log_probs}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> LogprobProbe:
+        """Invert :meth:`to_json`.
+
+        Raises:
+            ValueError: the probe is damaged.
+        """
+        return cls(ids=tuple(map(tuple, saved["ids"])), log_probs=tuple(map(tuple, saved["log_probs"])))
+
+    def differences(self, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """Return (largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""
+        gaps = [
+            abs(a - b) if math.isfinite(b) else math.inf
+            for expected, got in zip(self.log_probs, measured, strict=True)
+            for a, b in zip(expected, got, strict=True)
+        ]
+        return max(gaps), sum(gaps) / len(gaps)
+
+
+def read_probe(paths: Sequence[str]) -> LogprobProbe | None:
+    """Return the probe in the metadata of safetensors files, if one has any.
+
+    Raises:
+        WeightUpdateError: a file cannot be read, or the probe is damaged.
+    """
+    for path in paths:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                probe = LogprobProbe.from_metadata(file.metadata() or {})
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise WeightUpdateError(f"the log-prob probe in {path} cannot be read: {error}") from error
+        if probe is not None:
+            return probe
+    return None
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -47,7 +47,7 @@ K, Q, UP = (RIGHT["layers"][name] for name in ("k", "q", "up"))
 async def put(engine: Engine, params: Params) -> None:
     """Straight into vLLM's model, past the probe that would notice, and past everything that is emptied with it."""
     paths = [str(path) for path in engine.files.write(params, engine.backend.policy_version)]
-    await engine.backend._engine.collective_rpc("load_weight_files", args=(paths,))
+    await engine.backend._updater._transfer({"paths": paths})
 
 
 async def diagnosed(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -150,6 +150,7 @@ class RemoteBackend(ProxyBackend):
             kind=update.kind,
             partial=update.partial,
             digests=dict(update.digests),
+            **({"probe": update.probe.to_json()} if update.probe else {}),
             **await self._locate(update),
         )
 
@@ -167,9 +168,19 @@ class RemoteBackend(ProxyBackend):
         sizes = [{"path": str(file), "size": file.stat().st_size} for file in files]
         if self._may_share_disk and await self._call("sees_files", files=sizes):
             return {"paths": [str(file) for file in files]}
-        return {"upload": await self._upload(files)}
+        if update.deltas is None:
+            return {"upload": await self._upload(files)}
+        upload = await self._upload_deltas(update.deltas, update.digests) or await self._upload(files)
+        return {"upload": upload, "keep": True}
 
-    async def _upload(self, files: list[Path]) -> str:
+    async def _upload_deltas(self, deltas: Mapping[str, str], digests: Mapping[str, str]) -> str | None:
+        """Send what changed; return the name of the upload, or None if the server needs the whole files."""
+        if not await self._call("holds_files", digests=list(deltas.values())):
+            return None
+        upload = await self._upload([Path(file) for file in deltas])
+        return upload if await self._call("apply_deltas", upload=upload, digests=dict(digests)) else None
+
+    async def _upload(self, files: Sequence[Path]) -> str:
         """Send the bytes, file by file; return the name of the upload."""
         upload = secrets.token_hex(16)
         for file in files:

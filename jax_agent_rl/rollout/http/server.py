@@ -33,6 +33,7 @@ from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
+from jax_agent_rl.utils.weight_checks import LogprobProbe
 
 logger = logging.getLogger(__name__)
 Body = dict[str, Any]
@@ -132,6 +133,8 @@ class RolloutServer:
             "resume": lambda body: backend.resume(),
             "update_weights": self._update_weights,
             "sees_files": lambda body: self._shared.sees({str(file["path"]): file["size"] for file in body["files"]}),
+            "holds_files": lambda body: self._uploads.holds([str(digest) for digest in body["digests"]]),
+            "apply_deltas": lambda body: self._uploads.apply_deltas(str(body["upload"]), body["digests"]),
             "reset_prefix_cache": lambda body: backend.reset_prefix_cache(),
             "sleep": lambda body: backend.sleep(),
             "wake": lambda body: backend.wake(),
@@ -278,6 +281,7 @@ class RolloutServer:
 
     async def _update_weights(self, body: Body) -> None:
         upload = body.get("upload")
+        digests = {str(name): str(found) for name, found in body.get("digests", {}).items()}
         self._updating += 1
         try:
             payload: str | list[str] | None = None
@@ -291,9 +295,12 @@ class RolloutServer:
                     kind=str(body["kind"]),
                     payload=payload,
                     partial=bool(body.get("partial", False)),
-                    digests={str(name): str(found) for name, found in body.get("digests", {}).items()},
+                    digests=digests,
+                    probe=LogprobProbe.from_json(body["probe"]) if body.get("probe") else None,
                 )
             )
+            if upload and body.get("keep"):
+                self._uploads.keep(upload, digests)
         finally:
             self._updating -= 1
             if upload:

@@ -2,13 +2,14 @@
 
 Permission to update weights must not open any other file, device or URL of the server's machine. Whoever can write to
 the folder can replace the weights anyway. Uploads are streamed to a folder of the server's own, checked, used once, and
-deleted.
+deleted. A client that sends deltas has the files of the newest update kept, to which the next delta is applied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -20,8 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils import tempdirs, weight_deltas
+from jax_agent_rl.utils.weight_checks import check_files
 
+logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _PUBLISHED = re.compile(r"jax_agent_rl-weights-[A-Za-z0-9_]+")
 """Folders that a learner on this machine makes in shared memory, see ``learner.export``."""
@@ -171,6 +174,7 @@ class Uploads:
         self._root = tempdirs.make_folder("jax_agent_rl-uploads-", folder, in_memory=True)
         self._max_bytes = shutil.disk_usage(self._root).free // 2 if max_bytes is None else max_bytes
         self._uploads: dict[str, _Upload] = {}
+        self._kept: dict[str, Path] = {}  # files of the newest update, by digest
         self._clock = clock
 
     async def receive(self, upload: str, name: str, digest: str, blocks: AsyncIterator[bytes]) -> int:
@@ -209,6 +213,59 @@ class Uploads:
         if upload not in self._uploads:
             raise WeightUpdateError(f"there is no upload {upload!r}; send the files again")
         return [str(file) for file in sorted(self._uploads[upload].folder.iterdir())]
+
+    async def holds(self, digests: Sequence[str]) -> bool:
+        """Return whether deltas of files with these digests can be applied; else make room for whole files."""
+        if digests and self._kept.keys() == set(digests):
+            return True
+        self._forget()
+        return False
+
+    async def apply_deltas(self, upload: str, digests: Mapping[str, Any]) -> bool:
+        """Replace an upload's deltas by the files they make from those kept, which are deleted.
+
+        Args:
+            upload: name of an upload of deltas.
+            digests: of the resulting files, by name.
+
+        Returns:
+            False if they make other files than the sender has, which it must then send whole.
+
+        Raises:
+            WeightUpdateError: there is no such upload.
+        """
+        deltas = [Path(file) for file in self.files(upload)]
+        kept, bases = self._uploads[upload], dict(self._kept)
+        kept.arriving += 1
+        try:
+            kept.size += await asyncio.to_thread(_apply_deltas, deltas, bases)
+            await asyncio.to_thread(check_files, self.files(upload), {str(n): str(d) for n, d in digests.items()})
+        except (WeightUpdateError, OSError) as error:
+            logger.warning("the whole weights are needed instead of what changed: %s", error)
+            self.drop(upload)
+            return False
+        finally:
+            kept.arriving -= 1
+            kept.touched = self._clock()
+            self._forget()
+        return True
+
+    def keep(self, upload: str, digests: Mapping[str, str]) -> None:
+        """Keep the files of an upload that was taken for the next deltas, in place of those of the one before.
+
+        Args:
+            upload: name of the upload.
+            digests: of its files, by name.
+        """
+        self._forget()
+        taken = self._uploads.pop(upload)
+        self._kept = {digests.get(file.name, ""): file for file in taken.folder.iterdir()}
+
+    def _forget(self) -> None:
+        """Delete the files that are kept for deltas."""
+        for folder in {file.parent for file in self._kept.values()}:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._kept = {}
 
     def drop(self, upload: str) -> None:
         """Delete an upload."""
@@ -272,3 +329,18 @@ class Uploads:
                     pending.clear()
             await asyncio.to_thread(flush)
         return size, digest.hexdigest()
+
+
+def _apply_deltas(deltas: Sequence[Path], bases: Mapping[str, Path]) -> int:
+    """Put the files that deltas make in place of the deltas, and delete the bases; return the bytes that are added."""
+    added = 0
+    for delta in deltas:
+        digest = weight_deltas.base_of(delta)
+        if digest not in bases:
+            raise WeightUpdateError(f"{delta.name} changes a file with the digest {digest}, which this server lacks")
+        out = delta.with_name(weight_deltas.result_name(delta))
+        weight_deltas.apply_delta(bases[digest], delta, out)
+        added += out.stat().st_size - delta.stat().st_size
+        for used in (bases[digest], delta):
+            used.unlink()
+    return added

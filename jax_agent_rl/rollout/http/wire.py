@@ -24,7 +24,7 @@ from jax_agent_rl.rollout.protocol import Capabilities, TokenChunk
 from jax_agent_rl.routed_experts import from_json, to_json
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-SHA256"

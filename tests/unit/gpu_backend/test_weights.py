@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from gpu_backend.settings import VllmSettings
 from gpu_backend.updates import WeightUpdater
-from gpu_backend.weights import Checkpoint, differences, read_header, read_update
+from gpu_backend.weights import Checkpoint, read_header, read_update
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
@@ -190,8 +190,8 @@ def test_a_probe_that_proves_nothing_cannot_be_made(ids):
 
 
 def test_differences_are_of_all_ids_and_nan_is_infinite():
-    assert differences(PROBE, [[-1.0, -2.5]]) == (0.5, 0.25)
-    assert differences(PROBE, [[math.nan, -2.0]])[0] == math.inf
+    assert PROBE.differences([[-1.0, -2.5]]) == (0.5, 0.25)
+    assert PROBE.differences([[math.nan, -2.0]])[0] == math.inf
 
 
 def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder: Path, tmp_path: Path):

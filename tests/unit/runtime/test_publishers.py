@@ -20,6 +20,8 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.hf import device_tensors, hf_tensors
+from jax_agent_rl.models.probe import score_probe
 from jax_agent_rl.models.quantized import EightBits
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
@@ -195,3 +197,57 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
 def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         configured(**rollout)
+
+
+def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Path):
+    payloads = [frozenset({"safetensors"}), frozenset({"safetensors", "cuda_ipc"})]
+    publisher = make_publisher(
+        configured(backend="vllm", urls=[], weight_dir=str(tmp_path)),
+        TINY,
+        probe_ids=[3, 4, 5],
+        find_dtype=lambda: "bfloat16",
+        find_payloads=lambda: payloads[-1],
+    )
+    learner = Parameters(tiny_params(1))
+    update = publisher.make(learner, 1)
+    assert (update.kind, update.dtype, update.lasting) == ("cuda_ipc", "bfloat16", True)
+    assert update.probe == score_probe(TINY, learner.params, [[3, 4, 5]])
+    assert not list(tmp_path.rglob("*.safetensors"))
+    expected = dict(hf_tensors(TINY, learner.params, dtype="bfloat16"))
+    assert update.payload.keys() == expected.keys()
+    for name, tensor in update.payload.items():
+        assert isinstance(tensor, jax.Array) and len(tensor.devices()) == 1
+        np.testing.assert_array_equal(np.asarray(tensor).view(np.uint16), expected[name].view(np.uint16))
+    second = publisher.make(learner, 2)
+    assert not update.payload and second.payload, "the version before is freed, whoever still refers to it"
+    payloads.pop()
+    assert publisher.make(learner, 3).kind == "safetensors" and list(tmp_path.rglob("*.safetensors"))
+    publisher.close()
+
+
+def test_tensors_on_the_device_outlive_the_learners_next_step():
+    params = tiny_params(1)
+    tensors = device_tensors(TINY, params)
+    assert tensors is not None
+    for x in jax.tree.leaves(params):
+        x.delete()
+    assert all(np.isfinite(np.asarray(tensor)).all() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sends_changes"),
+    [
+        ({"urls": ["http://10.0.0.5:8100"]}, True),
+        ({"urls": ["http://127.0.0.1:1", "http://10.0.0.5:8100"]}, True),
+        ({"urls": ["http://127.0.0.1:1"]}, False),
+        ({"urls": ["http://10.0.0.5:8100"], "full_weights_every": 1}, False),
+    ],
+)
+def test_changes_are_computed_where_bytes_are_sent(rollout: dict, sends_changes: bool):
+    """``rollout.full_weights_every``; engines of this machine map the files."""
+    publisher = make_publisher(configured(**rollout), TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32")
+    try:
+        first, second = (publisher.make(Parameters(tiny_params()), version) for version in (1, 2))
+        assert (first.deltas, bool(second.deltas)) == (({}, True) if sends_changes else (None, False))
+    finally:
+        publisher.close()

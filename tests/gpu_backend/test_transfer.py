@@ -1,0 +1,100 @@
+"""Weights from a learner's GPU to vLLM's workers, up to the device: CUDA's own export and import are stood in for."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from gpu_backend import updates, worker
+from gpu_backend.settings import TRANSFER
+
+UUID = "GPU-1"
+
+
+class Memory:
+    """The memory of a GPU: what one process exports, another opens by its handle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seen: tuple[str, ...]) -> None:
+        self._exported: dict[bytes, torch.Tensor] = {}
+        self.devices: list[int] = []
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+        self._patch, self._seen = monkeypatch, seen
+        monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", self._reduce)
+        monkeypatch.setattr(worker, "rebuild_cuda_tensor", self._rebuild)
+
+    def of(self, *uuids: str) -> None:
+        """Be a process that sees these GPUs."""
+        self._patch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=uuids[i]))
+
+    def _reduce(self, tensor: torch.Tensor) -> tuple[Any, tuple]:
+        handle = b"\x00handle%d" % len(self._exported)
+        self._exported[handle] = tensor
+        storage = (handle, tensor.nbytes, 0, False, b"ref", 3, b"event", True)
+        kinds = type(tensor), tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, tensor.dtype, 0
+        return None, (*kinds, *storage)
+
+    def _rebuild(self, kind, size, stride, offset, storage, dtype, device, handle, nbytes, *rest) -> torch.Tensor:
+        assert (kind, storage, rest) == (
+            torch.Tensor,
+            torch.storage.TypedStorage,
+            (0, False, b"ref", 3, b"event", True),
+        )
+        found = self._exported[handle]
+        assert (found.dtype, found.nbytes, offset) == (dtype, nbytes, 0)
+        self.devices.append(device)
+        return found.as_strided(size, stride)
+
+
+class Model:
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, tensors) -> None:
+        self.loaded |= dict(tensors)
+
+
+def receiver(model: Model) -> worker.InPlaceTransferEngine:
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    return worker.InPlaceTransferEngine(SimpleNamespace(backend=TRANSFER), config, torch.device("cpu"), model)  # type: ignore[arg-type]
+
+
+def test_tensors_arrive_bit_by_bit_and_without_pickle(monkeypatch: pytest.MonkeyPatch):
+    numbers = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    arrays = {"a": jnp.asarray(numbers, jnp.bfloat16), "b": jnp.asarray(numbers[0])}
+    memory = Memory(monkeypatch, seen=("GPU-0", UUID))
+    memory.of(UUID)
+    info, copies = updates.export_tensors(arrays)
+    assert len(copies) == 2 and all(not tensor.requires_grad for tensor in copies)
+    json.dumps(info, default=bytes.hex)  # plain values and bytes, as vLLM's own messages have
+    memory.of("GPU-0", UUID)  # the worker's numbers are others
+    model = Model()
+    engine = receiver(model)
+    engine.start_weight_update()
+    engine.receive_weights(engine.parse_update_info(info))
+    engine.finish_weight_update()
+    assert memory.devices == [1, 1]
+    np.testing.assert_array_equal(model.loaded["a"].view(torch.int16), np.asarray(arrays["a"]).view(np.int16))
+    np.testing.assert_array_equal(model.loaded["b"], numbers[0])
+
+
+def test_a_worker_that_does_not_see_the_learners_gpu_says_so(monkeypatch: pytest.MonkeyPatch):
+    memory = Memory(monkeypatch, seen=("GPU-7",))
+    memory.of(UUID)
+    info, _ = updates.export_tensors({"a": jnp.ones(3)})
+    memory.of("GPU-7")
+    engine = receiver(Model())
+    with pytest.raises(ValueError, match=r"does not see the learner's GPU GPU-1, but \['GPU-7'\]; let CUDA_VISIBLE"):
+        engine.receive_weights(engine.parse_update_info(info))
+
+
+def test_an_update_of_unknown_fields_is_refused():
+    with pytest.raises(ValueError, match="Invalid update_info for InPlaceTransferEngine"):
+        receiver(Model()).parse_update_info({"names": ["a"]})

@@ -1,0 +1,145 @@
+"""Weights with right bytes that are nevertheless wrong: found by a canary's log-probs before they are served.
+
+SkyRL #1816 had right bytes under wrong names; Tunix #2096 sampled from weights that were never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.jetstream.backend import JetStreamBackend
+from jax_agent_rl.jetstream.engine import EngineShapes
+from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models import stored
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.probe import score_probe
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.rollout.ray.weights import from_object_store, store
+from jax_agent_rl.types import SamplingParams
+from tests.tiny import TINY, greedy, tiny_params
+
+SHAPES = EngineShapes(
+    max_model_len=32, max_concurrent_decodes=2, kv_cache_tokens=64, decode_steps=4, prefill_buckets=(8,)
+)
+PROMPT, CANARY = (5, 6, 7), [[3, 4, 5, 9, 11, 2, 40, 41]]
+SERVED, NEW = 0, 1
+
+
+def rename(params: Params) -> Params:
+    """Two tensors of one shape under each other's names."""
+    layers = params["layers"]
+    return params | {"layers": layers | {"gate": layers["up"], "up": layers["gate"]}}
+
+
+def move_layers(params: Params) -> Params:
+    """Every layer under the name of the next."""
+    return params | {"layers": jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), params["layers"])}
+
+
+def forget(params: Params) -> Params:
+    """Nothing was ever written."""
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def keep_one(params: Params) -> Params:
+    """One tensor is that of the version before."""
+    return params | {"layers": params["layers"] | {"o": tiny_params(SERVED)["layers"]["o"]}}
+
+
+def break_one(params: Params) -> Params:
+    return params | {"final_norm": params["final_norm"].at[0].set(jnp.nan)}
+
+
+FAULTS = [rename, move_layers, forget, keep_one, break_one]
+
+
+class Paths:
+    """Each path by which an engine of another process takes weights."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._patch = monkeypatch
+
+    def files(self, params: Params, version: int) -> WeightUpdate:
+        files = WeightFiles(TINY, probe_ids=CANARY, folder=self._folder)
+        with self._patch.context() as patch:
+            patch.setattr("jax_agent_rl.learner.export.score_probe", lambda *_: canary())
+            paths = files.write(params, version)
+        return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
+
+    def tensorstore(self, params: Params, version: int) -> WeightUpdate:
+        folder = stored.version_folder(str(self._folder), version)
+        stored.write_part(folder, params, part=0)
+        digests = {stored.MANIFEST: stored.publish(folder, parts=1)}
+        return WeightUpdate(version=version, kind="tensorstore", payload=folder, digests=digests, probe=canary())
+
+    def object_store(self, params: Params, version: int) -> WeightUpdate:
+        arrays = WeightUpdate(version=version, kind="arrays", payload=params, probe=canary())
+        return store(arrays, lambda tree: SimpleNamespace(tree=tree))
+
+
+def canary():
+    return score_probe(TINY, tiny_params(NEW), CANARY)
+
+
+async def fetch(reference: SimpleNamespace):
+    return reference.tree
+
+
+async def served(backend) -> list[int]:
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    output = await backend.generate(GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling))
+    return list(output.token_ids)
+
+
+@pytest.mark.parametrize("path", ["files", "tensorstore", "object_store"])
+async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_serve_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    engine = JetStreamBackend(TINY, tiny_params(SERVED), SHAPES)
+    server = RolloutServer(engine, weight_dir=str(tmp_path))
+    await engine.start()
+    await server.start()
+    remote = RemoteBackend(server.url)
+    await remote.start()
+    backend = from_object_store(engine, fetch) if path == "object_store" else remote
+    make: Callable[[Params, int], WeightUpdate] = getattr(Paths(tmp_path, monkeypatch), path)
+    try:
+        for version, fault in enumerate(FAULTS, start=1):
+            with pytest.raises(WeightUpdateError, match="do not give the learner's log-probs: they differ by up to"):
+                await backend.update_weights(make(fault(tiny_params(NEW)), version))
+            assert await served(backend) == greedy(tiny_params(SERVED), PROMPT, 6, frozenset()), fault.__name__
+            assert engine.policy_version == 0
+        await backend.update_weights(make(tiny_params(NEW), len(FAULTS)))
+        assert await served(backend) == greedy(tiny_params(NEW), PROMPT, 6, frozenset())
+    finally:
+        for one in (remote, server, engine):
+            await one.close()
+
+
+async def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path):
+    engine = JetStreamBackend(TINY, tiny_params(SERVED), SHAPES)
+    await engine.start()
+    right = WeightUpdate(version=1, kind="arrays", payload=tiny_params(NEW), probe=canary())
+    new = tiny_params(NEW)
+    try:
+        for payload, message in [
+            ({k: v for k, v in new.items() if k != "final_norm"}, r"\['final_norm'\] is missing"),
+            (new | {"unknown": new["final_norm"]}, r"\['unknown'\] is .*, served is nothing"),
+            (new | {"embed": new["embed"].T}, r"\['embed'\] is \(\(32, 97\)"),
+        ]:
+            with pytest.raises(WeightUpdateError, match=message):
+                await engine.update_weights(replace(right, payload=payload))
+        await engine.update_weights(right)
+    finally:
+        await engine.close()

@@ -1,0 +1,173 @@
+"""What changed since the version before, over HTTP to a server: the files its engine opens are the learner's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.runtime.publishers import FilePublisher
+from jax_agent_rl.utils.weight_checks import check_files
+from tests.tiny import TINY, tiny_params
+from tests.toy_backend import ToyBackend
+
+
+class Reader(ToyBackend):
+    """An engine that reads what it is given, as a real one does."""
+
+    refuses = False
+
+    def __init__(self) -> None:
+        super().__init__(weight_payloads=frozenset({"safetensors"}))
+        self.contents: list[bytes] = []
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        check_files(update.payload, update.digests)
+        if self.refuses:
+            raise WeightUpdateError("a probe differs")
+        self.contents = [Path(path).read_bytes() for path in update.payload]
+        await super().update_weights(update)
+
+
+class Counting(RemoteBackend):
+    """A client that counts the bytes of its uploads."""
+
+    sent: int
+
+    async def _upload(self, files) -> str:
+        self.sent += sum(file.stat().st_size for file in files)
+        return await super()._upload(files)
+
+
+class Learner:
+    """Takes small steps in bfloat16."""
+
+    def __init__(self, folder: Path, *, full_every: int = 100) -> None:
+        self.params = tiny_params()
+        self.files = WeightFiles(TINY, probe_ids=[[3, 4, 5]], folder=folder, shard_bytes=20000)
+        self.publisher = FilePublisher(self.files, lambda: "bfloat16", full_every=full_every)
+        self.version = 0
+
+    def publish(self) -> WeightUpdate:
+        self.version += 1
+        key = jax.random.key(self.version)
+        self.params = jax.tree.map(
+            lambda x: x * jnp.where(jax.random.uniform(key, x.shape) < 0.01, 1.01, 1.0), self.params
+        )
+        return self.publisher.make(self, self.version)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def serving(backend: Reader, uploads: Path) -> AsyncIterator[Counting]:
+    await backend.start()
+    server = RolloutServer(backend, upload_folder=uploads)
+    await server.start()
+    remote = Counting(server.url, shares_disk=False)
+    remote.sent = 0
+    await remote.start()
+    try:
+        yield remote
+    finally:
+        await remote.close()
+        await server.close()
+        await backend.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "learner").mkdir()
+    (tmp_path / "server").mkdir()
+    return tmp_path
+
+
+async def send(remote: Counting, update: WeightUpdate) -> int:
+    """Send an update; return the bytes it took."""
+    before = remote.sent
+    await remote.update_weights(update)
+    return remote.sent - before
+
+
+def whole(update: WeightUpdate) -> int:
+    return sum(Path(path).stat().st_size for path in update.payload)
+
+
+async def test_after_the_first_version_only_changes_are_sent_and_the_engine_opens_the_learners_files(folder: Path):
+    learner, backend = Learner(folder / "learner"), Reader()
+    async with serving(backend, folder / "server") as remote:
+        first = learner.publish()
+        assert first.deltas == {} and await send(remote, first) == whole(first)
+        for _ in range(3):
+            update = learner.publish()
+            assert await send(remote, update) < 0.4 * whole(update), "small files: headers and the probe count"
+            assert (
+                backend.contents == [Path(path).read_bytes() for path in update.payload] and len(backend.contents) > 1
+            )
+            names = sorted(file.name for file in (folder / "server").rglob("*.safetensors"))
+            assert names == sorted(Path(path).name for path in update.payload), "one version is kept"
+            assert remote.policy_version == update.version
+    assert not list((folder / "server").rglob("*.safetensors"))
+
+
+async def test_every_so_many_versions_all_is_sent(folder: Path):
+    learner = Learner(folder / "learner", full_every=3)
+    async with serving(Reader(), folder / "server") as remote:
+        is_whole = []
+        for _ in range(7):
+            update = learner.publish()
+            is_whole.append(await send(remote, update) == whole(update))
+        assert is_whole == [True, False, False, True, False, False, True]
+
+
+async def test_a_server_that_missed_a_version_gets_all_of_the_next(folder: Path):
+    learner, backend = Learner(folder / "learner"), Reader()
+    async with serving(backend, folder / "server") as remote:
+        await send(remote, learner.publish())
+        learner.publish()
+        update = learner.publish()
+        assert update.deltas and await send(remote, update) == whole(update)
+        assert backend.contents == [Path(path).read_bytes() for path in update.payload]
+        update = learner.publish()
+        assert await send(remote, update) < whole(update), "then changes again"
+
+
+async def test_a_result_with_another_digest_is_not_served_and_all_is_sent(folder: Path):
+    learner, backend = Learner(folder / "learner"), Reader()
+    async with serving(backend, folder / "server") as remote:
+        await send(remote, learner.publish())
+        kept = sorted((folder / "server").rglob("*.safetensors"))[0]
+        content = bytearray(kept.read_bytes())
+        content[-5] ^= 1  # a bit of the server's copy flips between two updates
+        kept.write_bytes(content)
+        update = learner.publish()
+        assert await send(remote, update) > whole(update), "the changes in vain, then all"
+        assert backend.contents == [Path(path).read_bytes() for path in update.payload]
+
+
+async def test_what_an_engine_refuses_is_not_the_base_of_the_next_delta(folder: Path):
+    learner, backend = Learner(folder / "learner"), Reader()
+    async with serving(backend, folder / "server") as remote:
+        await send(remote, learner.publish())
+        backend.refuses = True
+        with pytest.raises(WeightUpdateError, match="a probe differs"):
+            await send(remote, learner.publish())
+        assert not list((folder / "server").rglob("*.safetensors"))
+        backend.refuses = False
+        update = learner.publish()
+        assert await send(remote, update) == whole(update)
+
+
+async def test_a_learner_that_sends_no_deltas_leaves_nothing_on_the_server(folder: Path):
+    learner = Learner(folder / "learner", full_every=1)
+    async with serving(Reader(), folder / "server") as remote:
+        update = learner.publish()
+        assert update.deltas is None and await send(remote, update) == whole(update)
+        assert not list((folder / "server").rglob("*.safetensors"))
