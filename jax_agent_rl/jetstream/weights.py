@@ -72,13 +72,14 @@ class ServedWeights:
         Raises:
             WeightUpdateError: they are damaged, of another model, or under wrong names.
         """
-        if update.kind in FILES:  # decoding goes on meanwhile
+        if update.kind in FILES:
             update = self._read(update)
         if update.probe is None:
             return update
         self._check_structure(update.payload)
-        verify_probe(self._config, update.payload, update.probe)
-        return replace(update, probe=None)
+        params = jax.tree.map(jax.device_put, update.payload, self._shardings)
+        verify_probe(self._config, params, update.probe)
+        return replace(update, payload=params, probe=None)
 
     def _read(self, update: WeightUpdate) -> WeightUpdate:
         dtype = self._structure["embed"][1]

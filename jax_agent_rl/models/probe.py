@@ -18,7 +18,8 @@ from jax_agent_rl.utils.weight_checks import EXACT, ROUNDED, LogprobProbe
 def score_probe(config: DecoderConfig, params: Params, sequences: Sequence[Sequence[int]]) -> LogprobProbe:
     """Return sequences of token ids with their log-probs under ``params``."""
     rows = [tuple(np.asarray(_logprobs(config, params, jnp.asarray(ids, jnp.int32))).tolist()) for ids in sequences]
-    return LogprobProbe(ids=tuple(map(tuple, sequences)), log_probs=tuple(rows))
+    ids = tuple(map(tuple, sequences))
+    return LogprobProbe(ids=ids, log_probs=tuple(rows), dtype=params["embed"].dtype.name)
 
 
 def verify_probe(config: DecoderConfig, params: Params, probe: LogprobProbe) -> None:
@@ -27,14 +28,15 @@ def verify_probe(config: DecoderConfig, params: Params, probe: LogprobProbe) -> 
     Args:
         config: the model.
         params: as they arrived.
-        probe: of the sender, in float32.
+        probe: of the sender.
 
     Raises:
         WeightUpdateError: they differ by more than rounding.
     """
-    largest, mean = probe.differences(score_probe(config, params, probe.ids).log_probs)
+    found = score_probe(config, params, probe.ids)
+    largest, mean = probe.differences(found.log_probs)
     # Accelerators multiply float32 in fewer bits.
-    exact = params["embed"].dtype == jnp.float32 and jax.default_backend() == "cpu"
+    exact = probe.dtype == found.dtype == "float32" and jax.default_backend() == "cpu"
     max_largest, max_mean = EXACT if exact else ROUNDED
     if not (largest <= max_largest and mean <= max_mean):
         raise WeightUpdateError(

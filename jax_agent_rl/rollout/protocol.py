@@ -63,7 +63,8 @@ class Capabilities:
             the same. ``float32`` sends them as they are.
         weight_payloads: payload kinds ``update_weights`` takes: ``"arrays"`` (a pytree of device arrays
             of the same process), ``"safetensors"`` (paths of files), ``"tensorstore"`` (address of a folder),
-            ``"object_store"`` (a reference into Ray's store), ``"mesh"`` (nothing: the engine's process has them).
+            ``"object_store"`` (a reference into Ray's store), ``"cuda_ipc"`` (tensors on a GPU of the machine),
+            ``"mesh"`` (nothing: the engine's process has them).
     """
 
     max_model_len: int

@@ -2,16 +2,21 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
+from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.runtime.publishers import FilePublisher
 from jax_agent_rl.types import PauseMode
-from tests.gpu_backend.conftest import SMALL, Engine, Reference, prompt_of, request, small_params
+from tests.gpu_backend.conftest import PROBE, SMALL, Engine, Reference, prompt_of, request, small_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -147,13 +152,31 @@ async def test_an_update_without_a_probe_is_refused(engine: Engine):
     await assert_serves(engine, 0)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
-async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine, name: str):
-    """The probe says one thing, the tensors another: as if a matrix (the second is tied) had stayed stale."""
+def stale(tensors, metadata):
+    """One matrix is another, as if it had stayed that of the version before."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    return tensors | {name: tensors[name] * 1.02}, metadata
 
-    def spoil(tensors, metadata):
-        return tensors | {name: tensors[name] * 1.02}, metadata
 
+def stale_tied(tensors, metadata):
+    name = "model.embed_tokens.weight"
+    return tensors | {name: tensors[name] * 1.02}, metadata
+
+
+def renamed(tensors, metadata):
+    """Right bytes under wrong names, as in SkyRL #1816."""
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    return tensors | {gate: tensors[up], up: tensors[gate]}, metadata
+
+
+def unwritten(tensors, metadata):
+    """Numbers that nobody wrote, as in Tunix #2096."""
+    return {name: np.zeros_like(tensor) for name, tensor in tensors.items()}, metadata
+
+
+@pytest.mark.parametrize("spoil", [stale, stale_tied, renamed, unwritten])
+async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine, spoil):
+    """The probe says one thing, the tensors another."""
     running = asyncio.create_task(engine.backend.generate(request("r", prompt_of(1, 8), max_tokens=200)))
     await asyncio.sleep(0.05)
     with pytest.raises(WeightUpdateError, match=r"not the learner's: they differ by up to"):
@@ -204,3 +227,27 @@ async def test_seconds_of_updates_are_counted(engine: Engine):
     before = (await engine.backend.metrics()).weight_update_seconds
     await engine.serve(1)
     assert (await engine.backend.metrics()).weight_update_seconds > before
+
+
+async def test_changes_sent_to_a_server_become_the_files_that_the_engine_loads(engine: Engine, tmp_path: Path):
+    await engine.serve(1)
+    files = WeightFiles(SMALL, probe_ids=PROBE, folder=tmp_path)
+    publisher = FilePublisher(files, lambda: "float32", full_every=100)
+    server = RolloutServer(engine.backend, upload_folder=tmp_path)
+    await server.start()
+    remote = RemoteBackend(server.url, shares_disk=False)
+    await remote.start()
+    try:
+        base, target = small_params(3), small_params(4)
+        for params in (base, base | {"final_norm": target["final_norm"]}):
+            version = engine.backend.policy_version + 1
+            update = publisher.make(SimpleNamespace(params=params), version)
+            await remote.update_weights(update)
+        assert update.deltas, "the second brought what changed"
+        largest, _ = engine.backend._updater.last_difference
+        assert largest < 1e-4 and engine.backend.policy_version == version
+    finally:
+        await remote.close()
+        await server.close()
+        publisher.close()
+    await engine.serve(0)

@@ -251,3 +251,43 @@ def test_changes_are_computed_where_bytes_are_sent(rollout: dict, sends_changes:
         assert (first.deltas, bool(second.deltas)) == (({}, True) if sends_changes else (None, False))
     finally:
         publisher.close()
+
+
+async def test_an_engine_serves_what_changes_make_of_the_version_before():
+    publisher = make_publisher(
+        configured(urls=["http://10.0.0.5:8100"]), TINY, probe_ids=[3, 4, 5], find_dtype=lambda: "float32"
+    )
+    backend = JetStreamBackend(TINY, tiny_params(), SHAPES)
+    server = RolloutServer(backend)
+    await backend.start()
+    await server.start()
+    remote = RemoteBackend(server.url, shares_disk=False)
+    await remote.start()
+    try:
+        before = tiny_params(1)
+        await remote.update_weights(publisher.make(Parameters(before), 1))
+        after = before | {"embed": before["embed"].at[:10].multiply(2.0)}
+        update = publisher.make(Parameters(after), 2)
+        remote._upload = sent_deltas = SentFiles(remote._upload)  # type: ignore[method-assign]
+        await remote.update_weights(update)
+        assert [path.name for path in sent_deltas.files] == ["v2-00000.delta.safetensors"]
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        output = await remote.generate(GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling))
+        assert list(output.token_ids) == greedy(after, PROMPT, 6, frozenset())
+        assert list(output.token_ids) != greedy(before, PROMPT, 6, frozenset())
+    finally:
+        for one in (remote, server, backend):
+            await one.close()
+        publisher.close()
+
+
+class SentFiles:
+    """Notes what a client uploads."""
+
+    def __init__(self, upload: Any) -> None:
+        self._upload = upload
+        self.files: list[Path] = []
+
+    async def __call__(self, files: list[Path]) -> str:
+        self.files += files
+        return await self._upload(files)
