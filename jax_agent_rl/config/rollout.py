@@ -219,7 +219,9 @@ class RolloutConfig(Section):
         "learner process writes its own shards to weight_dir, and each jetstream server reads those of its devices "
         "(backend: remote).",
     )
-    full_weights_every: Annotated[Positive, WhenKey("rollout.backend", "remote")] = Field(
+    full_weights_every: Annotated[
+        Positive, WhenKey("rollout.backend", "remote") & WhenKey("rollout.weight_transport", "files")
+    ] = Field(
         default=20,
         description="Uploads to rollout servers hold the numbers that changed since the version before, and every so "
         "many versions all of them; 1: always all. Each server keeps one copy of the files in memory. A server that "

@@ -122,7 +122,7 @@ def _read(delta: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in ("header", "gaps", "changes")}
         return {name: metadata[name] for name in ("base", "count")}, tensors
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError, TypeError) as error:
         raise WeightUpdateError(f"{delta.name} is no weight delta: {error}; send the whole file") from error
 
 
