@@ -120,6 +120,7 @@ class WeightUpdater:
             update_info, copies = await asyncio.to_thread(export_tensors, update.payload)
             await self._transfer(update_info)
             del copies
+            free_exports()
         # Frozen requests lose their KV, too: it is recomputed under the new weights when they continue.
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.reset_encoder_cache()
@@ -220,6 +221,13 @@ def export_tensors(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]
     handles = {name: plain_handle(reduce_tensor(copy)[1]) for name, copy in copies.items()}
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return {"handles": handles, "device_uuid": uuid}, list(copies.values())
+
+
+def free_exports() -> None:
+    """Free memory that was exported, and that neither side uses any more."""
+    import torch
+
+    torch.cuda.ipc_collect()
 
 
 def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
