@@ -20,7 +20,7 @@ from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensor_samples import TensorSample
 from jax_agent_rl.rollout.protocol import CUDA_IPC, WeightUpdate
-from jax_agent_rl.utils.weight_checks import ROUNDED, LogprobProbe, check_files
+from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
 FILES = "safetensors"
@@ -147,7 +147,7 @@ class WeightUpdater:
         """
         measured = [await self._measure(ids, f"{name}-{i}") for i, ids in enumerate(probe.ids)]
         largest, mean = self.last_difference = probe.differences(measured)
-        max_largest, max_mean = self._limits if probe.dtype == "float32" else map(max, self._limits, ROUNDED)
+        max_largest, max_mean = self._limits
         if not (largest <= max_largest and mean <= max_mean):
             raise WeightUpdateError(
                 f"the engine's log-probs are not the learner's: they differ by up to {largest:.2g} (mean {mean:.2g}), "

@@ -61,7 +61,7 @@ class WeightFiles:
         A file appears under its name when it is whole.
 
         Args:
-            params: the parameters; the probe is computed with them as they are.
+            params: the parameters.
             version: their policy version.
             dtype: what they are rounded to.
             delta: also write what changed since the version before, if there is one and not too much did.
@@ -72,7 +72,7 @@ class WeightFiles:
         before = self.digests if delta else {}
         self._clear(before)
         self.digests, self.deltas = {}, {}
-        metadata = {"format": "pt", "policy_version": str(version), **self.probe(params).to_metadata()}
+        metadata = {"format": "pt", "policy_version": str(version), **self.probe(params, dtype=dtype).to_metadata()}
         paths = []
         for number, tensors in enumerate(self._shards(params, dtype)):
             path = self._folder / f"v{version}-{number:05d}.safetensors"
@@ -93,9 +93,9 @@ class WeightFiles:
         self._clear({Path(file).name for file in (*paths, *self.deltas)})
         return paths
 
-    def probe(self, params: Params) -> LogprobProbe:
-        """Score the probe sequences by the learner's own forward pass."""
-        return score_probe(self._config, params, self._probe_ids)
+    def probe(self, params: Params, *, dtype: str = AS_THEY_ARE) -> LogprobProbe:
+        """Score the probe sequences by the learner's own forward pass, with the parameters rounded to ``dtype``."""
+        return score_probe(self._config, params, self._probe_ids, dtype=dtype)
 
     def close(self) -> None:
         """Remove the folder."""

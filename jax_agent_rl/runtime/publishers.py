@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import jax
@@ -32,23 +34,17 @@ FindDtype = Callable[[], str]
 """Returns ``Capabilities.weight_dtype`` of the engines that will take the next update."""
 
 
-ScoreProbe = Callable[[Params], LogprobProbe]
-"""Scores the sequences that verify an update, with the learner's parameters."""
+class ScoreProbe(Protocol):
+    """Scores the sequences that verify an update, with the learner's parameters."""
+
+    def __call__(self, params: Params, *, dtype: str) -> LogprobProbe: ...
 
 
 class ArrayPublisher:
-    """Publishes the arrays themselves.
-
-    Args:
-        score_probe: see :data:`ScoreProbe`; None for an engine of this process, which takes the tree as it is.
-    """
-
-    def __init__(self, score_probe: ScoreProbe | None = None) -> None:
-        self._score_probe = score_probe
+    """Publishes the arrays themselves, to an engine of this process."""
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        probe = self._score_probe(learner.params) if self._score_probe else None
-        return WeightUpdate(version=version, kind="arrays", payload=learner.params, probe=probe)
+        return WeightUpdate(version=version, kind="arrays", payload=learner.params)
 
     def close(self) -> None:
         pass
@@ -110,7 +106,7 @@ class DevicePublisher:
         files: publishes to engines that cannot read the GPU's memory.
         find_dtype: see :data:`FindDtype`.
         find_payloads: returns the kinds of payload that all engines take.
-        score_probe: see :data:`ScoreProbe`.
+        score_probe: see :class:`ScoreProbe`.
     """
 
     def __init__(
@@ -136,7 +132,7 @@ class DevicePublisher:
         if tensors is None:
             return self._files.make(learner, version)
         self._newest = tensors
-        probe = self._score_probe(learner.params)
+        probe = self._score_probe(learner.params, dtype=dtype)
         return WeightUpdate(version=version, kind=CUDA_IPC, payload=tensors, lasting=True, dtype=dtype, probe=probe)
 
     def close(self) -> None:
@@ -169,19 +165,26 @@ class ObjectStorePublisher:
     Args:
         inner: makes the update in the engines' form.
         find_dtype: see :data:`FindDtype`.
+        score_probe: see :class:`ScoreProbe`; None if the inner one brings a probe, and for a learner of several
+            processes.
     """
 
-    def __init__(self, inner: Publisher, find_dtype: FindDtype) -> None:
+    def __init__(self, inner: Publisher, find_dtype: FindDtype, score_probe: ScoreProbe | None = None) -> None:
         self._inner = inner
         self._find_dtype = find_dtype
+        self._score_probe = score_probe
         self._newest: WeightUpdate | None = None
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Store all parameters once; the previous version is freed when no engine reads it."""
         import ray
 
-        self._newest = store(self._inner.make(learner, version), ray.put, dtype=self._find_dtype())
-        return self._newest
+        dtype = self._find_dtype()
+        update = store(self._inner.make(learner, version), ray.put, dtype=dtype)
+        if self._score_probe is not None:
+            update = replace(update, probe=self._score_probe(learner.params, dtype=dtype))
+        self._newest = update
+        return update
 
     def close(self) -> None:
         self._newest = None
@@ -194,7 +197,7 @@ class TensorstorePublisher:
     Args:
         folder: gets a subfolder for the run.
         find_dtype: see :data:`FindDtype`.
-        score_probe: see :data:`ScoreProbe`; None for a learner of several processes.
+        score_probe: see :class:`ScoreProbe`; None for a learner of several processes.
     """
 
     def __init__(self, folder: str, find_dtype: FindDtype, score_probe: ScoreProbe | None = None) -> None:
@@ -223,7 +226,7 @@ class TensorstorePublisher:
             lasting=True,
             dtype=dtype,
             digests=digests,
-            probe=self._score_probe(learner.params) if self._score_probe else None,
+            probe=self._score_probe(learner.params, dtype=dtype) if self._score_probe else None,
         )
 
     def close(self) -> None:
@@ -256,21 +259,25 @@ def make_publisher(
         return MeshPublisher(weight_buffer)
     if config.agent.role_adapters:
         return AdapterPublisher()
-    form = _form(config, model, probe_ids, find_dtype, find_payloads)
+    probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
+    is_scored = jax.process_count() == 1 and len(probe) > 1
+    score = functools.partial(score_probe, model, sequences=[probe]) if is_scored else None
+    if config.rollout.backend == "jetstream":
+        arrays, colocated = ArrayPublisher(), config.rollout.placement == "colocated"
+        return arrays if colocated else ObjectStorePublisher(arrays, find_dtype, score)
+    form = _form(config, model, probe, score, find_dtype, find_payloads)
     return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form, find_dtype)
 
 
 def _form(
     config: Config,
     model: DecoderConfig,
-    probe_ids: Sequence[int],
+    probe: Sequence[int],
+    score: ScoreProbe | None,
     find_dtype: FindDtype,
     find_payloads: Callable[[], frozenset[str]],
 ) -> Publisher:
-    probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
-    score = functools.partial(_score_probe, model, probe) if jax.process_count() == 1 and len(probe) > 1 else None
-    if config.rollout.backend == "jetstream":
-        return ArrayPublisher(score if config.rollout.placement != "colocated" else None)
+    """Return the publisher for engines of other processes."""
     if config.rollout.weight_transport == "tensorstore":
         assert config.rollout.weight_dir is not None  # checked with the configuration
         return TensorstorePublisher(config.rollout.weight_dir, find_dtype, score)
@@ -281,10 +288,6 @@ def _form(
     if config.rollout.backend == "vllm" and config.rollout.placement == "colocated" and score is not None:
         return DevicePublisher(model, publisher, find_dtype, find_payloads, score)
     return publisher
-
-
-def _score_probe(model: DecoderConfig, probe_ids: Sequence[int], params: Params) -> LogprobProbe:
-    return score_probe(model, params, [probe_ids])
 
 
 def _is_here(url: str) -> bool:

@@ -47,12 +47,10 @@ class LogprobProbe:
         ids: sequences of token ids, each at least two long.
         log_probs: for each sequence, the natural-log probability of ids ``1..`` given those before (temperature 1):
             one fewer than ids.
-        dtype: of the parameters they were computed with.
     """
 
     ids: tuple[tuple[int, ...], ...]
     log_probs: tuple[tuple[float, ...], ...]
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         lengths = [(len(i), len(p)) for i, p in zip(self.ids, self.log_probs, strict=True)]
@@ -75,7 +73,7 @@ class LogprobProbe:
         return cls.from_json(json.loads(metadata[METADATA_KEY]))
 
     def to_json(self) -> dict[str, Any]:
-        return {"ids": self.ids, "log_probs": self.log_probs, "dtype": self.dtype}
+        return {"ids": self.ids, "log_probs": self.log_probs}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> LogprobProbe:
@@ -84,8 +82,7 @@ class LogprobProbe:
         Raises:
             ValueError: the probe is damaged.
         """
-        ids, log_probs = (tuple(map(tuple, saved[name])) for name in ("ids", "log_probs"))
-        return cls(ids=ids, log_probs=log_probs, dtype=saved["dtype"])
+        return cls(ids=tuple(map(tuple, saved["ids"])), log_probs=tuple(map(tuple, saved["log_probs"])))
 
     def differences(self, measured: Sequence[Sequence[float]]) -> tuple[float, float]:
         """Return (largest, mean) |learner - engine| over all probed ids; infinity when a value is not finite."""

@@ -73,7 +73,7 @@ class Paths:
     def files(self, params: Params, version: int) -> WeightUpdate:
         files = WeightFiles(TINY, probe_ids=CANARY, folder=self._folder)
         with self._patch.context() as patch:
-            patch.setattr("jax_agent_rl.learner.export.score_probe", lambda *_: canary())
+            patch.setattr("jax_agent_rl.learner.export.score_probe", lambda *_, dtype: canary())
             paths = files.write(params, version)
         return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
 

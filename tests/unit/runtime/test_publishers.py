@@ -211,7 +211,7 @@ def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Pat
     learner = Parameters(tiny_params(1))
     update = publisher.make(learner, 1)
     assert (update.kind, update.dtype, update.lasting) == ("cuda_ipc", "bfloat16", True)
-    assert update.probe == score_probe(TINY, learner.params, [[3, 4, 5]])
+    assert update.probe == score_probe(TINY, learner.params, [[3, 4, 5]], dtype="bfloat16")
     assert not list(tmp_path.rglob("*.safetensors"))
     expected = dict(hf_tensors(TINY, learner.params, dtype="bfloat16"))
     assert update.payload.keys() == expected.keys()
