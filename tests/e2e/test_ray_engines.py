@@ -67,7 +67,7 @@ def run(recipe: Path, folder: Path, *overrides: str, meanwhile=None) -> tuple[li
     config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
     asyncio.run(train_and(config, meanwhile))
     for pid in engines():  # Ray kills an actor's process a moment after it was told to
-        wait_for_end(pid, 30)
+        wait_for_end(pid)
     steps = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
     assert [r["step"] for r in steps] == list(range(1, config.trainer.steps + 1))
     for step in steps:
