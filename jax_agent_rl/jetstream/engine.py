@@ -220,9 +220,13 @@ class JaxEngine(VerifyingEngine):
                 return np.pad(own, [(0, count - len(own)), *[(0, 0)] * (x.ndim - 1)])
 
             own = jax.device_put(jax.tree.map(part, content), self._cache_sharding)
-            key, out = ("put", cache.count, len(padded)), self._cache_sharding
-            cache = self._call(key, kv_offloading.put_pages, (0,), cache, own, padded, out=out)
+            cache = self.overwrite_pages(cache, own, padded)
         return cache
+
+    def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
+        """Overwrite pages int32 [n] with ``content`` of as many on the device; ``cache`` is donated."""
+        key, out = ("put", cache.count, len(pages)), self._cache_sharding
+        return self._call(key, kv_offloading.put_pages, (0,), cache, content, pages, out=out)
 
     def _moved(self, pages: Sequence[int]) -> np.ndarray:
         """Pad numbers of pages to a bucket."""

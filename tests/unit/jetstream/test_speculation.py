@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +16,9 @@ from jax_agent_rl.jetstream.drafting import Draft, LookupDrafter
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
+from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation
+from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation, accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
@@ -151,25 +153,34 @@ def test_siblings_and_later_samples_draft_for_each_other(kernels: str):
 FIRST, DRAWS = 2, 1500
 
 
-def chi_squared(on: Scheduler) -> float:
-    """Compare second ids, drawn after a first that differs from the draft, with the model's distribution."""
-    counts: Counter[int] = Counter()
+def chi_squared(on: Scheduler) -> dict[str, float]:
+    """Compare first ids, and second ones after the draft and after another id, with the model's distributions."""
     prompt = PROMPTS[2]
-    order = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1].tolist()
-    on.speculation = Eager(on.engine, AlwaysDrafts(order[0]), on.counters)
+    draft, other = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1][:2].tolist()
+    on.speculation = Eager(on.engine, AlwaysDrafts(draft), on.counters)
     for seed in range(DRAWS):
         submit(on, 2, name=str(seed), seed=seed, max_tokens=FIRST, temperature=1.5)
-    for output in finished(on).values():
-        first, second = output.token_ids
-        if first == order[1]:
-            counts[second] += 1
-    scores = full_logits(tiny_params(), [*prompt, order[1]])[-1].astype(np.float64) / 1.5
-    chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+    pairs = [output.token_ids for output in finished(on).values()]
+    return {
+        "first": deviation(prompt, [first for first, _ in pairs]),
+        "after the draft": deviation([*prompt, draft], [second for first, second in pairs if first == draft]),
+        "after another": deviation([*prompt, other], [second for first, second in pairs if first == other]),
+    }
+
+
+def deviation(context: list[int], drawn: list[int]) -> float:
+    """Return chi-squared of ids that were drawn after a context: of its four likeliest ids, and all others."""
+    chances = model_chances(context)
     likely = np.argsort(chances)[::-1][:4]
-    expected = np.append(chances[likely], 1 - chances[likely].sum()) * counts.total()
-    found = np.append([counts[i] for i in likely.tolist()], counts.total() - sum(counts[i] for i in likely.tolist()))
-    assert counts.total() > 100 and expected.min() > 4
-    return float(((found - expected) ** 2 / expected).sum())
+    expected = np.append(chances[likely], 1 - chances[likely].sum()) * len(drawn)
+    found = [drawn.count(i) for i in likely.tolist()]
+    assert len(drawn) > 100 and expected.min() > 4
+    return float(((np.append(found, len(drawn) - sum(found)) - expected) ** 2 / expected).sum())
+
+
+def model_chances(context: list[int]) -> np.ndarray:
+    scores = full_logits(tiny_params(), context)[-1].astype(np.float64) / 1.5
+    return np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
 
 
 @dataclass
@@ -187,12 +198,60 @@ BOUND = 23.5  # chi-squared of 4 degrees of freedom exceeds it once in 10,000
 
 
 def test_the_distribution_is_the_models():
-    assert chi_squared(scheduler("xla", 3)) < BOUND
+    found = chi_squared(scheduler("xla", 3))
+    assert max(found.values()) < BOUND, found
 
 
-def test_the_test_of_the_distribution_catches_a_rule_that_accepts_too_much(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verification, "accepted_ids", lambda draft, drawn: len(draft))
-    assert chi_squared(scheduler("xla", 3)) > BOUND
+def accepts_always(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verification, "accepted_ids", lambda draft, drawn: len(draft))
+
+
+def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None:
+    """Takes a drafted id with probability min(1, p / q), where q = 1, and otherwise draws from p, not from the rest."""
+    accepts_always(patch)
+    verify, chance, coin = JaxEngine.verify, float(model_chances(PROMPTS[2]).max()), np.random.default_rng(0)
+
+    def wrong(self, params, cache, slots, drafts):
+        cache, drawn = verify(self, params, cache, slots, drafts)
+        for slot, draft in enumerate(drafts):
+            if draft and (coin.random() < chance or drawn.ids[0, slot] == draft[0]):
+                drawn.ids[0, slot] = draft[0]
+            else:
+                drawn.ids[1:, slot] = -1
+        return cache, drawn
+
+    patch.setattr(JaxEngine, "verify", wrong)
+
+
+def draws_with_one_number_at_all_positions(patch: pytest.MonkeyPatch) -> None:
+    def wrong(logits, *, position, seed, temperature, mesh):
+        rows = position.reshape(-1, 4)  # of a context: three drafted ids, and the one before
+        same = jnp.broadcast_to(rows[:, :1], rows.shape).reshape(-1)
+        return sample(logits, position=same, seed=seed, temperature=temperature, mesh=mesh)
+
+    patch.setattr(verification, "sample", wrong)
+    patch.setattr(sys.modules[__name__], "table", lambda *engine: ProgramTable())  # those compiled draw rightly
+
+
+def takes_one_more_than_it_accepts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verification, "accepted_ids", lambda draft, drawn: min(len(draft), 1 + accepted_ids(draft, drawn)))
+
+
+WRONG_RULES = {
+    accepts_always: "after another",
+    accepts_by_a_coin_without_taking_the_rest: "first",
+    draws_with_one_number_at_all_positions: "after the draft",
+    takes_one_more_than_it_accepts: "after another",
+}
+
+
+@pytest.mark.parametrize("rule", WRONG_RULES, ids=lambda rule: rule.__name__)
+def test_the_test_of_the_distribution_catches_a_wrong_rule(
+    rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    rule(monkeypatch)
+    found = chi_squared(scheduler("xla", 3))
+    assert found[WRONG_RULES[rule]] > BOUND, found
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
