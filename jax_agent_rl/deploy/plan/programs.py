@@ -332,8 +332,8 @@ def _add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
     if shapes.kv_offloading_bytes:
-        pages = np.full(MOVED_TOGETHER[-1], NULL_PAGE, np.int32)
-        engine.overwrite_pages(cache, engine.get_pages(cache, pages), pages)
+        pages = [NULL_PAGE] * MOVED_TOGETHER[-1]
+        engine.overwrite_pages(cache, engine.get_pages(cache, pages), np.asarray(pages, np.int32))
     absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     made.keep(WEIGHTS, weights, absent=absent)
     made.keep(CACHE, cache, absent=absent)

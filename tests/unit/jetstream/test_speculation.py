@@ -150,7 +150,7 @@ def test_siblings_and_later_samples_draft_for_each_other(kernels: str):
     assert done.accepted_tokens > 60 and done.accepted_tokens == done.draft_tokens
 
 
-FIRST, DRAWS = 2, 1500
+FIRST, DRAWS = 2, 1800
 
 
 def chi_squared(on: Scheduler) -> dict[str, float]:
@@ -237,7 +237,7 @@ def takes_one_more_than_it_accepts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verification, "accepted_ids", lambda draft, drawn: min(len(draft), 1 + accepted_ids(draft, drawn)))
 
 
-WRONG_RULES = {
+WRONG_RULES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     accepts_always: "after another",
     accepts_by_a_coin_without_taking_the_rest: "first",
     draws_with_one_number_at_all_positions: "after the draft",

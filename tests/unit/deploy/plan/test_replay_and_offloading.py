@@ -116,7 +116,8 @@ def test_an_estimate_counts_supports_and_experts(tmp_path):
 
     assert passes(restricted, TINY) - passes(plain, TINY) == 128 * 4 * WORDS
     assert passes(restricted, EXPERTS) - passes(plain, EXPERTS) == 128 * 4 * WORDS
-    more = dataclasses.replace(EXPERTS, experts=dataclasses.replace(EXPERTS.experts, per_token=3))
+    three = Experts(count=8, per_token=3, intermediate_size=16, normalize=True)
+    more = dataclasses.replace(EXPERTS, experts=three)
     one_more = passes(plain, more) - passes(plain, EXPERTS)
     assert one_more >= 128 * 2 * EXPERTS.num_layers  # and its activations
     cache = next(r for r in planned_inventory(plain, EXPERTS).residents if r.name == CACHE)
