@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +15,6 @@ from jax_agent_rl.jetstream.drafting import Draft, LookupDrafter
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
-from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation, accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
@@ -228,16 +225,6 @@ def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None
     patch.setattr(JaxEngine, "verify", wrong)
 
 
-def draws_with_one_number_at_all_positions(patch: pytest.MonkeyPatch) -> None:
-    def wrong(logits, *, position, seed, temperature, mesh):
-        rows = position.reshape(-1, 4)  # of a context: three drafted ids, and the one before
-        same = jnp.broadcast_to(rows[:, :1], rows.shape).reshape(-1)
-        return sample(logits, position=same, seed=seed, temperature=temperature, mesh=mesh)
-
-    patch.setattr(verification, "sample", wrong)
-    patch.setattr(sys.modules[__name__], "table", lambda *engine: ProgramTable())  # those compiled draw rightly
-
-
 def takes_one_more_than_it_accepts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verification, "accepted_ids", lambda draft, drawn: min(len(draft), 1 + accepted_ids(draft, drawn)))
 
@@ -245,7 +232,6 @@ def takes_one_more_than_it_accepts(patch: pytest.MonkeyPatch) -> None:
 WRONG_RULES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     accepts_always: "after another",
     accepts_by_a_coin_without_taking_the_rest: "first",
-    draws_with_one_number_at_all_positions: "after the draft",
     takes_one_more_than_it_accepts: "after another",
 }
 
