@@ -172,6 +172,26 @@ def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
     return DecodeBatch(**arrays)
 
 
+def columns_of(
+    slots: DecodeBatch, ids: Sequence[Sequence[int] | np.ndarray]
+) -> tuple[DecodeBatch, np.ndarray, np.ndarray]:
+    """Return a slot for each of several ids of each context, at consecutive positions, for kernels on CPUs.
+
+    Args:
+        slots: the contexts; ``positions`` are those of their first ids.
+        ids: of each context.
+
+    Returns:
+        The slots, the context of each, int32 [n], and its place among the context's ids, int32 [n].
+    """
+    counts = np.array([len(own) for own in ids])
+    context = np.repeat(np.arange(len(ids)), counts)
+    place = np.arange(len(context)) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = jax.tree.map(lambda x: x[context], slots)
+    tokens = np.concatenate([np.asarray(own, np.int32) for own in ids])
+    return replace(columns, tokens=tokens, positions=columns.positions + place.astype(np.int32)), context, place
+
+
 def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
     """Append ``extra`` idle slots."""
     if not extra:

@@ -22,7 +22,13 @@ from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled, make_decode_batch, pad_decode_batch
+from jax_agent_rl.jetstream.decode_batch import (
+    DecodeBatch,
+    Extension,
+    Sampled,
+    make_decode_batch,
+    pad_decode_batch,
+)
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
@@ -146,8 +152,13 @@ class JaxEngine(VerifyingEngine):
     # --- prefill ----------------------------------------------------------------------------------------------
 
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """Prefill ids into pages, in as many bucketed chunks as it takes; chunks of a size run several at a time."""
+        """Prefill ids into pages, those of each context in order."""
         waiting = [extension for extension in extensions if len(extension.ids)]
+        extend = self._extend_columns if self._prefills_columns else self._extend_chunks
+        return extend(params, cache, waiting) if waiting else cache
+
+    def _extend_chunks(self, params: EngineParams, cache: KVCache, waiting: Sequence[Extension]) -> KVCache:
+        """Prefill in as many bucketed chunks as it takes; chunks of a size run several at a time."""
         while waiting:
             by_size: dict[int, list[Extension]] = {}
             for extension in waiting:
@@ -264,7 +275,7 @@ class JaxEngine(VerifyingEngine):
         """
         count, slots = len(slots.tokens), self._completed(slots)
         width = self.width(count)
-        span = bucket(self.shapes.span_buckets, int(slots.positions.max()) + steps)
+        span = bucket(self._decode_spans, int(slots.positions.max()) + steps)
         # Programs for restricted slots are compiled when the first ones come: most runs have none.
         kind = _decode_kind(slots.truncation is not None, slots.allowed is not None)
         most = self.shapes.decode_steps if slots.allowed is None else 1
@@ -299,17 +310,23 @@ class JaxEngine(VerifyingEngine):
 
     def _next_decode_shape(self, width: int, span: int) -> tuple[int, int] | None:
         """Return the decode program likely to be needed next: contexts grow, then slots fall idle."""
-        longer = [s for s in self.shapes.span_buckets if s > span]
+        longer = [s for s in self._decode_spans if s > span]
         fewer = [w for w in self.shapes.slot_buckets if w < width]
         return (width, longer[0]) if longer else (fewer[-1], span) if fewer else None
 
     # --- compilation ------------------------------------------------------------------------------------------
 
+    @property
+    def _decode_spans(self) -> tuple[int, ...]:
+        """Context lengths that decode programs are compiled for. Kernels for CPUs read what there is."""
+        return self.shapes.span_buckets[-1:] if self._by_column else self.shapes.span_buckets
+
     def _program_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Return (slots, positions) of all decode programs, and (rows, ids, positions) of all prefill programs."""
+        """Return (slots, positions) of decode programs, and (rows, ids, positions) of those that prefill chunks."""
         shapes = self.shapes
-        prefill = itertools.product((1, PREFILL_ROWS), shapes.chunk_buckets, shapes.prefill_spans)
-        return list(itertools.product(shapes.slot_buckets, shapes.span_buckets)), list(prefill)
+        rows: tuple[int, ...] = () if self._prefills_columns else (1, PREFILL_ROWS)
+        chunks = list(itertools.product(rows, shapes.chunk_buckets, shapes.prefill_spans))
+        return list(itertools.product(shapes.slot_buckets, self._decode_spans)), chunks
 
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs the shapes allow, but for restricted slots."""
@@ -320,7 +337,7 @@ class JaxEngine(VerifyingEngine):
             keys |= {("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets}
         if self.shapes.kv_offloading_bytes:
             keys |= {(name, count, moved) for name in ("get", "put") for moved in kv_offloading.MOVED_TOGETHER}
-        keys |= self._verification_keys()
+        keys |= self._column_keys() | self._verification_keys()
         return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
 
     def _restricted_keys(self) -> set[tuple]:
@@ -352,6 +369,7 @@ class JaxEngine(VerifyingEngine):
             print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
+        cache = self._warm_up_columns(params, cache, print_line)
         if self.shapes.num_speculative_tokens:
             print_line("compiling verifications of drafts")
             cache = self._warm_up_verification(params, cache)
