@@ -324,7 +324,7 @@ class JaxEngine(VerifyingEngine):
     def _program_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
         """Return (slots, positions) of decode programs, and (rows, ids, positions) of those that prefill chunks."""
         shapes = self.shapes
-        rows: tuple[int, ...] = () if self._prefills_columns else (1, PREFILL_ROWS)
+        rows = [count for count in (1, PREFILL_ROWS) if not self._prefills_columns]
         chunks = list(itertools.product(rows, shapes.chunk_buckets, shapes.prefill_spans))
         return list(itertools.product(shapes.slot_buckets, self._decode_spans)), chunks
 
