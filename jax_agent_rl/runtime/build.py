@@ -134,11 +134,7 @@ async def build(
         await client.start(place_engines(config, places, here))
         beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
         membership = MembershipServer(
-            client,
-            Path(config.run_dir),
-            open_engine=functools.partial(open_engine, config),
-            places=later_places,
-            print_line=print_line,
+            client, Path(config.run_dir), open_engine=functools.partial(open_engine, config), places=later_places
         )
         stack.push_async_callback(membership.close)
         await membership.start()

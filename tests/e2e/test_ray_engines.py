@@ -178,7 +178,7 @@ def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_remov
     keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
     assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in colocated]
     last = steps[-1]
-    assert (last["servers_up"], last["servers_joined"], last["servers_lost"], last["stale_served"]) == (1, 1, 0, 0)
+    assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
     assert last["accounting"]["dropped"] == 0 and not (folder / ADDRESS_FILE).exists()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import socket
@@ -28,6 +29,8 @@ from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, Weig
 from jax_agent_rl.rollout.pool import BackendFactory, ServerPool
 from jax_agent_rl.utils.files import writing
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+
+logger = logging.getLogger(__name__)
 
 ADDRESS_FILE = "engines.json"
 """File of the run folder with the address and the token, while the run lasts."""
@@ -50,7 +53,6 @@ class MembershipServer:
         folder: the run folder, which gets :data:`ADDRESS_FILE`.
         open_engine: see :data:`OpenEngine`.
         places: closed by its owner after the pool; holds the places of engines that joined.
-        print_line: takes a line about every change.
     """
 
     def __init__(
@@ -60,14 +62,12 @@ class MembershipServer:
         *,
         open_engine: OpenEngine,
         places: AsyncExitStack,
-        print_line: Callable[[str], None],
     ) -> None:
         self._pool = pool
         self._file = folder / ADDRESS_FILE
         self._open_engine = open_engine
         self._all_places = places
         self._places: dict[str, AsyncExitStack] = {}
-        self._print_line = print_line
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._token = secrets.token_hex(32)
         self._http = HttpServer(
@@ -120,7 +120,7 @@ class MembershipServer:
             raise
         self._places[name] = place
         self._all_places.push_async_callback(place.aclose)
-        self._print_line(f"engine {name} joined, with weights of version {self._pool.policy_version}")
+        logger.warning("server %s joined, with weights of version %s", name, self._pool.policy_version)
         return await self._list(request)
 
     async def _join(self, name: str, make: BackendFactory) -> None:
@@ -150,7 +150,7 @@ class MembershipServer:
     async def _leave(self, name: str, drain: bool) -> None:
         try:
             await self._pool.leave(name, drain=drain)
-            self._print_line(f"engine {name} left")
+            logger.warning("server %s left", name)
             if place := self._places.pop(name, None):
                 await place.aclose()
         finally:

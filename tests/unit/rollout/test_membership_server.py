@@ -26,7 +26,6 @@ class Run:
         self.client = LLMServerClient()
         self.engines: dict[str, ToyBackend] = {}
         self.held: set[str] = set()
-        self.lines: list[str] = []
 
     def make(self, name: str) -> ToyBackend:
         self.engines[name] = ToyBackend(tick_seconds=0.001)
@@ -58,9 +57,7 @@ async def running(folder: Path):
     async with AsyncExitStack() as places:
         await run.client.start({"first": lambda: run.make("first")})
         await run.client.update_weights(update(1))
-        membership = MembershipServer(
-            run.client, folder, open_engine=run.open_engine, places=places, print_line=run.lines.append
-        )
+        membership = MembershipServer(run.client, folder, open_engine=run.open_engine, places=places)
         await membership.start()
         try:
             yield run
@@ -75,7 +72,9 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version=version, kind="toy", payload=BASE, lasting=True)
 
 
-async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is_removed_loses_nothing(tmp_path: Path):
+async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is_removed_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     async with running(tmp_path) as run:
         answer = await command_run(tmp_path, "engines/add", {"url": "second"})
         assert {engine["name"]: engine["policy_version"] for engine in answer["engines"]} == {"first": 1, "second": 1}
@@ -89,7 +88,7 @@ async def test_an_engine_that_is_added_serves_the_served_version_and_one_that_is
         answer = await command_run(tmp_path, "engines/remove", {"name": "first", "drain": False})
         assert [engine["name"] for engine in answer["engines"]] == ["second"] == run.names
         assert [len(output.token_ids) for output in await asyncio.gather(*asked)] == [40] * 4
-        assert run.lines == ["engine second joined, with weights of version 1", "engine first left"]
+        assert caplog.messages == ["server second joined, with weights of version 1", "server first left"]
 
         await command_run(tmp_path, "engines/add", {"url": "third"})
         await command_run(tmp_path, "engines/remove", {"name": "second", "drain": True})
