@@ -12,6 +12,7 @@ from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.rollout.ray.backend import RayBackend
@@ -190,4 +191,5 @@ async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
 async def test_a_rollout_server_joins_a_run_of_rollout_servers_under_its_address():
     async with open_engine(settings(backend="remote", urls=["http://10.0.0.5:8100"]), "http://10.0.0.7:8100") as made:
         name, make = made
-        assert name == "http://10.0.0.7:8100" == make().url
+        engine = make()
+        assert isinstance(engine, RemoteBackend) and engine.url == name == "http://10.0.0.7:8100"
