@@ -31,6 +31,7 @@ from jax_agent_rl.environments import EnvironmentPools, load_environments, requi
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, make_client, read_model
 from jax_agent_rl.runtime.frozen_models import open_role_models
 from jax_agent_rl.runtime.placement import open_places, place_engines
@@ -257,17 +258,16 @@ async def open_rollouts(
         )
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
+        client.check_server = functools.partial(require_grammars, config)
         await client.start(place_engines(config, places, here))
-        require_grammars(config, client)
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 
-def require_grammars(config: Config, client: LLMServerClient) -> None:
-    """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that an engine cannot follow."""
-    lacking = [server.name for server in client.servers if not server.backend.capabilities.grammars]
-    if config.agent.constrain_tool_calls and lacking:
+def require_grammars(config: Config, server: AsyncServer) -> None:
+    """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that the engine cannot follow."""
+    if config.agent.constrain_tool_calls and not server.backend.capabilities.grammars:
         raise ConfigError(
-            f"agent.constrain_tool_calls=true, but {lacking[0]} cannot follow grammars; set it to false, or sample "
+            f"agent.constrain_tool_calls=true, but {server.name} cannot follow grammars; set it to false, or sample "
             "with the built-in jetstream engine (without rollout.deterministic) or vllm"
         )
 

@@ -12,13 +12,14 @@ from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.rollout.ray.weights import KIND, from_object_store, store
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns
-from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning
+from jax_agent_rl.runtime.placement import open_engine, open_places, place_engines, room_for_learning
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
 
@@ -172,3 +173,23 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
     check_turns(asynchronous, *meshes(range(4), range(4), data=4))  # four engines, none of which exchanges anything
     with pytest.raises(ConfigError, match="the same 2 devices"):
         check_turns(asynchronous, *meshes(range(4), range(4), data=2))
+
+
+async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
+    server = "http://10.0.0.7:8100"
+    for url, rollout, message in (
+        (server, {}, "rollout.backend=jetstream .* weights do not reach rollout servers"),
+        (server, {"placement": "separate"}, "rollout.placement=separate weights do not reach"),
+        (None, {}, "rollout.placement=colocated the run cannot start engines elsewhere"),
+        (None, {"backend": "remote", "urls": ["http://10.0.0.5:8100"]}, "name a rollout server's URL"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            async with open_engine(settings(**rollout), url):
+                raise AssertionError("it was accepted")
+
+
+async def test_a_rollout_server_joins_a_run_of_rollout_servers_under_its_address():
+    async with open_engine(settings(backend="remote", urls=["http://10.0.0.5:8100"]), "http://10.0.0.7:8100") as made:
+        name, make = made
+        engine = make()
+        assert isinstance(engine, RemoteBackend) and engine.url == name == "http://10.0.0.7:8100"
