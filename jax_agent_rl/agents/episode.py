@@ -324,10 +324,7 @@ class Episode:
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
     def progress(self) -> Prefix | None:
-        """Return what this trajectory can go on from in another process, now; None if it has to start again.
-
-        Images, and what replays routing, are not kept.
-        """
+        """Return what another process can continue from, now; None if nothing is sampled, or not all can be kept."""
         turns, begun = self.turns, self._begun
         if self._request is not None:
             begun, part = self._before, self._context.client.partial(self._request)
