@@ -4,13 +4,14 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
 from jax_agent_rl.collect.deadlines import NO_LIMITS, TimeLimits
 from jax_agent_rl.testing.simulate.workload import SimulationStuckError
 from jax_agent_rl.types import DropReason
-from tests.virtual_training import Coin, in_virtual_time, make_virtual
+from tests.virtual_training import Coin, JsonNotes, in_virtual_time, make_virtual
 
 DEADLINE = TimeLimits(trajectory_timeout=600.0)
 CUT = TimeLimits(trajectory_timeout=600.0, min_group_size=3, group_timeout=60.0)
@@ -34,7 +35,7 @@ def run(*, mode: str, limits: TimeLimits, hangs: Callable[[str], bool], saved: s
             await asyncio.gather(running, return_exceptions=True)
         else:
             running.result()
-        return training, asyncio.get_running_loop().time(), json.loads(training.checkpointer.saved)
+        return training, asyncio.get_running_loop().time(), json.loads(cast(JsonNotes, training.checkpointer).saved)
 
     return in_virtual_time(main)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from typing import Any, cast
 
 import pytest
 from scipy.stats import ks_2samp
@@ -11,7 +12,7 @@ from scipy.stats import ks_2samp
 from jax_agent_rl.collect.in_flight import GroupRecord
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.types import DropReason, Group
-from tests.virtual_training import Coin, in_virtual_time, make_virtual
+from tests.virtual_training import Coin, JsonNotes, Steps, in_virtual_time, make_virtual
 
 ROWS, BATCH, GROUP, KILLS = 240, 4, 4, 50
 STEPS = ROWS // BATCH
@@ -26,7 +27,7 @@ def live(saved: str, *, mode: str, seed: int, seconds: float | None, asked: bool
 
     async def main() -> tuple[list[list[Group]], str]:
         training = make_virtual(rows=ROWS, steps=STEPS, mode=mode, goes_on=Coin(seed), saved=saved)
-        notes, before = training.checkpointer, training.record.step
+        notes, before = cast(JsonNotes, training.checkpointer), training.record.step
         running = asyncio.ensure_future(training.run())
         await asyncio.wait({running}, timeout=seconds)
         if running.done():
@@ -36,7 +37,7 @@ def live(saved: str, *, mode: str, seed: int, seconds: float | None, asked: bool
             await asyncio.gather(running, return_exceptions=True)
         newest = notes.saved or saved
         finished = json.loads(newest)["step"] if newest else 0
-        return training.runtime.learner.steps[: finished - before], newest
+        return cast(Steps, training.runtime.learner).steps[: finished - before], newest
 
     return in_virtual_time(main)
 
@@ -61,6 +62,11 @@ def lengths(groups: list[Group]) -> list[int]:
     return [trajectory.num_sampled for group in groups for trajectory in group.trajectories]
 
 
+def likelihood_of_same_lengths(one: list[Group], other: list[Group]) -> float:
+    """Return the p-value of the Kolmogorov-Smirnov test."""
+    return cast(Any, ks_2samp(lengths(one), lengths(other))).pvalue
+
+
 def assert_every_row_once(groups: list[Group], record: dict) -> None:
     assert record["step"] == STEPS
     rows = Counter(trajectory.row["number"] for group in groups for trajectory in group.trajectories)
@@ -80,7 +86,7 @@ def test_fifty_kills_leave_the_rows_and_the_lengths_of_an_undisturbed_run():
     assert_every_row_once(*undisturbed)
     assert_every_row_once(*killed)
     assert DropReason.CANCELLED not in killed[1]["accounting"]["dropped"], "all were continued"
-    assert ks_2samp(lengths(undisturbed[0]), lengths(killed[0])).pvalue > 0.05
+    assert likelihood_of_same_lengths(undisturbed[0], killed[0]) > 0.05
 
 
 def test_the_comparison_sees_it_if_what_was_in_flight_is_lost(monkeypatch: pytest.MonkeyPatch):
@@ -89,7 +95,7 @@ def test_the_comparison_sees_it_if_what_was_in_flight_is_lost(monkeypatch: pytes
         patch.setattr(GroupRecord, "restore", classmethod(lambda cls, state: cls()))
         restarted = train("fully_async", kills=KILLS, seed=3)
     assert_every_row_once(*restarted)
-    assert ks_2samp(lengths(undisturbed[0]), lengths(restarted[0])).pvalue < 1e-3
+    assert likelihood_of_same_lengths(undisturbed[0], restarted[0]) < 1e-3
     state = DataCursor.state
     monkeypatch.setattr(DataCursor, "state", lambda cursor, *, again=(): state(cursor))
     with pytest.raises(AssertionError):
