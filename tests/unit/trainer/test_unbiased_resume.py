@@ -14,7 +14,7 @@ from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.types import DropReason, Group
 from tests.virtual_training import Coin, JsonNotes, Steps, in_virtual_time, make_virtual
 
-ROWS, BATCH, GROUP, KILLS = 240, 4, 4, 50
+ROWS, BATCH, GROUP, KILLS = 160, 4, 4, 50
 STEPS = ROWS // BATCH
 
 
@@ -78,25 +78,32 @@ def assert_every_row_once(groups: list[Group], record: dict) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_whenever_a_run_is_killed_it_trains_on_every_row_once(mode: str):
-    assert_every_row_once(*train(mode, kills=12, seed=1))
+    assert_every_row_once(*train(mode, kills=6, seed=1))
 
 
-def test_fifty_kills_leave_the_rows_and_the_lengths_of_an_undisturbed_run():
-    undisturbed, killed = train("fully_async", kills=0, seed=2), train("fully_async", kills=KILLS, seed=3)
-    assert_every_row_once(*undisturbed)
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Group]:
+    groups, record = train("fully_async", kills=0, seed=2)
+    assert_every_row_once(groups, record)
+    return groups
+
+
+def test_fifty_kills_leave_the_rows_and_the_lengths_of_an_undisturbed_run(undisturbed: list[Group]):
+    killed = train("fully_async", kills=KILLS, seed=3)
     assert_every_row_once(*killed)
     assert DropReason.CANCELLED not in killed[1]["accounting"]["dropped"], "all were continued"
-    assert likelihood_of_same_lengths(undisturbed[0], killed[0]) > 0.05
+    assert likelihood_of_same_lengths(undisturbed, killed[0]) > 0.01
 
 
-def test_the_comparison_sees_it_if_what_was_in_flight_is_lost(monkeypatch: pytest.MonkeyPatch):
-    undisturbed = train("fully_async", kills=0, seed=2)
+def test_the_comparison_sees_it_if_what_was_in_flight_is_lost(
+    undisturbed: list[Group], monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(GroupRecord, "restore", classmethod(lambda cls, state: cls()))
         restarted = train("fully_async", kills=KILLS, seed=3)
     assert_every_row_once(*restarted)
-    assert likelihood_of_same_lengths(undisturbed[0], restarted[0]) < 1e-3
+    assert likelihood_of_same_lengths(undisturbed, restarted[0]) < 1e-3
     state = DataCursor.state
     monkeypatch.setattr(DataCursor, "state", lambda cursor, *, again=(): state(cursor))
     with pytest.raises(AssertionError):
-        assert_every_row_once(*train("fully_async", kills=KILLS, seed=3))
+        assert_every_row_once(*train("fully_async", kills=3, seed=3))
