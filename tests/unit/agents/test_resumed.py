@@ -16,9 +16,11 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.testing.fake_engine import BatchingEngine
 from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
 from tests.agent_testbed import ROW, AgentHarness
-from tests.fakes import EOS
+from tests.fakes import EOS, FakeCodec
 from tests.http_service import JSONResponse, ToolServer
 
+CODEC = FakeCodec()
+"""Its words get their ids as they come, so all processes share it."""
 SAMPLING = SamplingParams(max_tokens=100, seed=0)
 CODE = "a b c <tool> print(3) </tool> junk"
 REPLIES = [CODE, CODE, CODE, "so 3"]
@@ -58,7 +60,9 @@ async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajec
 
 
 async def test_a_turn_goes_on_after_its_newest_id():
-    first, second = (AgentHarness(SingleTurnAgent, "a b c d e f g h", backend=cast(Any, Streaming)) for _ in range(2))
+    first, second = (
+        AgentHarness(SingleTurnAgent, "a b c d e f g h", backend=cast(Any, Streaming), codec=CODEC) for _ in range(2)
+    )
     first.client.keeps_chunks = True
     for it in (first, second):
         await it.backend.start()
@@ -98,6 +102,7 @@ def with_tools(server: ToolServer) -> AgentHarness:
     it = AgentHarness(
         TextToolAgent,
         lambda request: it.codec.reply_ids(REPLIES[int(request.request_id.rpartition("/")[2])]),
+        codec=CODEC,
         shared={"tool_config": config},
     )
     return it
