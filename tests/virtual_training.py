@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from jax_agent_rl import config
-from jax_agent_rl.agents import AgentContext, register_agent
+from jax_agent_rl.agents import AgentContext, derive_seed, register_agent
 from jax_agent_rl.agents.turn_loop import Responder, TurnLoopAgent, run_turns
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.deadlines import NO_LIMITS, TimeLimits
@@ -39,13 +38,16 @@ TURN = 4
 
 
 class Coin:
-    """Decides after every turn whether the trajectory goes on: nothing remembers how long it has been."""
+    """Decides after every turn whether the trajectory goes on, as an engine with the trajectory's seed would.
+
+    The same turn of the same weights ends alike; of other weights, it is drawn anew.
+    """
 
     def __init__(self, seed: int = 0, *, goes_on: float = 0.9) -> None:
-        self._random, self._goes_on = random.Random(seed), goes_on
+        self._seed, self._goes_on = seed, goes_on
 
-    def __call__(self, trajectory_id: str) -> bool:
-        return self._random.random() < self._goes_on
+    def __call__(self, turn: str) -> bool:
+        return derive_seed(self._seed, turn) < self._goes_on * 2**31
 
 
 class _Responder(Responder):
@@ -62,7 +64,7 @@ class _Responder(Responder):
     async def respond(self, episode, output, limit):
         if self.hangs(self.trajectory_id):
             await asyncio.get_running_loop().create_future()
-        if not self.goes_on(self.trajectory_id):
+        if not self.goes_on(f"{self.trajectory_id}/{len(episode.turns)}/{output.policy_versions[-1]}"):
             return FinishReason.ANSWER
         # Before the wait: ids decide whether a real trajectory goes on, so the coin must not be tossed again.
         went_on = episode.append_ids([ID], [{"role": "tool", "content": ""}])
