@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from scipy.stats import ks_2samp
 
-from jax_agent_rl.collect.in_flight import GroupRecord
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.types import DropReason, Group
 from tests.virtual_training import Coin, JsonNotes, Steps, in_virtual_time, make_virtual
@@ -95,15 +94,8 @@ def test_fifty_kills_leave_the_rows_and_the_lengths_of_an_undisturbed_run(undist
     assert likelihood_of_same_lengths(undisturbed, killed[0]) > 0.01
 
 
-def test_the_comparison_sees_it_if_what_was_in_flight_is_lost(
-    undisturbed: list[Group], monkeypatch: pytest.MonkeyPatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(GroupRecord, "restore", classmethod(lambda cls, state: cls()))
-        restarted = train("fully_async", kills=KILLS, seed=3)
-    assert_every_row_once(*restarted)
-    assert likelihood_of_same_lengths(undisturbed, restarted[0]) < 1e-3
+def test_the_count_of_rows_sees_it_if_groups_in_flight_are_lost(monkeypatch: pytest.MonkeyPatch):
     state = DataCursor.state
     monkeypatch.setattr(DataCursor, "state", lambda cursor, *, again=(): state(cursor))
     with pytest.raises(AssertionError):
-        assert_every_row_once(*train("fully_async", kills=3, seed=3))
+        assert_every_row_once(*train("fully_async", kills=10, seed=3))
