@@ -223,6 +223,22 @@ class RolloutConfig(Section):
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
     max_in_flight: Positive = Field(default=64, description="Maximum number of trajectories in flight.")
+    trajectory_timeout: float | None = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds a trajectory may take from its start, tools and reward included; then it is dropped as "
+        "trajectory_timeout. So a step ends while an engine and the learner live. null: unlimited.",
+    )
+    min_group_size: Annotated[Positive | None, WhenKey("rollout.strategy.name", "chain")] = Field(
+        default=None,
+        description="Number of surviving trajectories with which a group is complete after group_timeout; the others "
+        "are dropped as straggler. null: a group waits for all.",
+    )
+    group_timeout: Annotated[float, WhenKey("rollout.min_group_size")] = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds from the start of a group's last trajectory until min_group_size holds.",
+    )
     max_in_flight_per_server: Positive | None = Field(
         default=None,
         description="Maximum number of requests a server runs; others wait, and those of older trajectories go first, "
@@ -294,6 +310,11 @@ def restricts_sampling(rollout: RolloutConfig) -> bool:
 
 def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
+    if (least := rollout.min_group_size) is not None and least > rollout.group_size:
+        yield (
+            f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size}; lower it, or leave "
+            "it out"
+        )
     if rollout.adapters and rollout.backend == "jetstream":
         custom_engine = rollout.jetstream.engine_factory is not None
         if rollout.deterministic or custom_engine:

@@ -204,6 +204,7 @@ async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, 
         return
     if leaves:
         for server in servers:
+            client.queue.expect(server.name)  # should all others be lost meanwhile
             await client.remove_server(server.name)
     try:
         if sleeps:
@@ -215,6 +216,7 @@ async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, 
         if leaves:
             for server in servers:
                 client.add_server(server)
+                client.queue.stop_expecting(server.name)
 
 
 async def _try(change: Callable[[], Any], name: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
+from jax_agent_rl.collect.deadlines import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.default_agent import report_idle_tools
@@ -220,10 +221,21 @@ def make_agents(
         environments=environments,
         frozen=frozen,
     )
-    parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed, "tracer": tracer}
+    rollout, parts = config.rollout, {"score": score, "seed": config.seed, "tracer": tracer}
+    parts["max_in_flight"] = rollout.max_in_flight
+    limits = TimeLimits(
+        trajectory_timeout=rollout.trajectory_timeout,
+        min_group_size=rollout.min_group_size,
+        group_timeout=rollout.group_timeout,
+    )
     return AgentSide(
-        collector=RolloutCollector(context, strategy=make_strategy(config.rollout.strategy), **parts),
-        evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), validate=True, **parts),
+        collector=RolloutCollector(context, strategy=make_strategy(rollout.strategy), limits=limits, **parts),
+        evaluator=RolloutCollector(
+            replace(context, limits=config.agent.for_validation()),
+            limits=TimeLimits(trajectory_timeout=rollout.trajectory_timeout),
+            validate=True,
+            **parts,
+        ),
         interactions=interactions,
         environments=environments,
     )

@@ -94,6 +94,26 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
     await close(client)
 
 
+async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_others_are_lost():
+    backends = {"here": Sleeper(), "there": ToyBackend()}
+    for backend in backends.values():
+        await backend.start()
+    servers = [AsyncServer(backend, name=name) for name, backend in backends.items()]
+    client, there = LLMServerClient(servers, wait_for_server_seconds=60.0), backends["there"]
+    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    async with room_for_learning(settings(**SLEEPING), client, ["here"])():
+        running = asyncio.create_task(client.generate("r", prompt_ids=[3, 4], sampling_params=sampling))
+        while not there.running:
+            await asyncio.sleep(0)
+        (lost,) = client.servers
+        client.mark_lost(lost, "its machine is gone")
+        await asyncio.sleep(0)
+        client.require_server()
+        assert names(client) == set() and not running.done()
+    assert names(client) == {"here"} and len((await running).token_ids) == 150
+    await close(client)
+
+
 async def test_an_engine_that_dies_asleep_comes_back_for_its_death_to_be_seen():
     class Dying(Sleeper):
         async def wake(self) -> None:
