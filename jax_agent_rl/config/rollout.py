@@ -346,33 +346,3 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
-
-
-def placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
-    """Yield every inconsistency of the engines' placement with the backend and ``trainer.mode``, each with its fix."""
-    where, backend = rollout.placement, rollout.backend
-    if where == "colocated":
-        if rollout.sleep_during_update and mode != "sync":
-            yield (
-                f"rollout.sleep_during_update: with rollout.placement=colocated and trainer.mode={mode} the engine "
-                "samples while the learner updates; set trainer.mode=sync, rollout.placement=hybrid, or "
-                "rollout.sleep_during_update=false"
-            )
-    elif backend == "remote":
-        yield (
-            f"rollout.placement={where} places engines that the run starts, but rollout.backend=remote runs where its "
-            "servers are; remove rollout.placement, or set rollout.backend=jetstream or vllm"
-        )
-    elif rollout.deterministic:
-        yield (
-            f"rollout.deterministic shares one program with the learner, but rollout.placement={where} runs engines in "
-            "other processes; set rollout.placement=colocated, or rollout.deterministic=false"
-        )
-    if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
-        yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
-    key, mesh = "rollout.jetstream.mesh", rollout.jetstream.mesh
-    devices, is_open = mesh.devices, mesh.data is None or mesh.tensor is None
-    if backend == "vllm":
-        key, devices, is_open = "rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, False
-    if rollout.gpus_per_engine not in (0, devices) and (rollout.gpus_per_engine % devices or not is_open):
-        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.sampling_support import mask_words
 
 MAX_STOP_IDS = 8
+PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
@@ -207,3 +208,13 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
         optional["allowed"] = np.full((extra, slots.allowed.shape[1]), ALL_ALLOWED)
     padding = replace(make_decode_batch(extra, slots.pages.shape[1]), **optional)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), slots, padding)
+
+
+def batches_of(extensions: list[Extension]) -> Iterator[list[Extension]]:
+    """Yield PREFILL_ROWS at a time; one or two left over run alone, which is faster than computing padding."""
+    for i in range(0, len(extensions), PREFILL_ROWS):
+        batch = extensions[i : i + PREFILL_ROWS]
+        if len(batch) > PREFILL_ROWS // 2:
+            yield batch
+        else:
+            yield from ([one] for one in batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,11 @@ from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
+    PREFILL_ROWS,
     DecodeBatch,
     Extension,
     Sampled,
+    batches_of,
     make_decode_batch,
     pad_decode_batch,
 )
@@ -43,9 +45,6 @@ from jax_agent_rl.models.vision.layout import ImageInputs
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica
-
-PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
-
 
 PrintLine = Callable[[str], None]
 
@@ -165,7 +164,7 @@ class JaxEngine(VerifyingEngine):
                 by_size.setdefault(bucket(self.shapes.chunk_buckets, len(extension.ids)), []).append(extension)
             for size, same in by_size.items():
                 same.sort(key=lambda extension: extension.start)  # similar spans together
-                for rows in _batches(same):
+                for rows in batches_of(same):
                     cache = self._prefill_chunks(params, cache, rows, size)
             waiting = [rest for size, same in by_size.items() for e in same if len((rest := e.after(size)).ids)]
         return cache
@@ -391,13 +390,3 @@ class JaxEngine(VerifyingEngine):
 def _decode_kind(truncated: bool, constrained: bool) -> str:
     """Name the decode program of a batch by what restricts its slots: top-p and the like, grammars."""
     return "decode" + " truncated" * truncated + " constrained" * constrained
-
-
-def _batches(extensions: list[Extension]) -> Iterator[list[Extension]]:
-    """Yield PREFILL_ROWS at a time; one or two left over run alone, which is faster than computing padding."""
-    for i in range(0, len(extensions), PREFILL_ROWS):
-        batch = extensions[i : i + PREFILL_ROWS]
-        if len(batch) > PREFILL_ROWS // 2:
-            yield batch
-        else:
-            yield from ([one] for one in batch)

@@ -23,8 +23,14 @@ from jax_agent_rl.deploy.plan.micro_batches import Arrays, micro_batches
 from jax_agent_rl.deploy.plan.prediction import EngineWork, pass_flops
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import ALL_ALLOWED, DecodeBatch, make_decode_batch, truncation_of
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
+from jax_agent_rl.jetstream.decode_batch import (
+    ALL_ALLOWED,
+    PREFILL_ROWS,
+    DecodeBatch,
+    make_decode_batch,
+    truncation_of,
+)
+from jax_agent_rl.jetstream.engine import Extension, JaxEngine
 from jax_agent_rl.jetstream.kv_offloading import MOVED_TOGETHER
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.sharding import learner_shardings
