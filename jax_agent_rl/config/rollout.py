@@ -62,7 +62,7 @@ class JetStreamConfig(Section):
     prefill_buckets: tuple[Positive, ...] | None = Field(
         default=None,
         description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
-        "512 and agent.max_prompt_length, none above that or 2048.",
+        "512 and agent.max_prompt_length, none above that or 2048. CPU kernels prefill without chunks.",
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
     device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
