@@ -9,6 +9,6 @@ Speculative decoding: ``speculation`` (what is verified), ``drafting``, ``verifi
 
 Device side: ``attention``, ``decode_kernel``, ``cpu_kernels``, ``columns``, ``kv_cache``, ``sampling``,
 ``decode_batch``, ``shapes``, ``sharding`` · weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise
-reproducible log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface`` ·
+reproducible log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's interface: ``driver_interface`` ·
 engines of users: ``external_engine``.
 """
