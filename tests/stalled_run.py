@@ -68,7 +68,7 @@ match phase:
         backend.JetStreamBackend.__init__ = lambda self, *args, **kwargs: begin(
             self, *args, **{**kwargs, "compile_ahead": True}
         )
-        engine.JaxEngine.copy_page = blocking(engine.JaxEngine.copy_page)
+        engine.JaxEngine._call = blocking(engine.JaxEngine._call)
     case "compile the learner":
         programs.policy_loss = blocking(objective.policy_loss)  # called while it is traced
     case "rollout":
