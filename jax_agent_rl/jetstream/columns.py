@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,12 +73,12 @@ class ColumnEngine(DriverInterface):
         program = functools.partial(programs.feed_columns, self.config)
         return self._call(("columns", cache.count, width), program, (1,), *inputs, out=self._cache_sharding)
 
-    def _column_keys(self) -> set[tuple]:
-        return {("columns", 1 + self.shapes.pages, width) for width in COLUMNS if self._prefills_columns}
+    @property
+    def _column_widths(self) -> tuple[int, ...]:
+        return COLUMNS if self._prefills_columns else ()
 
-    def _warm_up_columns(self, params: EngineParams, cache: KVCache, print_line: Callable[[str], None]) -> KVCache:
-        """Compile and run every program."""
-        for *_, width in sorted(self._column_keys()):
-            print_line(f"compiling prefill of {width} ids")
-            cache = self._feed(params, cache, self._completed(make_decode_batch(width, self.shapes.context_pages)))
-        return cache
+    def _column_keys(self) -> set[tuple]:
+        return {("columns", 1 + self.shapes.pages, width) for width in self._column_widths}
+
+    def _warm_up_columns(self, params: EngineParams, cache: KVCache, width: int) -> KVCache:
+        return self._feed(params, cache, self._completed(make_decode_batch(width, self.shapes.context_pages)))

@@ -359,7 +359,8 @@ class JaxEngine(VerifyingEngine):
             self.table.end_warm_up(later=self.program_keys() | self._restricted_keys())
             return cache
         decode, prefill = self._program_shapes()
-        total, steps = len(decode) + len(prefill), self.shapes.decode_steps
+        columns, steps = self._column_widths, self.shapes.decode_steps
+        total = len(decode) + len(prefill) + len(columns)
         for number, (width, span) in enumerate(decode, 1):
             print_line(f"compiling decode {width} slots of {span} positions ({number} of {total})")
             slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
@@ -368,7 +369,9 @@ class JaxEngine(VerifyingEngine):
             print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
-        cache = self._warm_up_columns(params, cache, print_line)
+        for number, width in enumerate(columns, total - len(columns) + 1):
+            print_line(f"compiling prefill of {width} ids ({number} of {total})")
+            cache = self._warm_up_columns(params, cache, width)
         if self.shapes.num_speculative_tokens:
             print_line("compiling verifications of drafts")
             cache = self._warm_up_verification(params, cache)
