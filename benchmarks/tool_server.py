@@ -129,7 +129,7 @@ async def _client(session: aiohttp.ClientSession, report: Report, rng: random.Ra
     """Run one trajectory after another."""
     weights, actions = zip(*ACTIONS, strict=True)
     count = 0
-    while time.monotonic() < until:
+    while time.monotonic() < until or count < 2:
         count += 1
         trajectory = f"{name}-{count}"
         report.trajectories += 1

@@ -68,7 +68,7 @@ match phase:
         backend.JetStreamBackend.__init__ = lambda self, *args, **kwargs: begin(
             self, *args, **{**kwargs, "compile_ahead": True}
         )
-        engine.JaxEngine._prefill_chunks = blocking(engine.JaxEngine._prefill_chunks)
+        engine.JaxEngine._call = blocking(engine.JaxEngine._call)
     case "compile the learner":
         programs.policy_loss = blocking(objective.policy_loss)  # called while it is traced
     case "rollout":

@@ -18,6 +18,17 @@ from jax_agent_rl.rewards import register_reward
 def compute_score(solution_str, ground_truth):
     return float(len(solution_str) % 3 == int(ground_truth))
 """
+GATED_REWARD = """
+import pathlib, time
+from jax_agent_rl.rewards import register_reward
+
+@register_reward("noise", override=True)
+def compute_score(solution_str, ground_truth):
+    while not pathlib.Path({gate!r}).exists():
+        time.sleep(0.01)
+    return float(len(solution_str) % 3 == int(ground_truth))
+"""
+"""The same once a file exists: until then no trajectory ends, and a test can change the run."""
 SMALL = {"max_concurrent_decodes": 2, "prefill_buckets": [32], "decode_steps": 4}
 """An engine with few programs, for runs whose every process compiles its own."""
 WORDS = "what is one plus two the answer three add numbers here".split()

@@ -72,7 +72,7 @@ def total(metrics, what):
 @asynccontextmanager
 async def agent(*overrides, **extra):
     """A function that takes an action of one trajectory and returns the reply."""
-    settings = load_settings(None, ["limits.wall_seconds=3", *overrides])
+    settings = load_settings(None, list(overrides))
     tools = await make_tools(settings)
     service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker="0"))
     await service.start()

@@ -1,7 +1,8 @@
 """Branching off a finished trajectory: the prefix that a branch inherits, and the replay of what answered its turns.
 
-A branch inherits ids, never text that would be tokenized again. Tools, tool servers, environments and simulated users
-keep state per trajectory, and a branch is a trajectory of its own: they answer the inherited turns once more, in order
+A trajectory that was interrupted with its run goes on likewise, from a prefix of its own. A branch inherits ids, never
+text that would be tokenized again. Tools, tool servers, environments and simulated users keep state per trajectory, and
+a branch is a trajectory of its own: they answer the inherited turns once more, in order
 (:meth:`~jax_agent_rl.agents.turn_loop.Responder.replay_turn`). Their answers must not change, as the ids that follow
 were sampled after them.
 """
@@ -20,18 +21,19 @@ Messages = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
-    """A trajectory up to a fork.
+    """A trajectory up to a fork, or up to where its run was interrupted.
 
     Attributes:
-        fork: where it ends.
+        fork: where it branched off another one; None if the trajectory itself goes on.
         prompt_ids: the prompt.
         prompt_media: images and videos it shows, by kind.
         turns: whole turns, with what was appended to them.
-        begun: the inherited ids of the next turn, as if it had been interrupted there; None if there are none.
+        begun: the inherited ids of the next turn, as if it had been interrupted there, or all of it if it has not
+            been answered; None if there are none.
         messages: the conversation as text, up to ``turns``.
     """
 
-    fork: Fork
+    fork: Fork | None
     prompt_ids: tuple[int, ...]
     prompt_media: Mapping[str, tuple[Any, ...]]
     turns: tuple[Turn, ...]
@@ -59,7 +61,7 @@ class Prefix:
             prompt_media=parent.prompt_media,
             turns=parent.turns[: fork.turns],
             begun=cut.first(fork.tokens, stop_reason=StopReason.ABORTED, stop_match=None) if fork.tokens else None,
-            messages=parent.messages[: _turn_positions(parent.messages, parent.num_turns)[fork.turns]],
+            messages=parent.messages[: turn_positions(parent.messages, parent.num_turns)[fork.turns]],
         )
 
     @property
@@ -72,14 +74,14 @@ class Prefix:
 
     def messages_before(self, turn: int) -> Messages:
         """Return the conversation before an inherited turn; before turn 0, that is the prompt."""
-        return self.messages[: [*_turn_positions(self.messages, len(self.turns)), len(self.messages)][turn]]
+        return self.messages[: [*turn_positions(self.messages, len(self.turns)), len(self.messages)][turn]]
 
     def response_to(self, turn: int) -> Messages:
         """Return the messages that answered an inherited turn."""
         return self.messages_before(turn + 1)[len(self.messages_before(turn)) + 1 :]
 
 
-def _turn_positions(messages: Messages, turns: int) -> list[int]:
+def turn_positions(messages: Messages, turns: int) -> list[int]:
     """Return the index of each turn's message, counted from the end as the prompt may hold assistant messages."""
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return assistant[len(assistant) - turns :]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.pool import EnvironmentPools
@@ -17,6 +18,7 @@ from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord
 
 if TYPE_CHECKING:
+    from jax_agent_rl.agents.episode import Episode
     from jax_agent_rl.chat.codec import ChatCodec
 
 
@@ -48,6 +50,8 @@ class TokenClient(Protocol):
     def fork_session(self, parent_id: str, session_id: str) -> None: ...
 
     def end_session(self, session_id: str) -> None: ...
+
+    def partial(self, request_id: str) -> TokenOutput | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +137,7 @@ class AgentContext:
         on_event: called after every generation and tool call; must be quick and must not raise.
         frozen: the models that play a role and are not trained, by role (``agent.role_models``).
         role: the role that an episode plays with this context, see :meth:`as_role`.
+        episodes: the episodes that run, by trajectory.
     """
 
     client: TokenClient
@@ -149,6 +154,7 @@ class AgentContext:
     on_event: Callable[[AgentEvent], None] = lambda event: None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
     role: str | None = None
+    episodes: WeakValueDictionary[str, Episode] = field(default_factory=WeakValueDictionary)
 
     def as_role(self, role: str) -> AgentContext:
         """Return the context of a role: with the engine and codec of the model that plays it."""

@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.branching import Prefix, turn_positions
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.agents.prompt import encode_prompt, row_prompt
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, outside_thinking
-from jax_agent_rl.errors import AbortedError, BackendError, PromptTooLongError, TokenDriftError
-from jax_agent_rl.rollout.merge_outputs import merge_outputs
+from jax_agent_rl.errors import PromptTooLongError
+from jax_agent_rl.rollout.merge_outputs import check_output, merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.registry import list_schemas
@@ -35,7 +35,6 @@ from jax_agent_rl.types import (
     ToolCallRecord,
     Trajectory,
     Turn,
-    digest_ids,
     join_media,
 )
 from jax_agent_rl.utils.media import text_message
@@ -98,6 +97,8 @@ class Episode:
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self.prefix = prefix
         self._begun: TokenOutput | None = None  # the inherited part of the next turn
+        self._request: str | None = None  # that samples the rest of the turn after ``_before``
+        self._before: TokenOutput | None = None
         self._begins_thinking = False  # the last turn was sampled after the opening of a think block
         if prefix is None:
             self._prompt_ids, self._prompt_media = encode_prompt(context.codec, self._prompt, self._schemas)
@@ -108,6 +109,7 @@ class Episode:
             self._prompt_ids, self._prompt_media = prefix.prompt_ids, prefix.prompt_media
             self._begun = prefix.begun
             self._ids = prefix.context_ids
+        context.episodes[trajectory_id] = self
 
     @property
     def tokens_left(self) -> int:
@@ -167,7 +169,8 @@ class Episode:
             grammar=grammar or self._sampling.grammar,
         )
         began = time.perf_counter()
-        output = await self._sample(context, begun, sampling, session_ends)
+        whole = begun is not None and begun.stop_reason is not StopReason.ABORTED
+        output = begun if begun and whole else await self._sample(context, begun, sampling, session_ends)
         while self._stopped_while_thinking(output, action_stops):
             if len(output.token_ids) >= limit:
                 output = replace(output, stop_reason=StopReason.LENGTH, stop_match=None)
@@ -195,16 +198,20 @@ class Episode:
         before = begun or (self.turns[-1].output if self._turns_in_context() == self.turns != [] else None)
         if before and before.routed_experts:
             options["routed_experts_prompt_start"] = before.routed_experts.end
-        output = await self._context.client.generate(
-            name,
-            prompt_ids=context,
-            sampling_params=sampling,
-            session_id=self._trajectory_id,
-            session_ends=session_ends and not self._context.keep_sessions,
-            lora=self._context.lora(self._row),
-            resumed=len(done),
-            **options,
-        )
+        self._request, self._before = name, begun
+        try:
+            output = await self._context.client.generate(
+                name,
+                prompt_ids=context,
+                sampling_params=sampling,
+                session_id=self._trajectory_id,
+                session_ends=session_ends and not self._context.keep_sessions,
+                lora=self._context.lora(self._row),
+                resumed=len(done),
+                **options,
+            )
+        finally:
+            self._request = None
         check_output(output, context, sampling.max_tokens, what=f"{self._trajectory_id}: turn {turn}")
         self._metrics["prompt_tokens"] += len(context)
         self._metrics["cached_tokens"] += output.cached_tokens
@@ -316,6 +323,29 @@ class Episode:
         for key, value in metrics.items():
             self._metrics[key] = self._metrics.get(key, 0.0) + value
 
+    def progress(self) -> Prefix | None:
+        """Return what another process can continue from, now; None if nothing is sampled, or not all can be kept."""
+        turns, begun = self.turns, self._begun
+        if self._request is not None:
+            begun, part = self._before, self._context.client.partial(self._request)
+            if part is not None:
+                begun = part if begun is None else begun.then(part)
+        elif begun is None and turns and not turns[-1].appended_ids:  # not answered yet
+            turns, begun = turns[:-1], turns[-1].output
+        outputs = [turn.output for turn in turns] + [begun] * (begun is not None)
+        media = self._prompt_media or any(turn.appended_media for turn in turns)
+        if not outputs or media or any(output.routed_experts for output in outputs if output):
+            return None
+        positions = [*turn_positions(tuple(self.messages), len(self.turns)), len(self.messages)]
+        return Prefix(
+            fork=self.prefix.fork if self.prefix else None,
+            prompt_ids=tuple(self._prompt_ids),
+            prompt_media={},
+            turns=tuple(turns),
+            begun=begun,
+            messages=tuple(self.messages[: positions[len(turns)]]),
+        )
+
     def finish(
         self,
         reason: FinishReason,
@@ -368,29 +398,3 @@ class Episode:
     def _emit(self, seconds: float, **what: Any) -> None:
         event = AgentEvent(trajectory_id=self._trajectory_id, turn=len(self.turns) - 1, seconds=seconds, **what)
         self._context.on_event(event)
-
-
-def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str) -> None:
-    """Check that a generation continued exactly ``context_ids`` and kept its budget.
-
-    Args:
-        output: the generation.
-        context_ids: ids it was to continue.
-        max_tokens: its budget.
-        what: the trajectory and turn, for messages.
-
-    Raises:
-        TokenDriftError: the engine conditioned on other ids.
-        AbortedError: the generation was aborted for good.
-        BackendError: no id, or more than asked for.
-    """
-    if output.stop_reason is StopReason.ABORTED:
-        raise AbortedError(f"{what} was aborted")
-    if not 1 <= len(output.token_ids) <= max_tokens:
-        raise BackendError(f"{what}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
-    expected = digest_ids([*context_ids, *output.token_ids])
-    if output.context_digest != expected:
-        raise TokenDriftError(
-            f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's "
-            f"{len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
-        )

@@ -83,6 +83,24 @@ class AgentLoop(ABC):
             f"or use one of {branching_agents()}"
         )
 
+    async def resume(
+        self, prefix: Prefix, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        """Run a trajectory from its prefix to its end; see :meth:`run` for the other arguments.
+
+        Args:
+            prefix: what was sampled before, for one by :meth:`Episode.progress`.
+            row: see :meth:`run`.
+            trajectory_id: see :meth:`run`.
+            group_id: see :meth:`run`.
+            sampling: see :meth:`run`.
+
+        Raises:
+            ReplayError: a replay gave other answers than the recorded ones.
+            TrajectoryError: as :meth:`run`.
+        """
+        raise NotImplementedError(f"agent {self.name!r} cannot go on from the middle of a trajectory")
+
     @classmethod
     def can_branch(cls) -> bool:
         """Return whether :meth:`branch` continues what :meth:`run` begins: the same class must define both."""
@@ -92,6 +110,10 @@ class AgentLoop(ABC):
     def branching_problem(self, row: Mapping[str, Any]) -> str | None:
         """Return why trajectories of this row cannot branch, or None if they can; asked before a run."""
         return None if self.can_branch() else f"agent {self.name!r} cannot branch; there are {branching_agents()}"
+
+    def can_resume(self, row: Mapping[str, Any]) -> bool:
+        """Return whether :meth:`resume` continues trajectories of this row: if they could branch, too."""
+        return type(self).resume is not AgentLoop.resume and self.branching_problem(row) is None
 
     async def close(self) -> None:
         """Close what the loop keeps open between trajectories (servers, connections). The default does nothing."""

@@ -43,10 +43,10 @@ from jax_agent_rl.agents.conversation import (
     plain_messages,
     read_reply,
 )
-from jax_agent_rl.agents.episode import check_output
 from jax_agent_rl.agents.prompt import SessionImages, for_template, without_data
 from jax_agent_rl.agents.session_tree import RecordedTurn, TurnRequest
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
+from jax_agent_rl.rollout.merge_outputs import check_output
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, digest_ids
 

@@ -118,15 +118,16 @@ class TurnLoopAgent(AgentLoop):
     async def branch(
         self, parent: Trajectory, fork: Fork, *, trajectory_id: str, sampling: SamplingParams
     ) -> Trajectory:
+        prefix, ids = Prefix.of(parent, fork), {"trajectory_id": trajectory_id, "group_id": parent.group_id}
+        return await self.resume(prefix, parent.row, **ids, sampling=sampling)
+
+    async def resume(
+        self, prefix: Prefix, row: Mapping[str, Any], *, trajectory_id: str, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
         start = partial(
-            self.start,
-            parent.row,
-            trajectory_id=trajectory_id,
-            group_id=parent.group_id,
-            sampling=sampling,
-            prefix=Prefix.of(parent, fork),
+            self.start, row, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling, prefix=prefix
         )
-        return await self.play(start, parent.row, trajectory_id)
+        return await self.play(start, row, trajectory_id)
 
     @abstractmethod
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:

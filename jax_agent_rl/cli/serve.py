@@ -1,4 +1,4 @@
-"""``jax-agent-rl serve``, ``rollout-server`` and ``diagnose``: command lines."""
+"""``jax-agent-rl serve``, ``rollout-server``, ``engines`` and ``diagnose``: command lines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jax_agent_rl.cli.options import (
     Panel,
     RunOption,
     StepOption,
+    add_group,
     command,
     config_or_key,
 )
@@ -24,6 +25,10 @@ from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.policy import PolicyChoice
+
+engines = typer.Typer(help="List, add and remove the engines of a run that trains.", no_args_is_help=True)
+
+TrainingRun = Annotated[Path, typer.Argument(help="The folder of a run that trains on this machine.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +47,15 @@ def register(app: typer.Typer) -> None:
         "train configs/quickstart.yaml rollout.backend=remote rollout.urls=[http://127.0.0.1:8100]",
         name="rollout-server",
     )(rollout_server)
+    add_group(
+        app,
+        engines,
+        Panel.SERVE,
+        "engines list runs/quickstart",
+        "engines add runs/quickstart http://10.0.0.7:8100",
+        "engines remove runs/quickstart http://10.0.0.5:8100 --drain",
+        name="engines",
+    )
     command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 8 --json")(diagnose)
 
 
@@ -95,6 +109,53 @@ def serve(
         fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in keys),
     )
     _serve(PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step), serving)
+
+
+@command(engines, Panel.SERVE, "engines list runs/quickstart", name="list")
+def list_engines(run: TrainingRun, json: JsonOption = False) -> None:
+    """List the engines that serve a run."""
+    _change_engines(run, "engines", None, as_json=json)
+
+
+@command(
+    engines, Panel.SERVE, "engines add runs/quickstart http://10.0.0.7:8100", "engines add runs/on_ray", name="add"
+)
+def add_engine(
+    run: TrainingRun,
+    url: Annotated[
+        str | None,
+        typer.Argument(help="A rollout server, for rollout.backend=remote; without it, one more Ray actor is started."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Add an engine to a run. It receives the served weights before its first request."""
+    _change_engines(run, "engines/add", {"url": url}, as_json=json)
+
+
+@command(engines, Panel.SERVE, "engines remove runs/quickstart http://10.0.0.5:8100", name="remove")
+def remove_engine(
+    run: TrainingRun,
+    name: Annotated[str, typer.Argument(help="Name of the engine, as listed.")],
+    drain: Annotated[bool, typer.Option("--drain", help="Wait until it has finished its requests.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Remove an engine from a run. Its requests continue on the others."""
+    _change_engines(run, "engines/remove", {"name": name, "drain": drain}, as_json=json)
+
+
+def _change_engines(run: Path, path: str, body: dict[str, Any] | None, *, as_json: bool) -> None:
+    """Send a command to the run and print its engines."""
+    import asyncio
+    import json
+
+    from jax_agent_rl.rollout.http.membership import command_run
+
+    answer = asyncio.run(command_run(run, path, body))
+    print(f"version {answer['policy_version']} is served by {len(answer['engines'])}:")
+    for engine in answer["engines"]:
+        print(f"  {engine['name']}  version {engine['policy_version']}, {engine['requests']} requests")
+    if as_json:
+        print(json.dumps(answer))
 
 
 def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:

@@ -83,10 +83,18 @@ class Accounting:
         totals = {"started": self.started, "trained": self.trained, "in_flight": len(self._in_flight)}
         return totals | {"dropped": self.dropped.total()} | by_reason
 
-    def state(self) -> dict[str, int | dict[str, int]]:
-        """Return the checkpoint state. Trajectories in flight do not survive a restart: they count as cancelled."""
+    def state(self, *, continued: int = 0) -> dict[str, int | dict[str, int]]:
+        """Return the checkpoint state.
+
+        Trajectories in flight count as cancelled, except those that the resumed run continues: it starts them again.
+
+        Args:
+            continued: number of those, which are in flight or were cancelled just now.
+        """
         dropped = self.dropped + Counter({DropReason.CANCELLED: len(self._in_flight)})
-        return {"started": self.started, "trained": self.trained, "dropped": {str(k): v for k, v in dropped.items()}}
+        dropped[DropReason.CANCELLED] -= continued
+        started = self.started - continued
+        return {"started": started, "trained": self.trained, "dropped": {str(k): v for k, v in (+dropped).items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`; only before anything was started."""

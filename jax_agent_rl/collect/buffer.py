@@ -105,6 +105,7 @@ class RolloutBuffer:
         self._running: dict[int, Ticket] = {}
         self._ready: dict[int, _Ready] = {}
         self._taken: set[int] = set()
+        self._versions: dict[int, int] = {}  # at admission, of open groups and of those that a resumed run continues
 
     @property
     def running(self) -> int:
@@ -132,6 +133,11 @@ class RolloutBuffer:
         return tuple(sorted(self._running.keys() | self._ready.keys() | self._taken))
 
     @property
+    def kept(self) -> Collection[int]:
+        """Numbers of the open groups, and of those that a resumed run has yet to admit and continue."""
+        return self._versions.keys()
+
+    @property
     def room(self) -> int:
         """Number of groups that may be admitted now."""
         return self.capacity - len(self._running) - len(self._ready) - len(self._taken)
@@ -146,7 +152,8 @@ class RolloutBuffer:
             raise ValueError(f"group {number}: all {self.capacity} slots are taken until a step finishes")
         if number in self.open:
             raise ValueError(f"group {number} was admitted twice")
-        ticket = self._running[number] = Ticket(number=number, version=self.version)
+        version = self._versions.setdefault(number, self.version)
+        ticket = self._running[number] = Ticket(number=number, version=version)
         self.started += 1
         return ticket
 
@@ -163,6 +170,7 @@ class RolloutBuffer:
         oldest = min(versions(group.trajectories), default=ticket.version)
         if self._expired(oldest):
             self.dropped[DropReason.STALE] += 1
+            self._forget([number])
             return False
         self._ready[number] = _Ready(group=group, oldest=oldest)
         return True
@@ -185,6 +193,7 @@ class RolloutBuffer:
         if unknown := set(numbers) - self._taken:
             raise ValueError(f"groups {sorted(unknown)} were not taken, so they cannot be discarded")
         self._taken.difference_update(numbers)
+        self._forget(numbers)
         self.dropped[reason] += len(numbers)
 
     def finish_step(self, version: int) -> Expired:
@@ -205,6 +214,7 @@ class RolloutBuffer:
         if version != self.version + 1:
             raise ValueError(f"version {version} does not follow {self.version}: every step is one version")
         self.trained += len(self._taken)
+        self._forget(self._taken)
         self._taken.clear()
         self.version = version
         drops = self.stragglers == "drop"  # never a running group where the learner waits
@@ -214,27 +224,37 @@ class RolloutBuffer:
             del self._running[number]
         for number in ready:
             del self._ready[number]
+        self._forget([*running, *ready])
         self.dropped[DropReason.STALE] += len(running) + len(ready)
         return Expired(running=running, ready=ready)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON. A resumed run has to start the ``open`` groups again."""
+        """Return the state for a checkpoint, as JSON. A resumed run has to admit the ``open`` groups again."""
         dropped = {str(reason): count for reason, count in self.dropped.items() if count}
         return {"version": self.version, "started": self.started, "trained": self.trained} | {
             "dropped": dropped,
             "open": list(self.open),
+            "versions": {str(number): version for number, version in self._versions.items()},
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state`, before anything was admitted. The open groups count as cancelled.
+    def restore(self, state: Mapping[str, Any], *, continued: Collection[int] = ()) -> None:
+        """Continue from :meth:`state`, before anything was admitted.
 
-        All slots are free: what is admitted now is as new as the weights.
+        All slots are free. The open groups count as cancelled, and what is admitted now is as new as the weights, but
+        for those that are ``continued``: with the ids they have, they keep the version of their first admission.
         """
         if self.started:
             raise ValueError(f"{self.started} groups were admitted already")
         self.version, self.started, self.trained = state["version"], state["started"], state["trained"]
         self.dropped = Counter({DropReason(reason): count for reason, count in state["dropped"].items()})
-        self.dropped[DropReason.CANCELLED] += len(state["open"])
+        reopened = len(set(state["open"]) & set(continued))
+        self.started -= reopened
+        self.dropped[DropReason.CANCELLED] += len(state["open"]) - reopened
+        self._versions = {number: state["versions"][str(number)] for number in continued}
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self._versions[number]
 
     def _expired(self, oldest: int) -> bool:
         return oldest < self.version - self.staleness

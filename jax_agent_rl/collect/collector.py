@@ -10,7 +10,8 @@
                  ▼                        └───────────────── all outcomes of the wave ──── goes on ◄───┘
               caller
 
-    trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward.
+    trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward; no longer
+                                                                               than its deadline (``deadlines``).
     group       consumes: outcomes.          produces: waves.       waits for: the slowest member of the wave.
     collect     consumes: complete groups.   produces: groups.      waits for: the next group that is complete.
 """
@@ -21,17 +22,20 @@ import asyncio
 import logging
 import operator
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, AsyncExitStack, closing
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed, role_id
+from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.collect.accounting import Accounting
+from jax_agent_rl.collect.deadlines import NO_LIMITS, GroupDeadlines, TimeLimits
+from jax_agent_rl.collect.in_flight import GroupRecord
+from jax_agent_rl.collect.open_group import OpenGroup, Plan, trace_fields
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
-from jax_agent_rl.errors import TrajectoryError
+from jax_agent_rl.errors import ReplayError, TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 from jax_agent_rl.utils.threads import PrioritySemaphore
@@ -40,37 +44,6 @@ logger = logging.getLogger(__name__)
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Returns the trajectory with its reward, e.g. :func:`jax_agent_rl.rewards.score`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """Settings shared by the trajectories of one group."""
-
-    group_id: str
-    row: Mapping[str, Any]
-    group_size: int
-    sampling: SamplingParams
-    seed_parts: tuple[int | str, ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class _OpenGroup:
-    """A group while its trajectories run."""
-
-    plan: _Plan
-    waves: list[list[Outcome]] = field(default_factory=list)
-    started: set[str] = field(default_factory=set)
-    dropped: Counter[DropReason] = field(default_factory=Counter)
-    frozen: list[Trajectory] = field(default_factory=list)
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        return [outcome for wave in self.waves for outcome in wave]
-
-    def survivor(self, trajectory_id: str) -> Trajectory:
-        """Return a surviving member."""
-        found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
-        return next(found)
 
 
 class RolloutCollector:
@@ -83,6 +56,7 @@ class RolloutCollector:
         seed: the run's seed. With it, the label, the step and the indices, sampling is reproducible.
         accounting: where trajectories are counted; a new one if None. Evaluation needs its own.
         strategy: which trajectories of a group are started, and from where; None: all from the prompt.
+        limits: time limits of trajectories and groups.
         tracer: traces trajectories; None traces none.
         validate: mark traces as evaluations.
 
@@ -99,6 +73,7 @@ class RolloutCollector:
         seed: int,
         accounting: Accounting | None = None,
         strategy: Strategy | None = None,
+        limits: TimeLimits = NO_LIMITS,
         tracer: Tracer | None = None,
         validate: bool = False,
     ):
@@ -112,7 +87,7 @@ class RolloutCollector:
         self._agents = AgentSelector(context)
         self._score = score
         self._slots = PrioritySemaphore(max_in_flight)
-        self._seed = seed
+        self._seed, self._limits = seed, limits
         self._tracer, self._validate = tracer, validate
 
     async def close(self) -> None:
@@ -183,6 +158,7 @@ class RolloutCollector:
         step: int,
         index: int,
         label: str = "train",
+        record: GroupRecord | None = None,
         why_stopped: Callable[[], DropReason] = lambda: DropReason.CANCELLED,
     ) -> Group:
         """Collect one group, as :meth:`collect` does, for callers that start them one by one; all share the slots.
@@ -194,11 +170,13 @@ class RolloutCollector:
             step: see :meth:`collect`.
             index: takes the place of the row's index in :meth:`collect`.
             label: see :meth:`collect`.
+            record: keeps what the members sample, and holds what is continued of an interrupted run; not with a
+                strategy that branches.
             why_stopped: called when this is cancelled; returns the reason for dropping what was started.
         """
         if group_size < 1:
             raise ValueError(f"group_size={group_size}: must be >= 1")
-        plan = _Plan(
+        plan = Plan(
             group_id=f"{label}-{step}-{index}",
             row=row,
             group_size=group_size,
@@ -207,25 +185,27 @@ class RolloutCollector:
         )
         if self.accounting.is_open(plan.group_id):
             raise ValueError(f"{label} trajectories of step {step} are still in flight: group {plan.group_id}")
-        group = _OpenGroup(plan=plan)
+        group = OpenGroup(plan=plan, record=record or GroupRecord())
         try:
             return await self._grow(group)
         except BaseException:
             self.accounting.drop(group.started & self.accounting.in_flight, why_stopped())
             raise
 
-    async def _grow(self, group: _OpenGroup) -> Group:
+    async def _grow(self, group: OpenGroup) -> Group:
         """Run one group, wave after wave, to its end."""
         plan = group.plan
         growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
         count = 0
         try:
             while starts := self._strategy.next_wave(growth):
-                async with asyncio.TaskGroup() as wave:
-                    tasks = [
-                        wave.create_task(self._run(group, number, start)) for number, start in enumerate(starts, count)
-                    ]
-                    count += len(starts)
+                with closing(GroupDeadlines(self._limits, len(starts))) as deadlines:
+                    async with asyncio.TaskGroup() as wave:
+                        tasks = [
+                            wave.create_task(self._run(group, number, start, deadlines))
+                            for number, start in enumerate(starts, count)
+                        ]
+                        count += len(starts)
                 group.waves.append([task.result() for task in tasks])
                 growth = replace(growth, waves=tuple(group.waves))
         finally:
@@ -234,7 +214,7 @@ class RolloutCollector:
                     self._client.end_session(f"{plan.group_id}-{number}")
         return self._close(group, self._strategy.select(growth))
 
-    def _close(self, group: _OpenGroup, kept: Sequence[Trajectory]) -> Group:
+    def _close(self, group: OpenGroup, kept: Sequence[Trajectory]) -> Group:
         """Return the complete group; count what the strategy did not keep."""
         kept_ids = {trajectory.trajectory_id for trajectory in kept}
         surviving = [t.trajectory_id for o in group.outcomes for t in o.trajectories]
@@ -254,19 +234,31 @@ class RolloutCollector:
             frozen=tuple(sorted(group.frozen, key=_number)),
         )
 
-    async def _run(self, group: _OpenGroup, number: int, start: Start) -> Outcome:
+    async def _run(self, group: OpenGroup, number: int, start: Start, deadlines: GroupDeadlines) -> Outcome:
         """Run one trajectory; count it if it is lost."""
-        trajectory_id = f"{group.plan.group_id}-{number}"
+        trajectory_id, record = f"{group.plan.group_id}-{number}", group.record
+        if (before := record.ended.get(number)) is not None:
+            deadlines.recall(survived=isinstance(before, Trajectory))
+            return self._recall(group, trajectory_id, start, before)
         with self._traced(group.plan, number) as run:
             async with AsyncExitStack() as slot:
                 with span("wait", "slot"):
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
                 group.started.add(trajectory_id)
-                result = await self._run_or_reason(group, trajectory_id, number, start)
+                record.running[number] = lambda: (
+                    self._progress(group.plan.row, trajectory_id) or record.begun.get(number)
+                )
+                result = await deadlines.limit(self._run_or_reason(group, trajectory_id, number, start))
             if run:
-                run.set(**_trace_fields(result))
+                run.set(**trace_fields(result))
+        if isinstance(result, DropReason) or len(result) == 1:
+            record.ended[number] = result if isinstance(result, DropReason) else result[0]
+        record.running.pop(number)
         if isinstance(result, DropReason):
+            if result in (DropReason.TRAJECTORY_TIMEOUT, DropReason.STRAGGLER):
+                self.latest_losses[result] = deadlines.explain(result)
+                logger.warning("%s dropped (%s): %s", trajectory_id, result, self.latest_losses[result])
             self.accounting.drop([trajectory_id], result)
             group.dropped[result] += 1
             return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
@@ -277,7 +269,24 @@ class RolloutCollector:
         group.frozen += compress(result, map(operator.not_, is_trained))
         return Outcome(trajectory_id=trajectory_id, start=start, trajectories=trained)
 
-    def _traced(self, plan: _Plan, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
+    def _recall(self, group: OpenGroup, trajectory_id: str, start: Start, before: Trajectory | DropReason) -> Outcome:
+        """Return the outcome of a member that had ended before the run was interrupted."""
+        if isinstance(before, DropReason):
+            group.dropped[before] += 1
+            return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
+        self.accounting.start(trajectory_id)
+        group.started.add(trajectory_id)
+        ids = {"trajectory_id": trajectory_id, "group_id": group.plan.group_id}
+        return Outcome(
+            trajectory_id=trajectory_id, start=start, trajectories=(replace(before, row=group.plan.row, **ids),)
+        )
+
+    def _progress(self, row: Mapping[str, Any], trajectory_id: str) -> Prefix | None:
+        """Return what a running trajectory can go on from."""
+        episode = self._context.episodes.get(trajectory_id)
+        return episode.progress() if episode is not None and self._agents.for_row(row).can_resume(row) else None
+
+    def _traced(self, plan: Plan, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
         if self._tracer is None:
             return NO_SPAN
         _, _, step, sample = plan.seed_parts
@@ -292,13 +301,15 @@ class RolloutCollector:
         )
 
     async def _run_or_reason(
-        self, group: _OpenGroup, trajectory_id: str, number: int, start: Start
+        self, group: OpenGroup, trajectory_id: str, number: int, start: Start
     ) -> tuple[Trajectory, ...] | DropReason:
         """Return the scored trajectories, or why there is none. Only a cancellation of the task itself propagates."""
         began = time.perf_counter()
         seed = derive_seed(*group.plan.seed_parts, number)
         try:
-            played = await self._play(group, trajectory_id, start, replace(group.plan.sampling, seed=seed))
+            sampling = replace(group.plan.sampling, seed=seed)
+            played = await self._continue(group, trajectory_id, number, sampling)
+            played = played or await self._play(group, trajectory_id, start, sampling)
             self._check_episode(trajectory_id, played)
             scored = [await self._scored(trajectory) for trajectory in played]
         except TrajectoryError as error:
@@ -338,8 +349,24 @@ class RolloutCollector:
                 f"{episode_id}: no role that is trained took a turn; it took {[t.role for t in played]}"
             )
 
+    async def _continue(
+        self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
+    ) -> Sequence[Trajectory]:
+        """Run a trajectory on from where an earlier process left it; nothing if that cannot be done."""
+        row, prefix = group.plan.row, group.record.begun.get(number)
+        loop = self._agents.for_row(row)
+        if prefix is None or not loop.can_resume(row):
+            return ()
+        ids = {"trajectory_id": trajectory_id, "group_id": group.plan.group_id}
+        try:
+            return [await loop.resume(prefix, row, **ids, sampling=sampling)]
+        except ReplayError as error:
+            logger.warning("%s starts again, as it cannot be continued: %s", trajectory_id, error)
+            del group.record.begun[number]
+            return ()
+
     async def _play(
-        self, group: _OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams
+        self, group: OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
         """Run it from the prompt, or from where it branches off its parent."""
         row, fork = group.plan.row, start.fork
@@ -356,21 +383,6 @@ class RolloutCollector:
         self._client.fork_session(fork.parent_id, trajectory_id)
         parent = group.survivor(fork.parent_id)
         return [await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)]
-
-
-def _trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
-    """Return what the trace of a trajectory shows of its end; of several roles, the first and every reward."""
-    if isinstance(result, DropReason):
-        return {"dropped": str(result)}
-    first = result[0]
-    return {
-        "agent_name": first.agent_name,
-        "finish_reason": str(first.finish_reason),
-        "reward": first.reward,
-        "turns": first.num_turns,
-        "sampled_tokens": sum(t.num_sampled for t in result),
-        "messages": [{"role": m["role"], "content": m.get("content")} for m in first.messages],
-    } | ({"rewards": {str(t.role): t.reward for t in result}} if first.role else {})
 
 
 def _number(trajectory: Trajectory) -> int:

@@ -62,7 +62,7 @@ class JetStreamConfig(Section):
     prefill_buckets: tuple[Positive, ...] | None = Field(
         default=None,
         description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
-        "512 and agent.max_prompt_length, none above that or 2048.",
+        "512 and agent.max_prompt_length, none above that or 2048. CPU kernels prefill without chunks.",
     )
     mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
     device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
@@ -231,6 +231,22 @@ class RolloutConfig(Section):
     group_size: Positive = Field(default=8, description="Trajectories per row (a GRPO group).")
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
     max_in_flight: Positive = Field(default=64, description="Maximum number of trajectories in flight.")
+    trajectory_timeout: float | None = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds a trajectory may take from its start, tools and reward included; then it is dropped as "
+        "trajectory_timeout. So a step ends while an engine and the learner live. null: unlimited.",
+    )
+    min_group_size: Annotated[Positive | None, WhenKey("rollout.strategy.name", "chain")] = Field(
+        default=None,
+        description="Number of surviving trajectories with which a group is complete after group_timeout; the others "
+        "are dropped as straggler. null: a group waits for all.",
+    )
+    group_timeout: Annotated[float, WhenKey("rollout.min_group_size")] = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds from the start of a group's last trajectory until min_group_size holds.",
+    )
     max_in_flight_per_server: Positive | None = Field(
         default=None,
         description="Maximum number of requests a server runs; others wait, and those of older trajectories go first, "
@@ -302,6 +318,11 @@ def restricts_sampling(rollout: RolloutConfig) -> bool:
 
 def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
+    if (least := rollout.min_group_size) is not None and least > rollout.group_size:
+        yield (
+            f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size}; lower it, or leave "
+            "it out"
+        )
     if rollout.adapters and rollout.backend == "jetstream":
         custom_engine = rollout.jetstream.engine_factory is not None
         if rollout.deterministic or custom_engine:
@@ -354,33 +375,3 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
-
-
-def placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
-    """Yield every inconsistency of the engines' placement with the backend and ``trainer.mode``, each with its fix."""
-    where, backend = rollout.placement, rollout.backend
-    if where == "colocated":
-        if rollout.sleep_during_update and mode != "sync":
-            yield (
-                f"rollout.sleep_during_update: with rollout.placement=colocated and trainer.mode={mode} the engine "
-                "samples while the learner updates; set trainer.mode=sync, rollout.placement=hybrid, or "
-                "rollout.sleep_during_update=false"
-            )
-    elif backend == "remote":
-        yield (
-            f"rollout.placement={where} places engines that the run starts, but rollout.backend=remote runs where its "
-            "servers are; remove rollout.placement, or set rollout.backend=jetstream or vllm"
-        )
-    elif rollout.deterministic:
-        yield (
-            f"rollout.deterministic shares one program with the learner, but rollout.placement={where} runs engines in "
-            "other processes; set rollout.placement=colocated, or rollout.deterministic=false"
-        )
-    if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
-        yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
-    key, mesh = "rollout.jetstream.mesh", rollout.jetstream.mesh
-    devices, is_open = mesh.devices, mesh.data is None or mesh.tensor is None
-    if backend == "vllm":
-        key, devices, is_open = "rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, False
-    if rollout.gpus_per_engine not in (0, devices) and (rollout.gpus_per_engine % devices or not is_open):
-        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

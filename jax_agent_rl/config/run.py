@@ -15,7 +15,7 @@ from jax_agent_rl.config.base import NonNegative, Section
 from jax_agent_rl.config.conditions import UsedByAgents, WhenKey, unused
 from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
-from jax_agent_rl.config.rollout import RolloutConfig, placement_problems, restricts_sampling, rollout_problems
+from jax_agent_rl.config.rollout import RolloutConfig, restricts_sampling, rollout_problems
 from jax_agent_rl.config.strategy import strategy_problems
 from jax_agent_rl.config.task import DataConfig, ModelConfig, RewardConfig
 from jax_agent_rl.config.tools import (
@@ -100,7 +100,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from algorithm_problems(algorithm, max_response_length=config.agent.max_response_length)
     yield from strategy_problems(rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator)
     yield from trainer_problems(config.trainer)
-    yield from placement_problems(rollout, mode=config.trainer.mode)
+    yield from _placement_problems(rollout, mode=config.trainer.mode)
     yield from rollout_problems(rollout)
     yield from _group_problems(config)
     yield from _schedule_problems(config)
@@ -241,3 +241,33 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
             "learner.mesh, rollout.jetstream.mesh and device_offset, and "
             "algorithm.rollout_correction.bypass_mode, or set rollout.deterministic=false"
         )
+
+
+def _placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
+    """Yield every inconsistency of the engines' placement with the backend and ``trainer.mode``, each with its fix."""
+    where, backend = rollout.placement, rollout.backend
+    if where == "colocated":
+        if rollout.sleep_during_update and mode != "sync":
+            yield (
+                f"rollout.sleep_during_update: with rollout.placement=colocated and trainer.mode={mode} the engine "
+                "samples while the learner updates; set trainer.mode=sync, rollout.placement=hybrid, or "
+                "rollout.sleep_during_update=false"
+            )
+    elif backend == "remote":
+        yield (
+            f"rollout.placement={where} places engines that the run starts, but rollout.backend=remote runs where its "
+            "servers are; remove rollout.placement, or set rollout.backend=jetstream or vllm"
+        )
+    elif rollout.deterministic:
+        yield (
+            f"rollout.deterministic shares one program with the learner, but rollout.placement={where} runs engines in "
+            "other processes; set rollout.placement=colocated, or rollout.deterministic=false"
+        )
+    if rollout.sleep_during_update and (where == "separate" or backend == "remote"):
+        yield "rollout.sleep_during_update: no engine shares the learner's devices; remove it"
+    key, mesh = "rollout.jetstream.mesh", rollout.jetstream.mesh
+    devices, is_open = mesh.devices, mesh.data is None or mesh.tensor is None
+    if backend == "vllm":
+        key, devices, is_open = "rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, False
+    if rollout.gpus_per_engine not in (0, devices) and (rollout.gpus_per_engine % devices or not is_open):
+        yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"

@@ -7,8 +7,8 @@ KVCacheManager), ``return_times`` and ``kv_offloading`` (KV of sessions whose to
 
 Speculative decoding: ``speculation`` (what is verified), ``drafting``, ``verification`` (its programs).
 
-Device side: ``attention``, ``decode_kernel``, ``cpu_kernels``, ``kv_cache``, ``sampling``, ``decode_batch``,
-``shapes``, ``sharding`` · weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise reproducible
-log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's own interface: ``driver_interface`` · engines of
-users: ``external_engine``.
+Device side: ``attention``, ``decode_kernel``, ``cpu_kernels``, ``columns``, ``kv_cache``, ``sampling``,
+``decode_batch``, ``shapes``, ``sharding`` · weights: ``weights``, ``adapters`` · images: ``vision_engine`` · bitwise
+reproducible log-probs: ``deterministic`` · diagnosis: ``inspection`` · JetStream's interface: ``driver_interface`` ·
+engines of users: ``external_engine``.
 """

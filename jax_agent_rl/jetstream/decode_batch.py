@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.sampling_support import mask_words
 
 MAX_STOP_IDS = 8
+PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
@@ -172,6 +173,26 @@ def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:
     return DecodeBatch(**arrays)
 
 
+def columns_of(
+    slots: DecodeBatch, ids: Sequence[Sequence[int] | np.ndarray]
+) -> tuple[DecodeBatch, np.ndarray, np.ndarray]:
+    """Return a slot for each of several ids of each context, at consecutive positions, for kernels on CPUs.
+
+    Args:
+        slots: the contexts; ``positions`` are those of their first ids.
+        ids: of each context.
+
+    Returns:
+        The slots, the context of each, int32 [n], and its place among the context's ids, int32 [n].
+    """
+    counts = np.array([len(own) for own in ids])
+    context = np.repeat(np.arange(len(ids)), counts)
+    place = np.arange(len(context)) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = jax.tree.map(lambda x: x[context], slots)
+    tokens = np.concatenate([np.asarray(own, np.int32) for own in ids])
+    return replace(columns, tokens=tokens, positions=columns.positions + place.astype(np.int32)), context, place
+
+
 def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
     """Append ``extra`` idle slots."""
     if not extra:
@@ -187,3 +208,13 @@ def pad_decode_batch(slots: DecodeBatch, extra: int) -> DecodeBatch:
         optional["allowed"] = np.full((extra, slots.allowed.shape[1]), ALL_ALLOWED)
     padding = replace(make_decode_batch(extra, slots.pages.shape[1]), **optional)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), slots, padding)
+
+
+def batches_of(extensions: list[Extension]) -> Iterator[list[Extension]]:
+    """Yield PREFILL_ROWS at a time; one or two left over run alone, which is faster than computing padding."""
+    for i in range(0, len(extensions), PREFILL_ROWS):
+        batch = extensions[i : i + PREFILL_ROWS]
+        if len(batch) > PREFILL_ROWS // 2:
+            yield batch
+        else:
+            yield from ([one] for one in batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,15 @@ from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension, Sampled, make_decode_batch, pad_decode_batch
+from jax_agent_rl.jetstream.decode_batch import (
+    PREFILL_ROWS,
+    DecodeBatch,
+    Extension,
+    Sampled,
+    batches_of,
+    make_decode_batch,
+    pad_decode_batch,
+)
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
@@ -37,9 +45,6 @@ from jax_agent_rl.models.vision.layout import ImageInputs
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica
-
-PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights
-
 
 PrintLine = Callable[[str], None]
 
@@ -146,15 +151,20 @@ class JaxEngine(VerifyingEngine):
     # --- prefill ----------------------------------------------------------------------------------------------
 
     def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """Prefill ids into pages, in as many bucketed chunks as it takes; chunks of a size run several at a time."""
+        """Prefill ids into pages, those of each context in order."""
         waiting = [extension for extension in extensions if len(extension.ids)]
+        extend = self._extend_columns if self._prefills_columns else self._extend_chunks
+        return extend(params, cache, waiting) if waiting else cache
+
+    def _extend_chunks(self, params: EngineParams, cache: KVCache, waiting: Sequence[Extension]) -> KVCache:
+        """Prefill in as many bucketed chunks as it takes; chunks of a size run several at a time."""
         while waiting:
             by_size: dict[int, list[Extension]] = {}
             for extension in waiting:
                 by_size.setdefault(bucket(self.shapes.chunk_buckets, len(extension.ids)), []).append(extension)
             for size, same in by_size.items():
                 same.sort(key=lambda extension: extension.start)  # similar spans together
-                for rows in _batches(same):
+                for rows in batches_of(same):
                     cache = self._prefill_chunks(params, cache, rows, size)
             waiting = [rest for size, same in by_size.items() for e in same if len((rest := e.after(size)).ids)]
         return cache
@@ -220,9 +230,13 @@ class JaxEngine(VerifyingEngine):
                 return np.pad(own, [(0, count - len(own)), *[(0, 0)] * (x.ndim - 1)])
 
             own = jax.device_put(jax.tree.map(part, content), self._cache_sharding)
-            key, out = ("put", cache.count, len(padded)), self._cache_sharding
-            cache = self._call(key, kv_offloading.put_pages, (0,), cache, own, padded, out=out)
+            cache = self.overwrite_pages(cache, own, padded)
         return cache
+
+    def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
+        """Overwrite pages int32 [n] with ``content`` of as many on the device; ``cache`` is donated."""
+        key, out = ("put", cache.count, len(pages)), self._cache_sharding
+        return self._call(key, kv_offloading.put_pages, (0,), cache, content, pages, out=out)
 
     def _moved(self, pages: Sequence[int]) -> np.ndarray:
         """Pad numbers of pages to a bucket."""
@@ -260,7 +274,7 @@ class JaxEngine(VerifyingEngine):
         """
         count, slots = len(slots.tokens), self._completed(slots)
         width = self.width(count)
-        span = bucket(self.shapes.span_buckets, int(slots.positions.max()) + steps)
+        span = bucket(self._decode_spans, int(slots.positions.max()) + steps)
         # Programs for restricted slots are compiled when the first ones come: most runs have none.
         kind = _decode_kind(slots.truncation is not None, slots.allowed is not None)
         most = self.shapes.decode_steps if slots.allowed is None else 1
@@ -295,17 +309,23 @@ class JaxEngine(VerifyingEngine):
 
     def _next_decode_shape(self, width: int, span: int) -> tuple[int, int] | None:
         """Return the decode program likely to be needed next: contexts grow, then slots fall idle."""
-        longer = [s for s in self.shapes.span_buckets if s > span]
+        longer = [s for s in self._decode_spans if s > span]
         fewer = [w for w in self.shapes.slot_buckets if w < width]
         return (width, longer[0]) if longer else (fewer[-1], span) if fewer else None
 
     # --- compilation ------------------------------------------------------------------------------------------
 
+    @property
+    def _decode_spans(self) -> tuple[int, ...]:
+        """Context lengths that decode programs are compiled for. Kernels for CPUs read what there is."""
+        return self.shapes.span_buckets[-1:] if self._by_column else self.shapes.span_buckets
+
     def _program_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Return (slots, positions) of all decode programs, and (rows, ids, positions) of all prefill programs."""
+        """Return (slots, positions) of decode programs, and (rows, ids, positions) of those that prefill chunks."""
         shapes = self.shapes
-        prefill = itertools.product((1, PREFILL_ROWS), shapes.chunk_buckets, shapes.prefill_spans)
-        return list(itertools.product(shapes.slot_buckets, shapes.span_buckets)), list(prefill)
+        rows = [count for count in (1, PREFILL_ROWS) if not self._prefills_columns]
+        chunks = list(itertools.product(rows, shapes.chunk_buckets, shapes.prefill_spans))
+        return list(itertools.product(shapes.slot_buckets, self._decode_spans)), chunks
 
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs the shapes allow, but for restricted slots."""
@@ -316,7 +336,7 @@ class JaxEngine(VerifyingEngine):
             keys |= {("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets}
         if self.shapes.kv_offloading_bytes:
             keys |= {(name, count, moved) for name in ("get", "put") for moved in kv_offloading.MOVED_TOGETHER}
-        keys |= self._verification_keys()
+        keys |= self._column_keys() | self._verification_keys()
         return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
 
     def _restricted_keys(self) -> set[tuple]:
@@ -339,7 +359,8 @@ class JaxEngine(VerifyingEngine):
             self.table.end_warm_up(later=self.program_keys() | self._restricted_keys())
             return cache
         decode, prefill = self._program_shapes()
-        total, steps = len(decode) + len(prefill), self.shapes.decode_steps
+        columns, steps = self._column_widths, self.shapes.decode_steps
+        total = len(decode) + len(prefill) + len(columns)
         for number, (width, span) in enumerate(decode, 1):
             print_line(f"compiling decode {width} slots of {span} positions ({number} of {total})")
             slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
@@ -348,6 +369,9 @@ class JaxEngine(VerifyingEngine):
             print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
+        for number, width in enumerate(columns, total - len(columns) + 1):
+            print_line(f"compiling prefill of {width} ids ({number} of {total})")
+            cache = self._warm_up_columns(params, cache, width)
         if self.shapes.num_speculative_tokens:
             print_line("compiling verifications of drafts")
             cache = self._warm_up_verification(params, cache)
@@ -369,13 +393,3 @@ class JaxEngine(VerifyingEngine):
 def _decode_kind(truncated: bool, constrained: bool) -> str:
     """Name the decode program of a batch by what restricts its slots: top-p and the like, grammars."""
     return "decode" + " truncated" * truncated + " constrained" * constrained
-
-
-def _batches(extensions: list[Extension]) -> Iterator[list[Extension]]:
-    """Yield PREFILL_ROWS at a time; one or two left over run alone, which is faster than computing padding."""
-    for i in range(0, len(extensions), PREFILL_ROWS):
-        batch = extensions[i : i + PREFILL_ROWS]
-        if len(batch) > PREFILL_ROWS // 2:
-            yield batch
-        else:
-            yield from ([one] for one in batch)

@@ -12,7 +12,7 @@ while it has neither commands nor work. When it ends, every pending future gets 
 
     serving ──pause(keep)──► frozen ──pause(wait)──┐
        │  ▲                    │                   ▼
-       │  └──────resume────────┴──resume──── draining: running requests go on, none is admitted
+       │  └──────resume────────┴──resume──── draining: started requests go on, no new is admitted
        └──────────pause(wait)──────────────────────┘ │ none runs any more
                                                      ▼
                                                   frozen, and pause(wait) returns
@@ -244,7 +244,7 @@ class EngineCore:
         """Whether a step would do something without a command."""
         if self._asleep or (self._paused and not self._drains):
             return False
-        return bool(self.scheduler.running) or (self.scheduler.waiting > 0 and not self._drains)
+        return bool(self.scheduler.started if self._drains else self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> None:
         if self.has_work():
@@ -311,7 +311,7 @@ class EngineCore:
         self._fail_drains("resume() came before the requests this pause(wait) waited for had ended")
 
     def _end_drains(self) -> None:
-        if self._drains and not self.scheduler.running:
+        if self._drains and not self.scheduler.started:
             self._paused = True
             for drained in self._drains:
                 self._thread.settle(drained)

@@ -204,6 +204,27 @@ def chunk_pages(
     return align_to_pages(cache, new, starts, into[:, 0])
 
 
+def feed_columns(
+    config: DecoderConfig,
+    params: EngineParams,
+    cache: KVCache,
+    columns: DecodeBatch,
+    adapters: AdapterStacks | None = None,
+) -> KVCache:
+    """Prefill ids with kernels for CPUs, a column for each; XLA leaves out the head.
+
+    Args:
+        config: the model.
+        params: weights.
+        cache: all pages.
+        columns: from :func:`~jax_agent_rl.jetstream.decode_batch.columns_of`.
+        adapters: the stacks ``columns.adapter`` indexes.
+    """
+    ids, positions = columns.tokens, columns.positions
+    adapted = (adapters, columns.adapter)
+    return decode_step(config, params, cache, ids, positions, columns.offsets, None, columns.pages, *adapted, True)[1]
+
+
 def read_routed(cache: KVCache, pages: jax.Array) -> jax.Array:
     """Return the experts chosen at the positions of ``pages`` int32 [n], [n S, L, k]."""
     found = cache.routed[pages]  # [n, L, k, S]

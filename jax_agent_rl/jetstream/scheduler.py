@@ -149,10 +149,9 @@ class Scheduler:
         return run
 
     def step(self, *, admit: bool = True) -> Progress:
-        """Admit requests if ``admit``, decode once, and return the new ids of every request that got some."""
+        """Admit requests (only preempted ones unless ``admit``), decode once, and return the new ids of each."""
         begin = time.perf_counter()
-        if admit:
-            self._admit()
+        self._admit(new=admit)
         self.counters.prefill_seconds += time.perf_counter() - begin
         progress = self._decode() if self.running else []
         self._host.settle()
@@ -204,11 +203,11 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self, *, new: bool) -> None:
         begin, compiling = time.perf_counter(), self.engine.table.compile_seconds
         plan, before = AdmissionPlan(self.engine.shapes.page), self.counters.prefill_tokens
         while self._waiting and len(self.running) < self.engine.max_concurrent_decodes:
-            admitted = self._next_admission()
+            admitted = self._next_admission() if new else self._next_preempted()
             if admitted is None:
                 break
             self._start(plan, *admitted)
@@ -236,6 +235,14 @@ class Scheduler:
                 heapq.heapify(self._waiting)
                 return run, allocation
         return None
+
+    def _next_preempted(self) -> tuple[RunningRequest, Allocation] | None:
+        item = min((item for item in self._waiting if item[1].num_preempted), default=None)
+        if item is None or (allocation := self._allocate(item[1], 0.0)) is None:
+            return None
+        self._waiting.remove(item)
+        heapq.heapify(self._waiting)
+        return item[1], allocation
 
     def _allocate(self, run: RunningRequest, recompute_cost: float) -> Allocation | None:
         if run.multimodal is not None:

@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,14 @@ from jax.sharding import Mesh
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Sampled, make_decode_batch, pad_decode_batch
-from jax_agent_rl.jetstream.driver_interface import DriverInterface
+from jax_agent_rl.jetstream.columns import COLUMNS, ColumnEngine
+from jax_agent_rl.jetstream.decode_batch import (
+    DecodeBatch,
+    Sampled,
+    columns_of,
+    make_decode_batch,
+    pad_decode_batch,
+)
 from jax_agent_rl.jetstream.forward import EngineParams, next_logits, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, count_pages, gather_pages, write_pages
 from jax_agent_rl.jetstream.sampling import sample
@@ -30,28 +35,13 @@ from jax_agent_rl.jetstream.shapes import bucket
 from jax_agent_rl.jetstream.speculation import accepted_ids
 from jax_agent_rl.models.config import DecoderConfig
 
-COLUMNS = (16, 32, 64)
-"""Columns of the programs with CPU kernels. More take longer than they can gain."""
 
-
-class VerifyingEngine(DriverInterface):
+class VerifyingEngine(ColumnEngine):
     """The part of :class:`~jax_agent_rl.jetstream.engine.JaxEngine` that verifies drafts."""
-
-    _stacks: AdapterStacks | None
 
     @abc.abstractmethod
     def width(self, count: int) -> int:
         """Return the slots of the program that decodes ``count`` contexts."""
-
-    @abc.abstractmethod
-    def _completed(self, slots: DecodeBatch) -> DecodeBatch: ...
-
-    @abc.abstractmethod
-    def _call(self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any) -> Any: ...
-
-    @property
-    def _by_column(self) -> bool:
-        return self._kernels is programs.Kernels.CPU
 
     @property
     def _longest(self) -> int:
@@ -91,12 +81,7 @@ class VerifyingEngine(DriverInterface):
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, drafts: Sequence[Sequence[int]]
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Return the cache and the draws [longest, slots]: ids and log-probs."""
-        counts = np.array([1 + len(draft) for draft in drafts])
-        slot = np.repeat(np.arange(len(drafts)), counts)
-        place = np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)
-        tokens = np.array([t for first, draft in zip(slots.tokens, drafts, strict=True) for t in (first, *draft)])
-        columns = replace(jax.tree.map(lambda x: x[slot], slots), tokens=tokens.astype(np.int32))
-        columns = replace(columns, positions=columns.positions + place.astype(np.int32))
+        columns, slot, place = columns_of(slots, [(t, *draft) for t, draft in zip(slots.tokens, drafts, strict=True)])
         width = bucket(COLUMNS, len(slot))
         columns = pad_decode_batch(columns, width - len(slot))
         program = programs.decode_program(self.config, 1, self.split, self._kernels)

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, TokenDriftError
-from jax_agent_rl.jetstream.decode_batch import DecodeBatch, Extension
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS, JaxEngine, PrintLine, ignore_line
+from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, DecodeBatch, Extension
+from jax_agent_rl.jetstream.engine import JaxEngine, PrintLine, ignore_line
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket

@@ -23,14 +23,15 @@ For models with vision, placeholders of different images count as different ids 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking, RowImages
-from jax_agent_rl.learner.prefixes import Prefixes
 from jax_agent_rl.learner.routed_experts import pack_routed
+from jax_agent_rl.learner.rows import Member, assign_rows
 from jax_agent_rl.learner.support_packing import RowSupports, row_supports
 from jax_agent_rl.types import Support, Trajectory
 
@@ -113,21 +114,38 @@ class Batch:
             for last in places[-1:]
         ]
 
-    def micro_batches(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
-        """Yield slices of exactly ``rows`` rows as arrays by name (terms: ``term_<name>``); the last is padded."""
+    def micro_batches(self, rows: int, *, halve: bool = False) -> Iterator[dict[str, np.ndarray]]:
+        """Yield slices of exactly ``rows`` rows as arrays by name (terms: ``term_<name>``); the last is padded.
+
+        Args:
+            rows: of a slice.
+            halve: cut slices whose rows are at most half full to half their length; none of a vision model.
+        """
         arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
         if self.routed_experts is not None:
             arrays["routed_experts"] = self.routed_experts
+        length = self.token_ids.shape[1]
+        used = self._used() if halve and self.images is None else None
         for begin in range(0, self.num_rows, rows):
             part = {name: value[begin : begin + rows] for name, value in arrays.items()}
             missing = rows - len(part["token_ids"])
             if missing:
-                empty = _empty_rows(missing, self.token_ids.shape[1])
+                empty = _empty_rows(missing, length)
                 nothing = {name: np.zeros((missing, *value.shape[1:]), value.dtype) for name, value in part.items()}
                 part = {name: np.concatenate([value, (nothing | empty)[name]]) for name, value in part.items()}
+            if used is not None and 2 * used[begin : begin + rows].max() <= length:
+                part = {name: value[:, : value.shape[1] // 2] for name, value in part.items()}
             if self.supports:
-                part |= self.supports.micro_batch(begin, rows, self.target_id.shape[1])
+                part |= self.supports.micro_batch(begin, rows, part["target_id"].shape[1])
             yield part | (self.images.micro_batch(begin, rows) if self.images else {})
+
+    def _used(self) -> np.ndarray:
+        """Return the length that each row's nodes, targets and terms need, int64 [R]."""
+        nodes, targets = np.count_nonzero(self.copies, axis=1), np.count_nonzero(self.target_valid, axis=1)
+        used = np.maximum(nodes, targets)
+        for place in itertools.chain.from_iterable(self.places):
+            used[place.row] = max(used[place.row], -(-place.terms.stop // TERMS_PER_TOKEN))
+        return used
 
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
         values = np.zeros(self.term_target.shape, np.float32)
@@ -195,7 +213,7 @@ def pack(
     ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
     # Terms of one node may have other supports: as many targets as terms then have to fit a row.
     room = pack_length * (1 if any(s.restricted for s in sequences) else TERMS_PER_TOKEN)
-    rows = _assign(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
+    rows = assign_rows(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)
     places: dict[int, Place] = {}
     paths, supports = [], []
@@ -221,77 +239,6 @@ def pack(
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Member:
-    """A sequence in a row. Its first ``common`` ids stand there already; the others become a chain of new nodes.
-
-    Attributes:
-        which: its number in the batch.
-        ids: int32 [n].
-        common: length of the longest prefix it shares with an earlier member.
-        owner: place in the row of the member whose chain holds the last shared node; -1 if nothing is shared.
-    """
-
-    which: int
-    ids: np.ndarray
-    common: int
-    owner: int
-
-    @property
-    def new(self) -> int:
-        """Nodes it adds to the row."""
-        return len(self.ids) - self.common
-
-
-def _assign(
-    ids: Sequence[np.ndarray], terms: Sequence[int], length: int, room: int, share: bool, packer: ImagePacker | None
-) -> list[list[_Member]]:
-    """Rows of members; each trajectory joins the row with room that shares most with it, the first of equals.
-
-    Args:
-        ids: of each sequence.
-        terms: of each sequence.
-        length: nodes of a row.
-        room: terms of a row.
-        share: share prefixes.
-        packer: of images, if any.
-    """
-    count = len(ids)
-    prefixes = Prefixes(ids) if share else None
-    rows: list[list[_Member]] = []
-    row_of = np.zeros(count, np.int64)
-    nodes, row_terms = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    for which, sequence in enumerate(ids):
-        common = prefixes.of(which)[:which] if prefixes else np.zeros(which, np.int64)
-        shared = np.zeros(len(rows), np.int64)
-        np.maximum.at(shared, row_of[:which], common)
-        has_room = nodes[: len(rows)] + len(sequence) - shared <= length
-        has_room &= row_terms[: len(rows)] + terms[which] <= room
-        if packer:
-            has_room &= packer.has_room(which, len(rows))
-        if has_room.any():
-            row = int(np.where(has_room, shared, -1).argmax())
-        else:
-            row = len(rows)
-            rows.append([])
-        rows[row].append(_member(which, sequence, rows[row], common))
-        if packer:
-            packer.add(which, row)
-        row_of[which] = row
-        nodes[row] += rows[row][-1].new
-        row_terms[row] += terms[which]
-    return rows
-
-
-def _member(which: int, sequence: np.ndarray, row: list[_Member], common: np.ndarray) -> _Member:
-    """Return the member; ``common`` int64 [which]: prefixes shared with every sequence before it."""
-    shared = common[[member.which for member in row]] if row else np.zeros(1, np.int64)
-    # The first of those that share most: what it shares with still earlier ones is shorter, so the node is its own.
-    owner = int(shared.argmax())
-    most = int(shared[owner])
-    return _Member(which=which, ids=sequence, common=most, owner=owner if most else -1)
-
-
 def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
     """Layout of rows that hold nothing but padding."""
     nodes = ("token_ids", "positions", "copies", "target_parent", "target_id")
@@ -304,7 +251,7 @@ def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
     }
 
 
-def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[_Member]) -> list[np.ndarray]:
+def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[Member]) -> list[np.ndarray]:
     """Write the nodes of one row, depth first; return each member's path as node numbers, int64 [n]."""
     branches: list[list[int]] = [[] for _ in row]
     for k, member in enumerate(row):
@@ -327,7 +274,7 @@ def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[_Member
     return paths
 
 
-def _subtree_sizes(row: Sequence[_Member]) -> list[int]:
+def _subtree_sizes(row: Sequence[Member]) -> list[int]:
     """Nodes of each member's chain and of all that branches off it."""
     sizes = [member.new for member in row]
     for m in reversed(range(len(row))):  # an owner stands before those it owns
@@ -336,7 +283,7 @@ def _subtree_sizes(row: Sequence[_Member]) -> list[int]:
     return sizes
 
 
-def _depth_first(row: Sequence[_Member], branches: Sequence[Sequence[int]]) -> list[int]:
+def _depth_first(row: Sequence[Member], branches: Sequence[Sequence[int]]) -> list[int]:
     """Return each member's first new node. A chain is followed to its end before its branches, deepest first."""
     starts = [0] * len(row)
     count = 0
@@ -352,7 +299,7 @@ def _depth_first(row: Sequence[_Member], branches: Sequence[Sequence[int]]) -> l
 def _fill_terms(
     arrays: dict[str, np.ndarray],
     index: int,
-    row: Sequence[_Member],
+    row: Sequence[Member],
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
 ) -> tuple[dict[int, Place], tuple[Support | None, ...]]:

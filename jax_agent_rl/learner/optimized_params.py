@@ -63,6 +63,7 @@ class UpdatePrograms:
         apply: a state (donated), gradients and the number of finished training steps to the next state, the
             gradients' norm, whether that was finite, and the learning rate.
         compiled_apply: ``apply`` once compiled.
+        widths: lengths of the rows that ``accumulate`` has run for, each with a program of its own.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class UpdatePrograms:
             out_shardings=(self.places, everywhere, everywhere, everywhere),
         )
         self.compiled_apply: jax.stages.Compiled | None = None
+        self.widths: set[int] = set()
 
 
 class OptimizedParams:
@@ -127,10 +129,10 @@ class OptimizedParams:
 
     @property
     def programs_compiled(self) -> int:
-        """Distinct programs compiled so far."""
+        """Distinct programs compiled so far, those for shorter rows aside."""
         called = (self._programs.zeros, self._programs.accumulate)
         sizes = (f._cache_size() for f in called)  # pyright: ignore[reportAttributeAccessIssue]  # not in jit's type
-        return sum(sizes) + (self._programs.compiled_apply is not None)
+        return sum(sizes) - max(0, len(self._programs.widths) - 1) + (self._programs.compiled_apply is not None)
 
     def gradients(
         self, micro_batches: Iterable[Arrays], tick: Callable[[], None] = lambda: None
@@ -138,6 +140,7 @@ class OptimizedParams:
         """Accumulate a mini-batch's gradient and statistics; ``tick`` is called after each micro-batch."""
         gradients, statistics = self._programs.zeros(self.state.params), None
         for arrays in micro_batches:
+            self._programs.widths.add(arrays["token_ids"].shape[1])
             gradients, new = self._programs.accumulate(self.state.params, self.frozen, gradients, arrays)
             statistics = new if statistics is None else _merge(statistics, new)
             jax.block_until_ready(new)

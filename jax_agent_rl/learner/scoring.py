@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ Weights = tuple[Params, Params]
 """Trained and frozen parameters."""
 ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
 """For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
+
+HALVED = 512
+"""Tokens from which on the half of a row takes a CPU longer, once in a while, than to compile a program for halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,11 @@ class Scorer:
         config = programs.config
         self.rows = config.micro_batch_size * row_shards(self._mesh)
         """Rows of a micro-batch."""
+        # Where arithmetic is dear, a program for shorter rows pays for its compilation.
+        self._halve = (
+            self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu" and not config.pack_length % 2
+        )
+        self._widths: dict[Any, set[int]] = defaultdict(set)  # by program: row lengths it has run for
         self._pack_rows = functools.partial(
             pack,
             pack_length=config.pack_length,
@@ -74,7 +83,7 @@ class Scorer:
 
     def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
         """Yield the batch's micro-batches, placed on the mesh."""
-        return map(self._placed, batch.micro_batches(self.rows))
+        return map(self._placed, batch.micro_batches(self.rows, halve=self._halve))
 
     def blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
         """Yield weightless micro-batches on the first call with a program that sees images.
@@ -90,8 +99,21 @@ class Scorer:
         layout = replace(batch, terms={})
         for arrays in self.blanks(layout, program):
             program(*weights, batch=arrays)
-        parts = [np.asarray(program(*weights, batch=arrays)) for arrays in self.micro_batches(layout)]
+        length = batch.token_ids.shape[1]
+        parts = [
+            np.pad(part, ((0, 0), (0, part.shape[1] * (length // width - 1))))
+            for part, width in self._each(program, weights, layout)
+        ]
         return np.concatenate(parts)[: batch.num_rows]
+
+    def _each(
+        self, program: Callable[..., jax.Array], weights: Weights, layout: Batch
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield each micro-batch's result and the length of its rows."""
+        for arrays in self.micro_batches(layout):
+            width = arrays["token_ids"].shape[1]
+            self._widths[program].add(width)
+            yield np.asarray(program(*weights, batch=arrays)), width
 
     def logprobs(self, weights: Weights, batch: Batch) -> PerTerm:
         """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
@@ -105,16 +127,17 @@ class Scorer:
         """Return how a whole update's tokens are routed, for its load-balancing loss; empty without one."""
         if not self._programs.objective.router_aux_loss_coef:
             return {}
-        parts = self.micro_batches(replace(batch, terms={}))
-        chosen = sum(np.asarray(self._programs.route(*weights, batch=arrays), np.float64) for arrays in parts)
+        parts = self._each(self._programs.route, weights, replace(batch, terms={}))
+        chosen = sum(part.astype(np.float64) for part, _ in parts)
         tokens = self._programs.model.num_layers * batch.copies.sum()
         numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
         return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
 
     @property
     def programs_compiled(self) -> int:
-        """Distinct forward programs compiled so far."""
-        return sum(f._cache_size() for f in (self._programs.score, self._programs.values, self._programs.route))
+        """Distinct forward programs compiled so far, those for shorter rows aside."""
+        programs = (self._programs.score, self._programs.values, self._programs.route)
+        return sum(f._cache_size() - max(0, len(self._widths[f]) - 1) for f in programs)
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         return {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}

@@ -66,9 +66,17 @@ class ServingStats:
 
 @dataclass(kw_only=True, slots=True)
 class _InFlight:
-    """A running request: where it is, whether its caller aborted it, and what its current part has streamed so far."""
+    """A running request: where it is, whether its caller aborted it, and what has been sampled so far.
+
+    Attributes:
+        request: what its current part asks for.
+        so_far: the parts before.
+        chunks: what the current part has streamed.
+    """
 
     on_ids: OnIds | None
+    request: GenerateRequest
+    so_far: TokenOutput | None = None
     server: AsyncServer | None = None
     aborted: bool = False
     losses: int = 0
@@ -88,6 +96,9 @@ class LLMServerClient(ServerPool):
         decode_text: ids to text, special tokens included; finds stop strings that an interruption cut in two.
             Without it, an interrupted request that has stop strings fails.
         pool: further arguments of :class:`~jax_agent_rl.rollout.pool.ServerPool`.
+
+    Attributes:
+        keeps_chunks: let servers that stream do so for every request, so that :meth:`partial` knows all ids.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class LLMServerClient(ServerPool):
     ):
         super().__init__(servers, **pool)
         self._decode_text = decode_text
+        self.keeps_chunks = False
         self._in_flight: dict[str, _InFlight] = {}
         self._stale = 0
 
@@ -192,7 +204,7 @@ class LLMServerClient(ServerPool):
         )
         if request_id in self._in_flight:
             raise BackendError(f"a request called {request_id!r} is running already")
-        state = self._in_flight[request_id] = _InFlight(on_ids=on_ids)
+        state = self._in_flight[request_id] = _InFlight(on_ids=on_ids, request=request)
         self._has_requests = True
         try:
             with span("generate") as traced:
@@ -225,6 +237,14 @@ class LLMServerClient(ServerPool):
             await state.server.abort(request_id)
         return True
 
+    def partial(self, request_id: str) -> TokenOutput | None:
+        """Return, as if it had been aborted, what a running request has sampled as far as is known; None if nothing."""
+        state = self._in_flight.get(request_id)
+        if state is None or not (state.chunks or state.so_far):
+            return None
+        part = from_chunks(state.request, state.chunks)
+        return part if state.so_far is None else state.so_far.then(part)
+
     def fork_session(self, parent_id: str, session_id: str) -> None:
         """Begin a session on the server of another, where the KV of their common context is, and with its priority."""
         self.queue.balancer.fork_session(parent_id, session_id)
@@ -243,6 +263,7 @@ class LLMServerClient(ServerPool):
                 continue
             fruitless = 0 if part.token_ids else fruitless + 1
             so_far = part if so_far is None else merge_outputs(request, so_far, part, self._decode_text)
+            state.so_far, state.chunks = so_far, []
             if so_far.stop_reason is not StopReason.ABORTED:
                 return so_far
             if len(so_far.token_ids) >= request.sampling.max_tokens:
@@ -250,7 +271,7 @@ class LLMServerClient(ServerPool):
             check_context(rest, part)
             if fruitless >= _MAX_INTERRUPTIONS:
                 raise BackendError(f"request {request.request_id!r} was aborted {fruitless} times without a new id")
-            rest = remaining_request(request, so_far)
+            rest = state.request = remaining_request(request, so_far)
         return so_far or from_chunks(request, ())
 
     async def _send(self, request: GenerateRequest, state: _InFlight) -> TokenOutput | None:
@@ -264,7 +285,7 @@ class LLMServerClient(ServerPool):
                 return None
             state.server, state.chunks, served = server, [], self._version
             try:
-                part = await server.generate(request, on_chunk=state.add if state.on_ids else None)
+                part = await server.generate(request, on_chunk=state.add if state.on_ids or self.keeps_chunks else None)
             finally:
                 state.server = None
         except (EngineDiedError, BackendClosedError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jax_agent_rl.errors import BackendError, TokenDriftError
+from jax_agent_rl.errors import AbortedError, BackendError, TokenDriftError
 from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 
@@ -74,6 +74,32 @@ def check_context(request: GenerateRequest, part: TokenOutput) -> None:
         raise TokenDriftError(
             f"request {request.request_id!r}: a part of it was not sampled from the {len(request.prompt_ids)} "
             "ids that were sent"
+        )
+
+
+def check_output(output: TokenOutput, context_ids: Sequence[int], max_tokens: int, *, what: str) -> None:
+    """Check that a generation continued exactly ``context_ids`` and kept its budget.
+
+    Args:
+        output: the generation.
+        context_ids: ids it was to continue.
+        max_tokens: its budget.
+        what: the trajectory and turn, for messages.
+
+    Raises:
+        TokenDriftError: the engine conditioned on other ids.
+        AbortedError: the generation was aborted for good.
+        BackendError: no id, or more than asked for.
+    """
+    if output.stop_reason is StopReason.ABORTED:
+        raise AbortedError(f"{what} was aborted")
+    if not 1 <= len(output.token_ids) <= max_tokens:
+        raise BackendError(f"{what}: asked for 1 to {max_tokens} ids, got {len(output.token_ids)}")
+    expected = digest_ids([*context_ids, *output.token_ids])
+    if output.context_digest != expected:
+        raise TokenDriftError(
+            f"{what}: the engine's context (digest {output.context_digest}) is not the trajectory's "
+            f"{len(context_ids)} + {len(output.token_ids)} ids (digest {expected})"
         )
 
 

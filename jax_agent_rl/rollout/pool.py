@@ -65,6 +65,8 @@ class ServerPool:
         seed: int = 0,
     ):
         self.queue = RequestQueue(max_in_flight=max_in_flight_per_server, wait_seconds=wait_for_server_seconds)
+        self.check_server: Callable[[AsyncServer], None] = lambda server: None
+        """Called with every server that started, before it enters; raises where it cannot serve the run."""
         self._recovery_seconds = recovery_seconds
         self._stall_seconds = stall_seconds
         self._seed = seed
@@ -118,6 +120,8 @@ class ServerPool:
         servers = [AsyncServer(make(), name=name) for name, make in factories.items()]
         try:
             await asyncio.gather(*(server.start() for server in servers))
+            for server in servers:
+                self.check_server(server)
             versions = {server.name: server.backend.policy_version for server in servers}
             if len(set(versions.values())) > 1:
                 raise ConfigError(f"the rollout servers have different policy versions: {versions}; restart all")
@@ -178,7 +182,7 @@ class ServerPool:
         if recovery := self._recoveries.get(name):
             await _cancel(recovery)
         if name in self._members:
-            server = self._detach(name)
+            self._detach(server := self.queue.get(name))
             if drain:
                 await server.drain()
             del self._members[name]
@@ -218,7 +222,7 @@ class ServerPool:
         Raises:
             KeyError: there is no such server.
         """
-        server = self._detach(name)
+        self._detach(server := self.queue.get(name))
         await (server.drain() if drain else server.evacuate())
         return server
 
@@ -233,13 +237,8 @@ class ServerPool:
         self._members.clear()  # none of them is lost any more
         await asyncio.gather(*(server.close_quietly() for server in servers), *self._endings)
 
-    def _detach(self, name: str) -> AsyncServer:
+    def _detach(self, server: AsyncServer, why: str = "was removed") -> None:
         """Take a server out of the rotation, but leave its requests on it."""
-        server = self.queue.get(name)
-        self._remove(server, "was removed")
-        return server
-
-    def _remove(self, server: AsyncServer, why: str) -> None:
         self._modalities = self.modalities
         self.queue.remove(server, why=why)
 
@@ -248,13 +247,14 @@ class ServerPool:
         try:
             async with asyncio.timeout_at(deadline):
                 await server.start()
+                self.check_server(server)
                 entered = await self._enter(server)
             if entered is not None:
                 await entered
         except BaseException:
             self._fenced.pop(server, None)
             if self._members.get(name) is server:  # admitted at the moment it was cancelled
-                self._detach(name)
+                self._detach(server)
                 del self._members[name]
             await server.end("it is no longer needed")
             raise
@@ -354,7 +354,7 @@ class ServerPool:
             ending = asyncio.create_task(server.end(why))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
-        self._remove(server, why)
+        self._detach(server, why)
         logger.warning("server %s is lost (%s); %d left", name, why, len(self.servers))
 
     async def _recover(self, dead: AsyncServer, why: str) -> None:

@@ -29,6 +29,8 @@ from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http.membership import MembershipServer
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_here
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
@@ -39,7 +41,14 @@ from jax_agent_rl.runtime.multihost_engines import (
     make_weight_buffer,
     on_every_host,
 )
-from jax_agent_rl.runtime.placement import FleetMetrics, first_version, open_places, place_engines, room_for_learning
+from jax_agent_rl.runtime.placement import (
+    FleetMetrics,
+    first_version,
+    open_engine,
+    open_places,
+    place_engines,
+    room_for_learning,
+)
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
 from jax_agent_rl.trainer.components import RunComponents
@@ -123,12 +132,17 @@ async def build(
         )
         if weight_buffer is not None:
             here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, print_line=print_line)}
+        later_places = await stack.enter_async_context(AsyncExitStack())
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
+        client.check_server = functools.partial(check_server, config, client)
         await client.start(place_engines(config, places, here))
-        require_replay(config, client)
-        require_grammars(config, client)
         beside = [*here, *(await join_hosts(client) if weight_buffer is not None else [])]
+        membership = MembershipServer(
+            client, Path(config.run_dir), open_engine=functools.partial(open_engine, config), places=later_places
+        )
+        stack.push_async_callback(membership.close)
+        await membership.start()
         yield RunComponents(
             config=config,
             codec=codec,
@@ -169,23 +183,37 @@ def refuse_adapters(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def require_replay(config: Config, client: LLMServerClient) -> None:
-    """Refuse to train on draws from a part of the vocabulary where an engine does not say which part.
+def require_replay(config: Config, server: AsyncServer) -> None:
+    """Refuse to train on draws from a part of the vocabulary where the engine does not say which part.
 
     Raises:
-        ConfigError: the configuration restricts sampling, and an engine cannot replay it.
+        ConfigError: the configuration restricts sampling, and the engine cannot replay it.
     """
-    lacking = [server.name for server in client.servers if not server.backend.capabilities.sampling_replay]
     rollout, settings = config.rollout, []
     if restricts_sampling(rollout):
         settings.append(f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}")
     if config.agent.constrain_tool_calls:
         settings.append("agent.constrain_tool_calls=true")
-    if settings and lacking:
+    if settings and not server.backend.capabilities.sampling_replay:
         raise ConfigError(
-            f"{' and '.join(settings)}: {lacking[0]} (rollout.backend={rollout.backend}) does not report which ids its "
-            "draws were made from, so the learner cannot score them; leave them out, or sample with the built-in "
+            f"{' and '.join(settings)}: {server.name} (rollout.backend={rollout.backend}) does not report which ids "
+            "its draws were made from, so the learner cannot score them; leave them out, or sample with the built-in "
             "jetstream engine"
+        )
+
+
+def check_server(config: Config, client: LLMServerClient, server: AsyncServer) -> None:
+    """Check that an engine can serve a training run, also one that joins or comes back.
+
+    Raises:
+        ConfigError: it lacks an ability that the configuration uses, or input that the other engines take.
+    """
+    require_replay(config, server)
+    require_grammars(config, server)
+    if missing := sorted(client.modalities - server.backend.capabilities.multi_modal):
+        raise ConfigError(
+            f"{server.name} takes no {' and '.join(missing)} input, as the other engines of the run do; start it "
+            "with the run's configuration"
         )
 
 

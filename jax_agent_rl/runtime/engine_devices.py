@@ -42,7 +42,7 @@ class ResidentBytes:
     Attributes:
         learner: parameters, gradient and optimizer.
         weights: the engine's.
-        position: KV of one token.
+        position: KV of one token, and its experts.
     """
 
     learner: float
@@ -62,10 +62,14 @@ class ResidentBytes:
             learner = held * MASTER * (4 * (copies - 1) + 0.5)
         own = 2 if engine.dtype == "bfloat16" else 4
         heads = math.lcm(model.num_kv_heads, devices) / devices
+        keys_values = 2 * model.num_layers * heads * model.head_dim * (own if engine.kv_dtype == "auto" else 1)
+        routed, experts = 0, model.experts
+        if experts is not None:
+            routed = model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
         return cls(
             learner=learner,
             weights=count * (own if engine.quantize == "none" else 1) / devices,
-            position=2 * model.num_layers * heads * model.head_dim * (own if engine.kv_dtype == "auto" else 1),
+            position=keys_values + routed,
         )
 
     def serving(self, shapes: EngineShapes) -> float:

@@ -143,7 +143,7 @@ def backend_factories(
     """
     match config.rollout.backend:
         case "remote":
-            return _remote(config)
+            return dict(connect(config, url) for url in config.rollout.urls)
         case "vllm":
             return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
@@ -304,10 +304,10 @@ def _decoder(codec: ChatCodec) -> DecodeText:
     return functools.partial(codec.decode, skip_special_tokens=False)
 
 
-def _remote(config: Config) -> dict[str, BackendFactory]:
+def connect(config: Config, url: str) -> tuple[str, BackendFactory]:
+    """Return name and factory of the client of a rollout server; raises ConfigError if the token is not set."""
     from jax_agent_rl.rollout.http.client import RemoteBackend
 
     token = token_from(config.rollout.token_env, key="rollout.token_env")
     shares_disk = True if config.rollout.weight_dir else None
-    connect = functools.partial(RemoteBackend, token=token, shares_disk=shares_disk)
-    return {url: functools.partial(connect, url) for url in config.rollout.urls}
+    return url, functools.partial(RemoteBackend, url, token=token, shares_disk=shares_disk)

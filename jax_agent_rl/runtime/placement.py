@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
+from jax_agent_rl.runtime.engines import UNTRAINED, connect, make_engine
 from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.utils.hub import absolute_model_path
@@ -95,6 +96,40 @@ def place_engines(
             )
 
 
+@asynccontextmanager
+async def open_engine(config: Config, url: str | None) -> AsyncIterator[tuple[str, BackendFactory]]:
+    """Reserve what one more engine of a running run needs; yield its name and factory.
+
+    Args:
+        config: the resolved configuration.
+        url: of a rollout server; None: an engine in a Ray actor, on any node with room.
+
+    Raises:
+        ConfigError: the run's weights reach no such engine, or Ray has no room for it.
+    """
+    rollout = config.rollout
+    if url is not None:
+        if rollout.backend != "remote":
+            raise ConfigError(
+                f"{url}: with rollout.backend={rollout.backend} and rollout.placement={rollout.placement} weights do "
+                "not reach rollout servers; start the run with rollout.backend=remote"
+            )
+        yield connect(config, url)
+        return
+    if rollout.placement == "colocated":
+        raise ConfigError(
+            f"with rollout.backend={rollout.backend} and rollout.placement=colocated the run cannot start engines "
+            "elsewhere: name a rollout server's URL (rollout.backend=remote), or start the run with "
+            "rollout.placement=separate"
+        )
+    async with reserve(1, gpus_per_engine=rollout.gpus_per_engine, learner_gpus=None) as places:
+        yield next(iter(_in_actors(config, places, first=next(_LATER) + rollout.num_engines).items()))
+
+
+_LATER = itertools.count()
+"""Numbers of the engines that :func:`open_engine` places."""
+
+
 def first_version(config: Config) -> int:
     """Return the policy version that engines start with.
 
@@ -105,14 +140,14 @@ def first_version(config: Config) -> int:
     return 0 if alone and config.rollout.backend != "remote" else UNTRAINED
 
 
-def _in_actors(config: Config, places: Sequence[Mapping[str, Any]]) -> dict[str, BackendFactory]:
+def _in_actors(config: Config, places: Sequence[Mapping[str, Any]], *, first: int = 0) -> dict[str, BackendFactory]:
     rollout = config.rollout.model_copy(update={"placement": "colocated", "sleep_during_update": False})
     model = config.model.model_copy(update={"path": absolute_model_path(config.model.path)})
     # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
     factories: dict[str, BackendFactory] = {}
-    for number, place in enumerate(places):
+    for number, place in enumerate(places, first):
         name = f"ray-{number}"
         own = {"rollout": rollout, "model": model, "seed": config.seed + number, "run_dir": f"{config.run_dir}/{name}"}
         options = {**place, "runtime_env": {"env_vars": variables}}
@@ -169,6 +204,7 @@ async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, 
         return
     if leaves:
         for server in servers:
+            client.queue.expect(server.name)  # should all others be lost meanwhile
             await client.remove_server(server.name)
     try:
         if sleeps:
@@ -180,6 +216,7 @@ async def _room(client: LLMServerClient, names: Sequence[str], *, leaves: bool, 
         if leaves:
             for server in servers:
                 client.add_server(server)
+                client.queue.stop_expecting(server.name)
 
 
 async def _try(change: Callable[[], Any], name: str) -> None:

@@ -85,12 +85,19 @@ def secure_own_cluster() -> None:
 
 
 @asynccontextmanager
-async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) -> AsyncIterator[list[dict[str, Any]]]:
+async def reserve(
+    engines: int, *, gpus_per_engine: int, learner_gpus: int | None = 0
+) -> AsyncIterator[list[dict[str, Any]]]:
     """Reserve a bundle of a placement group for the learner, on this node, and one for every engine.
 
     Engines with GPUs are packed onto as few nodes as possible, nearest to the learner; engines on CPUs are spread,
     because on one node they would share its cores. This process sees only the GPUs of its bundle
     (``CUDA_VISIBLE_DEVICES``), and must not have initialized any before.
+
+    Args:
+        engines: how many.
+        gpus_per_engine: 0: engines on CPUs.
+        learner_gpus: GPUs of the learner's bundle; None: the learner has its place, for engines that join it.
 
     Yields:
         Ray's actor options of each engine.
@@ -103,23 +110,27 @@ async def reserve(engines: int, *, gpus_per_engine: int, learner_gpus: int = 0) 
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     engine = _bundle(gpus_per_engine)
-    learner = _bundle(learner_gpus) | {f"node:{ray.util.get_node_ip_address()}": 0.001}
-    _check_room(ray.cluster_resources(), engines, gpus_per_engine, learner_gpus)
-    group = placement_group([learner, *([engine] * engines)], strategy="PACK" if gpus_per_engine else "SPREAD")
+    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+    learner = [] if learner_gpus is None else [_bundle(learner_gpus) | here]
+    _check_room(ray.cluster_resources(), engines, gpus_per_engine, learner_gpus or 0)
+    group = placement_group([*learner, *([engine] * engines)], strategy="PACK" if gpus_per_engine else "SPREAD")
     try:
         try:
             async with asyncio.timeout(_READY_SECONDS):
                 await group.ready()
         except TimeoutError:
             raise ConfigError(
-                f"rollout.num_engines={engines}: Ray found no place for them within {_READY_SECONDS:g} s; free are "
-                f"{_plain(ray.available_resources())}; end what uses the rest, or lower rollout.num_engines"
+                f"Ray found no place for {engines} engine(s) within {_READY_SECONDS:g} s; free are "
+                f"{_plain(ray.available_resources())}; end what uses the rest, add nodes, or lower rollout.num_engines"
             ) from None
-        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(1 + engines)]
+        bundles = range(len(learner) + engines)
+        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in bundles]
         if learner_gpus:
             look = ray.remote(ray.get_gpu_ids).options(num_gpus=learner_gpus, scheduling_strategy=places[0])
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, await look.remote()))
-        yield [{"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place} for place in places[1:]]
+        yield [
+            {"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place} for place in places[-engines:]
+        ]
     finally:
         remove_placement_group(group)
 

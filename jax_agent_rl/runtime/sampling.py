@@ -22,6 +22,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
+from jax_agent_rl.collect.deadlines import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.default_agent import report_idle_tools
@@ -31,6 +32,7 @@ from jax_agent_rl.environments import EnvironmentPools, load_environments, requi
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, make_client, read_model
 from jax_agent_rl.runtime.frozen_models import open_role_models
 from jax_agent_rl.runtime.placement import open_places, place_engines
@@ -219,10 +221,21 @@ def make_agents(
         environments=environments,
         frozen=frozen,
     )
-    parts = {"score": score, "max_in_flight": config.rollout.max_in_flight, "seed": config.seed, "tracer": tracer}
+    rollout, parts = config.rollout, {"score": score, "seed": config.seed, "tracer": tracer}
+    parts["max_in_flight"] = rollout.max_in_flight
+    limits = TimeLimits(
+        trajectory_timeout=rollout.trajectory_timeout,
+        min_group_size=rollout.min_group_size,
+        group_timeout=rollout.group_timeout,
+    )
     return AgentSide(
-        collector=RolloutCollector(context, strategy=make_strategy(config.rollout.strategy), **parts),
-        evaluator=RolloutCollector(replace(context, limits=config.agent.for_validation()), validate=True, **parts),
+        collector=RolloutCollector(context, strategy=make_strategy(rollout.strategy), limits=limits, **parts),
+        evaluator=RolloutCollector(
+            replace(context, limits=config.agent.for_validation()),
+            limits=TimeLimits(trajectory_timeout=rollout.trajectory_timeout),
+            validate=True,
+            **parts,
+        ),
         interactions=interactions,
         environments=environments,
     )
@@ -257,17 +270,16 @@ async def open_rollouts(
         )
         stack.push_async_callback(client.close)
         print_line(f"starting the {config.rollout.backend} engine")
+        client.check_server = functools.partial(require_grammars, config)
         await client.start(place_engines(config, places, here))
-        require_grammars(config, client)
         yield Rollouts(config=config, client=client, agents=agents, codec=codec, rows=rows)
 
 
-def require_grammars(config: Config, client: LLMServerClient) -> None:
-    """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that an engine cannot follow."""
-    lacking = [server.name for server in client.servers if not server.backend.capabilities.grammars]
-    if config.agent.constrain_tool_calls and lacking:
+def require_grammars(config: Config, server: AsyncServer) -> None:
+    """Raise ConfigError if ``agent.constrain_tool_calls`` needs grammars that the engine cannot follow."""
+    if config.agent.constrain_tool_calls and not server.backend.capabilities.grammars:
         raise ConfigError(
-            f"agent.constrain_tool_calls=true, but {lacking[0]} cannot follow grammars; set it to false, or sample "
+            f"agent.constrain_tool_calls=true, but {server.name} cannot follow grammars; set it to false, or sample "
             "with the built-in jetstream engine (without rollout.deterministic) or vllm"
         )
 

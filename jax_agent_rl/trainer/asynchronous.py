@@ -30,6 +30,7 @@ from typing import Any
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
 from jax_agent_rl.collect.filters import Selection, select
+from jax_agent_rl.collect.in_flight import GroupRecord, continued
 from jax_agent_rl.collect.stream import GroupStream
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities
@@ -57,9 +58,15 @@ class StreamTrainer(Trainer):
             oversample=config.trainer.oversample_prompts,
             version=self.record.step,
         )
+        self._groups: dict[int, GroupRecord] = {}
         if self.record.buffer.get("version") == self.record.step:  # else the steps since were synchronous ones
-            buffer.restore(self.record.buffer)
+            self._groups = {int(n): GroupRecord.restore(group) for n, group in self.record.in_flight.items()}
+            buffer.restore(self.record.buffer, continued=self._groups)
         self.buffer = buffer
+        # Of an engine in another process, every chunk would be a message.
+        local = config.rollout.backend != "remote" and config.rollout.placement == "colocated"
+        self.runtime.client.keeps_chunks = local
+        self._stopped: tuple[dict[int, Any], frozenset[str]] | None = None
         self.stream = GroupStream(buffer, draw=self.runtime.cursor.draw, grow=self._grow, drop=self._drop)
         self._reading: tuple[BackendMetrics, float] | None = None
 
@@ -113,13 +120,37 @@ class StreamTrainer(Trainer):
         return f"; {self.buffer.ready} groups ready, {self.buffer.running} running"
 
     async def stop_rollouts(self) -> None:
+        self._stopped = self._stopped or self._in_flight()
         await self.stream.close()
 
     def save(self) -> None:
-        """Save the open groups beside the learner's state: a resumed run draws their rows first."""
+        """Save the open groups beside the learner's state: a resumed run draws their rows first and continues them."""
+        groups, in_flight = self._stopped or self._in_flight()
+        groups = {number: group for number, group in groups.items() if number in self.buffer.kept and continued(group)}
+        self.record.in_flight = {str(number): group for number, group in groups.items()}
         self.record.buffer = self.buffer.state()
         self.record.cursor = self.runtime.cursor.state(again=self.buffer.open)
+        members = {f"{self._group_id(number)}-{n}" for number, group in groups.items() for n in continued(group)}
+        self.continued = len(members & in_flight)
         super().save()
+
+    def on_step_end(self, version: int) -> None:
+        """Make room for what the next steps consume."""
+        self.stream.finish_step(version, want=self.wanted_after_publishing(version))
+        self._groups = {number: record for number, record in self._groups.items() if number in self.buffer.kept}
+
+    def wanted_after_publishing(self, version: int) -> int:
+        """Return how many groups to start as soon as a version is served."""
+        return self.wanted_after(version)
+
+    def _in_flight(self) -> tuple[dict[int, Any], frozenset[str]]:
+        """Return what the open groups have sampled, by number, and the ids of the trajectories in flight."""
+        groups = {number: record.state() for number, record in self._groups.items()}
+        return groups, self.runtime.collector.accounting.in_flight
+
+    def _group_id(self, number: int) -> str:
+        step, index = divmod(number, self.buffer.batch)
+        return f"{LABEL}-{step}-{index}"
 
     async def _grow(self, ticket: Ticket, row: Any, why_stopped: Callable[[], DropReason]) -> Group:
         """Collect one group with shaped rewards and, for ReMax, the reward of a greedy rollout."""
@@ -128,7 +159,8 @@ class StreamTrainer(Trainer):
         collect = functools.partial(
             self.runtime.collector.collect_one, row, step=step, index=index, why_stopped=why_stopped
         )
-        group = await collect(group_size=config.rollout.group_size, sampling=sampling, label=LABEL)
+        record = self._groups.setdefault(ticket.number, GroupRecord())
+        group = await collect(group_size=config.rollout.group_size, sampling=sampling, label=LABEL, record=record)
         group = shaped(group, config)
         try:
             self.runtime.client.require_server()  # else what was lost would look like the policy's failure
@@ -178,8 +210,8 @@ class OneStepOffTrainer(StreamTrainer):
         self.learner_idle_seconds += self.clock() - began
         return await self.push_weights(version)
 
-    def on_step_end(self, version: int) -> None:
-        self.stream.finish_step(version, want=0)
+    def wanted_after_publishing(self, version: int) -> int:
+        return 0
 
 
 PAUSES: dict[str, PauseMode | None] = {
@@ -217,10 +249,6 @@ class FullyAsyncTrainer(StreamTrainer):
     async def publish(self, version: int, selection: Selection) -> float:
         """Publish at once, whatever runs."""
         return await self.push_weights(version, mode=self._pause)
-
-    def on_step_end(self, version: int) -> None:
-        """Make room for a batch."""
-        self.stream.finish_step(version, want=self.wanted_after(version))
 
 
 def _supports(capabilities: Capabilities, name: str) -> bool:

@@ -52,6 +52,7 @@ class Trainer:
         record: progress that survives a restart.
         progress: the display.
         clock: seconds, monotonic.
+        continued: number of trajectories in flight whose ids the next checkpoint holds.
         learner_idle_seconds: seconds of this step in which the learner had nothing to do.
         phases: what the trainer did when.
         reporter: records steps and evaluations, and passes them to observers.
@@ -71,6 +72,7 @@ class Trainer:
         self.agreement = AgreementWatch(
             self.runtime, self.folder, version=self.record.step, print_line=self.progress.print_line
         )
+        self.continued = 0
         self.learner_idle_seconds = 0.0
         self.phases = Phases(self.clock)
         self.reporter = RunReporter(self.runtime, self.folder, self.record, self.progress, self.phases, self.clock)
@@ -267,7 +269,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of the last finished step, if there is none yet."""
-        self.record.accounting = self.runtime.collector.accounting.state()
+        self.record.accounting = self.runtime.collector.accounting.state(continued=self.continued)
         with self.phases.measure("save"):
             self.checkpointer.save(self.record.step, self.runtime.learner.state, self.record.to_json())
 

@@ -37,6 +37,7 @@ class RunRecord:
         cursor: position in the training rows after ``step``.
         accounting: what became of every trajectory.
         buffer: of asynchronous trainers, what became of every group.
+        in_flight: of asynchronous trainers, what the open groups have sampled, by number.
         role_baselines: running means of the rewards, by data source and role (RAE).
     """
 
@@ -53,6 +54,7 @@ class RunRecord:
     cursor: dict[str, Any] = field(default_factory=dict)
     accounting: dict[str, Any] = field(default_factory=dict)
     buffer: dict[str, Any] = field(default_factory=dict)
+    in_flight: dict[str, Any] = field(default_factory=dict)
     role_baselines: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.jetstream import speculation
 from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
 from jax_agent_rl.testing.conformance.models import (
@@ -85,6 +86,7 @@ def jetstream_speculative(request):
     pytest.importorskip("torch")
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
+    patch.setattr(speculation, "LOSS_SECONDS", float("inf"))
     patch.setattr(Speculation, "_best_columns", lambda on, plain, chances: on.most_columns if len(chances) else None)
     options = request.getfixturevalue("options")
     return select_backend("jetstream", replace(options, num_speculative_tokens=4))

@@ -66,7 +66,7 @@ def test_a_program_in_the_sandbox_trains_on_task_folders(small_model: Path, tmp_
         "--heldout",
         "2",
     ]
-    subprocess.run([*prepare, "--heldout", "2"], check=True, timeout=60, cwd=ROOT, env=ENVIRONMENT)
+    subprocess.run([*prepare, "--heldout", "2"], check=True, timeout=300, cwd=ROOT, env=ENVIRONMENT)
     places = [f"run_dir={tmp_path / 'run'}", f"model.path={small_model}", f"data.train={tmp_path / 'train.jsonl'}"]
     command = [*python(), *COMMAND, "train", str(ROOT / "examples" / "terminal_tasks" / "config.yaml"), *places]
     command += [f"data.eval={tmp_path / 'heldout.jsonl'}", *SMALL, "trainer.steps=1", "agent.max_prompt_length=400"]

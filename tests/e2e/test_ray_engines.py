@@ -17,8 +17,9 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.observe.run_dir import read_records
+from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, command_run
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.rollout.ray.host import EngineHost
@@ -28,7 +29,7 @@ from jax_agent_rl.runtime.train import train
 from jax_agent_rl.testing.leaks import Footprint
 from jax_agent_rl.types import SamplingParams
 from tests.launching import wait_for_end
-from tests.tiny_run import tiny_recipe
+from tests.tiny_run import GATED_REWARD, tiny_recipe
 from tests.toy_backend import ToyBackend
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -67,7 +68,7 @@ def run(recipe: Path, folder: Path, *overrides: str, meanwhile=None) -> tuple[li
     config = load(recipe, [f"run_dir={folder / 'run'}", *overrides])
     asyncio.run(train_and(config, meanwhile))
     for pid in engines():  # Ray kills an actor's process a moment after it was told to
-        wait_for_end(pid, 30)
+        wait_for_end(pid)
     steps = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
     assert [r["step"] for r in steps] == list(range(1, config.trainer.steps + 1))
     for step in steps:
@@ -152,6 +153,33 @@ def test_an_actor_that_is_killed_costs_time_and_no_trajectory(recipe, case: str,
     last = steps[-1]
     assert (last["servers_lost"], last["stale_served"]) == (1, 0)
     assert len(trained) == 8 * 8 and last["accounting"]["trained"] == 8 * 8
+
+
+def test_a_run_goes_on_with_an_engine_that_was_added_when_the_first_one_is_removed(recipe, colocated, tmp_path: Path):
+    """The one that was added samples everything, with the weights of each step, what the first one would have."""
+    gate, folder = tmp_path / "gate", tmp_path / "run"
+    (reward := tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
+    shown: list[str] = []
+
+    async def replace_the_engine() -> None:
+        while not (folder / ADDRESS_FILE).exists():
+            await asyncio.sleep(0.01)
+        with pytest.raises(BackendError, match="start the run with rollout.backend=remote"):
+            await command_run(folder, "engines/add", {"url": "http://127.0.0.1:8100"})
+        for path, body in (("add", {"url": None}), ("remove", {"name": "ray-0", "drain": False})):
+            answer = await command_run(folder, f"engines/{path}", body)
+            shown.append(" ".join(engine["name"] for engine in answer["engines"]))
+        gate.touch()
+
+    overrides = ["rollout.placement=separate", f"reward.path={reward}", "reward.timeout=600"]
+    steps, trained = run(recipe, tmp_path, *overrides, meanwhile=replace_the_engine)
+    first, second = shown
+    assert first == f"ray-0 {second}"
+    keys = ("trajectory_id", "step", "response_ids", "policy_versions", "reward")
+    assert [{k: r[k] for k in keys} for r in trained] == [{k: r[k] for k in keys} for r in colocated]
+    last = steps[-1]
+    assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
+    assert last["accounting"]["dropped"] == 0 and not (folder / ADDRESS_FILE).exists()
 
 
 def toy_actor(*, tick_seconds: float = 0.0, **options: Any) -> RayBackend:

@@ -66,7 +66,7 @@ def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
     read_until(resumed, "interrupted: the run saves a checkpoint")
     rest = "".join(ended_after(resumed, signal.SIGINT))
     assert resumed.returncode == 130 and "the run is killed" in rest, rest
-    wait_for_end(stuck.pid, 30)
+    wait_for_end(stuck.pid)
 
 
 @pytest.fixture

@@ -62,6 +62,6 @@ def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, t
             [*python(), "-m", "jax_agent_rl.cli", "view", str(folder), "--tree"],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=500,
         )
         assert shown.returncode == 0 and "trees, mean reward" in shown.stdout, shown.stderr[-3000:]

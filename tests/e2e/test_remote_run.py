@@ -13,9 +13,11 @@ import pytest
 
 from jax_agent_rl.observe.run_dir import read_records
 from tests.e2e.test_run import COMMAND
+from tests.tiny_run import GATED_REWARD, SMALL, tiny_recipe
 from tests.warm import python
 
 SECRET = "correct horse"
+ROLLOUT = {"prompts_per_step": 2, "group_size": 4, "max_in_flight": 8, "max_model_len": 64, "jetstream": SMALL}
 ENVIRONMENT = os.environ | {"ROLLOUT_TOKEN": SECRET}
 
 
@@ -102,3 +104,42 @@ def test_a_run_trains_with_a_rollout_server_and_the_server_passes_conformance(
         assert checked.returncode == 0, checked.stdout + checked.stderr
         counts = json.loads(checked.stdout.splitlines()[-1])
         assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 0, 0)
+
+
+def test_a_server_added_by_command_takes_over_from_the_one_that_is_removed(tmp_path: Path):
+    """Both leave the run, one by command and one at its end, and serve on; no trajectory is lost."""
+    gate, folder = tmp_path / "gate", tmp_path / "run"
+    recipe = tiny_recipe(tmp_path, rollout=ROLLOUT, trainer={"steps": 2})
+    (tmp_path / "reward.py").write_text(GATED_REWARD.format(gate=str(gate)))
+    with rollout_server(recipe) as first, rollout_server(recipe) as second:
+        remote = ["rollout.backend=remote", f"rollout.urls=[{first}]", "rollout.token_env=ROLLOUT_TOKEN"]
+        training = subprocess.Popen(
+            [*python(), *COMMAND, "train", str(recipe), "reward.timeout=600", *remote],
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            listed = run("engines", "list", folder)
+            while "version 0 is served by 1" not in listed.stdout:  # until the first weights are there
+                assert training.poll() is None, training.communicate()[0]
+                listed = run("engines", "list", folder)
+            refused = run("engines", "remove", folder, first)
+            assert refused.returncode == 2 and "add another one first" in refused.stderr
+            added = run("engines", "add", folder, second, "--json")
+            assert added.returncode == 0, added.stderr
+            engines = json.loads(added.stdout.splitlines()[-1])["engines"]
+            assert {engine["name"]: engine["policy_version"] for engine in engines} == {first: 0, second: 0}
+            removed = run("engines", "remove", folder, first)
+            assert removed.returncode == 0, removed.stderr
+            gate.touch()
+            said, _ = training.communicate(timeout=400)
+            assert training.returncode == 0, said
+        finally:
+            training.kill()
+            training.wait()
+    last = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"][-1]
+    assert (last["servers_up"], last["servers_lost"], last["stale_served"]) == (1, 0, 0)
+    assert last["accounting"]["trained"] == 2 * 8 and last["accounting"]["dropped"] == 0
+    assert f"server {second} joined, with weights of version 0" in said and f"server {first} left" in said

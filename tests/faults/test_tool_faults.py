@@ -86,7 +86,7 @@ def faults():
     made.release()
 
 
-async def run(faults, script, *, count=4, timeout=5.0, **limits):
+async def run(faults, script, *, count=4, timeout=60.0, **limits):
     """Runs ``count`` trajectories of the script; asserts that none is lost; returns them."""
     codec = FakeCodec()
     context = AgentContext(

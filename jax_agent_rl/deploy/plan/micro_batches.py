@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from jax_agent_rl.config import Config
+from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import blanks, image_packing
@@ -15,6 +16,7 @@ from jax_agent_rl.learner.losses.covariance import SELECTORS
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.utils.sampling_support import mask_words
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -57,10 +59,28 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     for name, terms in (("policy", policy), ("layout", {}), *([("critic", critic)] if with_critic else [])):
         first = next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows))
         made[name] = dict(first) if images is None else list(blanks(first, images))[-1]
+        made[name] |= _replayed(config, model, first)
     if learner.router_aux_loss_coef and model.experts is not None:
         made["policy"]["router_share"] = np.zeros(model.experts.count, np.float32)
         made["policy"]["router_tokens"] = np.zeros((), np.float32)
     return dict(made)
+
+
+def replays_supports(config: Config) -> bool:
+    """Return whether training samples from parts of the vocabulary, which the learner then scores."""
+    return restricts_sampling(config.rollout) or config.agent.constrain_tool_calls
+
+
+def _replayed(config: Config, model: DecoderConfig, batch: Arrays) -> dict[str, np.ndarray]:
+    """Return what engines report of draws, supports and experts, as arrays that take no memory here."""
+    made: dict[str, np.ndarray] = {}
+    if replays_supports(config):
+        shape = (*batch["target_id"].shape, mask_words(model.vocab_size))
+        made["target_support"] = np.broadcast_to(np.uint32(0), shape)
+    if model.experts is not None:
+        shape = (*batch["token_ids"].shape, model.num_layers, model.experts.per_token)
+        made["routed_experts"] = np.broadcast_to(np.int16(0), shape)
+    return made
 
 
 def _make_trajectory(number: int) -> Trajectory:

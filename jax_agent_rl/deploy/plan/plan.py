@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program, ideal_seconds
+from jax_agent_rl.deploy.plan.micro_batches import replays_supports
 from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program, Resident, Tokens, inventory
 from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.runtime.engine_devices import engine_shapes
 from jax_agent_rl.utils.hub import hub_name
+from jax_agent_rl.utils.sampling_support import mask_words
 
 BATCH, TEMPORARIES, CODE = "gradients and batches", "temporaries", "code"
 
@@ -79,6 +83,34 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Bytes that engines report of the draws of a step, for the learner to score what was sampled.
+
+    Attributes:
+        masks: of supports, as they leave the engines' chips and reach the learner's: a bit for each id and draw.
+        supports: of supports on their way between processes, at most; a nucleus of few ids takes much less.
+        experts: of a mixture's routes, one number for each position, layer and chosen expert.
+    """
+
+    masks: int
+    supports: int
+    experts: int
+
+    @classmethod
+    def of(cls, config: Config, model: DecoderConfig) -> Replay:
+        """Return those of trajectories of full length."""
+        rollout, agent, experts = config.rollout, config.agent, model.experts
+        members = rollout.prompts_per_step * rollout.group_size
+        draws = members * agent.max_response_length if replays_supports(config) else 0
+        routes = 0
+        if experts is not None:
+            positions = members * (agent.max_prompt_length + agent.max_response_length)
+            routes = positions * model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
+        mask = 4 * mask_words(model.vocab_size)
+        return cls(masks=draws * mask, supports=draws * math.ceil(4 / 3 * mask), experts=routes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResourcePlan:
     """Plan of one configuration on one slice.
 
@@ -101,7 +133,24 @@ class ResourcePlan:
 
     @property
     def fits(self) -> bool:
-        return all(load.fits for load in self.loads)
+        return all(load.fits for load in self.loads) and self.host_pages <= self.host_memory
+
+    @property
+    def host_pages(self) -> int:
+        """Bytes of KV that the engines of a host keep in its memory, on the host with most engines."""
+        engines = Counter[int]()
+        for mesh in self.placement.engines:
+            engines[mesh.devices.flat[0].process_index] += mesh.shape["data"]
+        return max(engines.values(), default=0) * engine_shapes(self.config).kv_offloading_bytes
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of a host's memory."""
+        return self.slice.chip.host_bytes * max(Counter(d.process_index for d in self.devices).values())
+
+    @functools.cached_property
+    def replay(self) -> Replay:
+        return Replay.of(self.config, self.model)
 
     @property
     def fullest(self) -> Load:

@@ -322,7 +322,7 @@ class EngineWork(NamedTuple):
         if self.model.vision is not None:
             return None
         match key:
-            case ("decode", _, width, span):
+            case (str(kind), _, width, span) if kind.startswith("decode"):
                 return pass_flops(self.model, width, visible=span), self._weights(width) + self._kv(width, span)
             case ("chunks", _, rows, count, span):
                 flops = pass_flops(self.model, rows * count, visible=span + (count + 1) / 2, head=False)

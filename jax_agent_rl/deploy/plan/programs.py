@@ -18,11 +18,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jax_agent_rl.config import Config, LearnerConfig
+from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.deploy.plan.micro_batches import Arrays, micro_batches
 from jax_agent_rl.deploy.plan.prediction import EngineWork, pass_flops
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
-from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS, Extension, JaxEngine
+from jax_agent_rl.jetstream.block_manager import NULL_PAGE
+from jax_agent_rl.jetstream.decode_batch import (
+    ALL_ALLOWED,
+    PREFILL_ROWS,
+    DecodeBatch,
+    make_decode_batch,
+    truncation_of,
+)
+from jax_agent_rl.jetstream.engine import Extension, JaxEngine
+from jax_agent_rl.jetstream.kv_offloading import MOVED_TOGETHER
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
@@ -36,6 +45,8 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.mesh import Device
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
+from jax_agent_rl.trainer.groups import training_sampling
+from jax_agent_rl.utils.sampling_support import mask_words
 
 Phase = Literal["learner", "weights", "rollout"]
 Tokens = Literal["prompts", "sampled", "trained"]
@@ -319,11 +330,16 @@ def _add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
     weights, cache = engine.load_params(published.params), engine.init_cache()
     last = shapes.cache_length - shapes.decode_steps
     slots = make_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
-    engine.decode(weights, cache, slots, shapes.decode_steps, 1)
+    engine.decode(weights, cache, _restricted(slots, config, model), shapes.decode_steps, 1)
+    if shapes.num_speculative_tokens:
+        engine.verify(weights, cache, slots, [()] * len(slots.tokens))
     size = shapes.chunk_buckets[-1]
     chunk = Extension(pages=(), start=max(0, shapes.cache_length - size), ids=np.zeros(size, np.int32))
     engine.extend(weights, cache, [chunk] * PREFILL_ROWS)
     engine.copy_page(cache, 0, 0)
+    if shapes.kv_offloading_bytes:
+        pages = [NULL_PAGE] * MOVED_TOGETHER[-1]
+        engine.overwrite_pages(cache, engine.get_pages(cache, pages), np.asarray(pages, np.int32))
     absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     made.keep(WEIGHTS, weights, absent=absent)
     made.keep(CACHE, cache, absent=absent)
@@ -338,21 +354,39 @@ def _add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
             made.programs.append(one)
 
 
+def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> DecodeBatch:
+    """Add what restricts the draws of training: top-p and the like, and the grammars of tool calls."""
+    count = len(slots.tokens)
+    if restricts_sampling(config.rollout):
+        slots = replace(slots, truncation=truncation_of([training_sampling(config)] * count))
+    if config.agent.constrain_tool_calls:
+        allowed = np.full((count, mask_words(model.vocab_size)), ALL_ALLOWED)
+        slots = replace(slots, allowed=allowed)
+    return slots
+
+
 def _engine_programs(
     key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Published, steps: int
 ) -> Iterator[Program]:
     """Yield the program of a key of the engine's table; nothing for what only allocates."""
     rollout = functools.partial(Program, phase="rollout", mesh=mesh, traced=program)
     match key:
-        case ("decode", _, width, span):
-            name, tokens = f"decode {width} slots of {span}", width * steps
+        case (str(kind), _, width, span) if kind.startswith("decode"):
+            steps = 1 if kind.endswith("constrained") else steps  # a grammar needs each id before the next
+            name, tokens = f"{kind} {width} slots of {span}", width * steps
             yield rollout(name=name, holds=_BOTH, donates=_CACHE, loops=steps, tokens=tokens, of="sampled")
+        case ("verify", *_):  # how often drafts are verified is found while a run samples
+            yield rollout(name="verify drafts", holds=_BOTH, donates=_CACHE if len(key) == 3 else frozenset(), calls=0)
         case ("chunks", _, rows, size, span):
             yield rollout(name=f"prefill {rows} x {size} after {span}", holds=_BOTH, tokens=rows * size, of="prompts")
-        case ("write", *_):  # this and the next touch a few pages of the cache: they take memory, and hardly time
+        case ("write", *_):  # this and the next three touch a few pages of the cache: they take memory, and hardly time
             yield rollout(name="write to the cache", holds=_CACHE, donates=_CACHE, calls=0)
         case ("copy", _):
             yield rollout(name="copy a page", holds=_CACHE, donates=_CACHE, calls=0)
+        case ("get", *_):
+            yield rollout(name="pages to the host", holds=_CACHE, calls=0)
+        case ("put", *_):
+            yield rollout(name="pages from the host", holds=_CACHE, donates=_CACHE, calls=0)
         case ("weights", _):
             holds = published.holds | _WEIGHTS
             yield rollout(name="take weights", phase="weights", holds=holds, donates=_WEIGHTS)

@@ -136,7 +136,7 @@ def _sum_exchanges(one: Compiled) -> dict[str, tuple[float, list[str]]]:
 
 def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
     capacity = plan.fullest.capacity
-    if plan.fits:
+    if all(load.fits for load in plan.loads):
         free = format_bytes(capacity - plan.fullest.total)
         yield f"[green]It fits[/green]: of {format_bytes(capacity)} a chip at least {free} are free."
     by_advice: dict[tuple[str, ...], list[Load]] = {}
@@ -148,6 +148,12 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
         over = format_bytes(max(0, *(load.total - capacity for load in those)))
         verb, most = ("does not fit", "") if len(those) == 1 else ("do not fit", "up to ")
         yield f"[red]{names} {verb}[/red]: {most}{over} too much on a chip; try {' or '.join(keys)}."
+    if pages := plan.host_pages:
+        used = f"{format_bytes(pages)} of KV in a host's {format_bytes(plan.host_memory)} of memory"
+        if pages > plan.host_memory:
+            yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
+        else:
+            yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
     number = {device: i for i, device in enumerate(plan.devices)}
     idle = report_idle(
         plan.config,
@@ -173,6 +179,14 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
         yield f"step: {least}{format_seconds(step.seconds)}; who waits: {who}, {share:.0%} of it"
     else:
         yield f"rollout.backend={rollout.backend}: the speed of its engines is not planned here"
+    replay = plan.replay
+    if replay.masks:
+        yield (
+            f"sampling replay: {format_bytes(replay.masks)} of masks a step between hosts and chips, on each side; "
+            f"up to {format_bytes(replay.supports)} between processes"
+        )
+    if replay.experts:
+        yield f"router replay: {format_bytes(replay.experts)} of chosen experts a step, from engines to the learner"
     if (factory := rollout.jetstream.engine_factory) is not None:
         yield f"rollout.jetstream.engine_factory={factory}: planned as if it were the built-in engine"
     if price is not None:
@@ -224,6 +238,8 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
             }
             for one, load in zip(plan.compiled, plan.loads, strict=True)
         ],
+        "host": {"pages": plan.host_pages, "memory": plan.host_memory},
+        "replay": vars(plan.replay),
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
         "cost": None if price is None else _cost(plan, price),

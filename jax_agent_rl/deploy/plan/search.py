@@ -22,6 +22,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.deploy.plan.compiled import format_bytes
 from jax_agent_rl.deploy.plan.hlo import RING
+from jax_agent_rl.deploy.plan.micro_batches import replays_supports
 from jax_agent_rl.deploy.plan.topology import (
     REMAT,
     Chip,
@@ -36,9 +37,12 @@ from jax_agent_rl.deploy.plan.topology import (
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes
+from jax_agent_rl.utils.sampling_support import mask_words
 
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""
+WORD, ROUTED = 4, 2
+"""Bytes of a word of a support's mask, and of an expert's number, in the learner's micro-batches."""
 PRODUCTS = {"none": 6, "dots": 6, "full": 8}
 """Operations per parameter and token, by what the backward pass recomputes."""
 
@@ -241,7 +245,7 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     in_turn = state + serving if shared and not config.rollout.sleep_during_update else max(state, serving)
     return PlanEstimate(
         stays=in_turn,
-        passes=_activation_bytes(config, model) + _gathered_bytes(config, model),
+        passes=_activation_bytes(config, model) + _gathered_bytes(config, model) + _replayed_bytes(config, model),
         seconds=_train_seconds(config, model, chip, count)
         + _rollout_seconds(config, chip, resident.weights, resident.position) / engines,
     )
@@ -272,6 +276,14 @@ def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
     shapes = model.parameter_shapes()
     layer = sum(math.prod(shape[1:]) for shape in shapes["layers"].values())
     return (2 * layer / mesh.expert + math.prod(shapes["embed"])) / mesh.tensor * _compute_width(config)
+
+
+def _replayed_bytes(config: Config, model: DecoderConfig) -> float:
+    """Return a chip's bytes of supports and experts beside the tokens of a micro-batch."""
+    learner, experts = config.learner, model.experts
+    support = WORD * mask_words(model.vocab_size) if replays_supports(config) else 0
+    routed = 0 if experts is None else ROUTED * model.num_layers * experts.per_token
+    return learner.micro_batch_size * learner.pack_length * (support + routed)
 
 
 def _compute_width(config: Config) -> int:

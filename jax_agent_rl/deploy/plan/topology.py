@@ -48,6 +48,7 @@ class Chip:
         hbm_bandwidth: bytes per second between a chip and its memory.
         link_bandwidth: bytes per second and direction of one link to a neighbour.
         dcn_bandwidth: bytes per second and direction of a chip's share of the network between slices.
+        host_bytes: a chip's share of its host's memory.
         hosts: shapes of slices on one host; larger slices have hosts of four chips.
         config: libtpu's name for how cores form devices; None where it assumes one device per chip.
     """
@@ -59,6 +60,7 @@ class Chip:
     hbm_bandwidth: float
     link_bandwidth: float
     dcn_bandwidth: float
+    host_bytes: int
     hosts: tuple[tuple[int, ...], ...]
     config: str | None = None
 
@@ -74,6 +76,7 @@ CHIPS = {
             hbm_bandwidth=1200e9,
             link_bandwidth=50e9,  # of 6 links (Jouppi et al. 2023, arXiv 2304.01433)
             dcn_bandwidth=1.6e9,  # 81 Tbps between 1536 hosts (Chowdhery et al. 2022, arXiv 2204.02311, section 4)
+            host_bytes=int(407e9 / 4),
             hosts=((2, 2, 1),),
             config="megacore",  # both cores of a chip are one device, as they are for JAX on a real one
         ),
@@ -85,6 +88,7 @@ CHIPS = {
             hbm_bandwidth=819e9,
             link_bandwidth=50e9,  # 400 GB/s in both directions over 4 links
             dcn_bandwidth=3.1e9,
+            host_bytes=int(384e9 / 8),
             hosts=((1, 1), (2, 2), (2, 4)),
         ),
         Chip(
@@ -95,6 +99,7 @@ CHIPS = {
             hbm_bandwidth=2765e9,
             link_bandwidth=100e9,  # 1200 GB/s in both directions over 6 links
             dcn_bandwidth=6.25e9,
+            host_bytes=int(448e9 / 4),
             hosts=((2, 2, 1),),
         ),
         Chip(
@@ -105,6 +110,7 @@ CHIPS = {
             hbm_bandwidth=1600e9,
             link_bandwidth=100e9,  # 3200 Gbps over 4 links
             dcn_bandwidth=12.5e9,
+            host_bytes=int(1440e9 / 8),
             hosts=((1, 1), (2, 2), (2, 4)),
         ),
     )

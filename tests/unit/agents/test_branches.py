@@ -181,7 +181,7 @@ def game(monkeypatch):
 
 def playing(**limits) -> Branching:
     words = [f"move number {n}" for n in range(4)]
-    return Branching(EnvironmentAgent, words, shared={"environments": EnvironmentPools(timeout=5.0)}, **limits)
+    return Branching(EnvironmentAgent, words, shared={"environments": EnvironmentPools(timeout=60.0)}, **limits)
 
 
 GAME = {**ROW, "extra_info": {"environment_kwargs": {"name": "counter"}}}

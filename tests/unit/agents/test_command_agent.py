@@ -28,6 +28,17 @@ for _ in range(3):
 open("answer.txt", "w").write(open("number.txt").read() * 2)
 print("done")
 """
+URLLIB_ASK = """
+import json, os, urllib.request
+def ask(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "m", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+"""
+HANGS = "import time; time.sleep(600)"
 TESTS = {"check.py": "assert open('/app/answer.txt').read() == '77', open('/app/answer.txt').read()"}
 
 
@@ -61,11 +72,10 @@ async def test_a_program_is_one_exact_trajectory_whose_tests_give_its_reward(tmp
 
 @needs_bwrap
 async def test_a_wrong_answer_a_failing_program_and_one_that_hangs_are_scored_by_their_files(tmp_path: Path):
-    ask = "import openai\nchat = openai.OpenAI().chat.completions\n"
-    ask += "chat.create(model='m', messages=[{'role': 'user', 'content': 'x'}])\n"
-    for end, exit_code in (("", 0), ("raise SystemExit(3)", 3), ("import time; time.sleep(60)", None)):
+    for end, exit_code, seconds in (("", 0, 120), ("raise SystemExit(3)", 3, 120), (HANGS, None, 8)):
         task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 /tests/check.py")
-        async with tiny_context(command={"argv": ["python3", "-c", ask + end]}, run_timeout=8.0) as context:
+        argv = ["python3", "-c", f"{URLLIB_ASK}ask([{{'role': 'user', 'content': 'x'}}])\n{end}"]
+        async with tiny_context(command={"argv": argv}, run_timeout=float(seconds)) as context:
             loop = CommandAgent(context)
             made = await loop.run(task, trajectory_id="t", group_id="g", sampling=SamplingParams(max_tokens=8, seed=1))
             await loop.close()
@@ -185,17 +195,9 @@ async def test_a_harbor_task_runs_with_its_paths_and_its_reward_file(tmp_path: P
 
 # --- containers ---------------------------------------------------------------------------------------------------
 
-URLLIB_CHAT = """
-import json, os, urllib.request
-def ask(messages):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "m", "messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
-    )
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-messages = [{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}]
-messages += [ask(messages), {"role": "user", "content": "more"}]
+URLLIB_CHAT = f"""{URLLIB_ASK}
+messages = [{{"role": "user", "content": os.environ["TASK_INSTRUCTION"]}}]
+messages += [ask(messages), {{"role": "user", "content": "more"}}]
 ask(messages)
 open("answer.txt", "w").write(open("number.txt").read() * 2)
 """
@@ -242,8 +244,7 @@ async def test_rows_without_a_folder_run_in_the_configured_image(tmp_path: Path,
     settings = {"container": container, "image": CONTAINER_IMAGE}
     _, output = await run(URLLIB_CHAT, task, tmp_path, **settings)
     assert output["reward"] == 1.0, output
-    hanging = URLLIB_CHAT + "import time; time.sleep(600)"
-    _, output = await run(hanging, task, tmp_path, **settings)
+    _, output = await run(URLLIB_CHAT + HANGS, task, tmp_path, **settings)
     assert output["exit_code"] is None and output["reward"] == 1.0, output  # its files are judged
 
 

@@ -161,17 +161,23 @@ async def test_a_session_that_ends_ends_its_requests():
         assert not stage.backend._running and not stage.store.end("s")
 
 
-async def test_requests_over_the_limit_are_told_to_come_again_and_slow_ones_end():
-    limits = {"max_concurrent_requests": 1, "request_timeout": 0.2}
-    async with serving(["hello"], limits=limits) as stage, stage.client() as client:
+async def test_requests_over_the_limit_are_told_to_come_again():
+    async with serving(["hello"], limits={"max_concurrent_requests": 1}) as stage, stage.client() as client:
         stage.backend.unpaused.clear()
         first = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=ASK))
         while not stage.backend._running:
             await asyncio.sleep(0)
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="policy", messages=ASK)
+        stage.backend.unpaused.set()
+        assert (await first).choices[0].message.content == "hello"
+
+
+async def test_slow_requests_end():
+    async with serving(["hello"], limits={"request_timeout": 0.2}) as stage, stage.client() as client:
+        stage.backend.unpaused.clear()
         with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
-            await first
+            await client.chat.completions.create(model="policy", messages=ASK)
         assert not stage.backend._running
         with pytest.raises(openai.InternalServerError, match="request_timeout=0.2"):
             await client.chat.completions.create(model="policy", messages=ASK, stream=True)

@@ -75,7 +75,7 @@ class Stage:
             codec=self.codec,
             limits=AgentConfig(**limits),
             max_model_len=max_model_len,
-            environments=EnvironmentPools(timeout=5.0),
+            environments=EnvironmentPools(timeout=60.0),
         )
 
     async def run(self, row, *, max_tokens=1000):

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from jax_agent_rl.agreement.diagnosis import EngineView
 from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
-from jax_agent_rl.jetstream import programs
+from jax_agent_rl.jetstream import cpu_kernels, programs
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.models.config import DecoderConfig, LinearScaling, Params, Rope
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -292,6 +292,7 @@ async def test_sampled_tokens_at_other_positions_are_named(monkeypatch: pytest.M
         return decode_step(config, params, cache, tokens, positions, jnp.full_like(positions, 2), *rest)
 
     monkeypatch.setattr(programs, "decode_step", further)
+    monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)  # with these, prompts are decode steps, too
     other = replace(LLAMA, max_position_embeddings=512)  # a program of its own
     made = await of_engine(LLAMA, other)
     assert made.cause is Cause.POSITION and "2 positions further" in made.line, made.line

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -138,7 +137,12 @@ async def test_a_reward_that_hangs_loses_its_trajectory_and_is_counted():
         released.wait()
 
     rows = [row("a", data_source="hangs_for_test"), row("b", data_source="calculator", reward_model=TRUTH)]
-    stage = Stage(score=partial(score, timeout=0.05))
+
+    def scored(trajectory):
+        hangs = trajectory.row["data_source"] == "hangs_for_test"
+        return score(trajectory, timeout=0.05 if hangs else 60)
+
+    stage = Stage(score=scored)
     groups = {g.group_id: g for g in await stage.collect(rows, group_size=2)}
     released.set()
     assert groups["train-0-0"].dropped == {DropReason.REWARD_TIMEOUT: 2} == stage.books.dropped

@@ -46,6 +46,8 @@ EFFECTS = {
     "rollout.group_size": "unit/agents/test_server_tool_settings.py::test_n_is_another_name_of_the_group_size",
     "rollout.strategy.name": "unit/collect/test_strategies.py::test_strategies_are_made_by_name",
     "rollout.max_in_flight": "unit/collect/test_collector.py::test_no_more_than_max_in_flight_run_at_once",
+    "rollout.trajectory_timeout":
+        "unit/trainer/test_progress.py::test_a_trajectory_that_never_ends_is_dropped_by_name_and_every_step_ends",
     "rollout.max_in_flight_per_server":
         (
             "unit/rollout/test_request_queue.py::"

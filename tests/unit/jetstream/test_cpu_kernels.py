@@ -196,10 +196,11 @@ def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.nd
     params, cache = engine.load_params(tiny_params(config=config)), engine.init_cache()
     slots = make_decode_batch(3, SHAPES.context_pages)
     slots.pages[:] = 1 + np.arange(9).reshape(3, 3)
-    for slot, length in enumerate((29, 5, 60)):
-        prompt = np.random.default_rng(slot).integers(3, config.vocab_size, length).astype(np.int32)
-        cache = engine.extend(params, cache, [Extension(slots.pages[slot], 0, prompt[:-1])])
-        slots.tokens[slot], slots.positions[slot] = prompt[-1], length - 1
+    prompts = [np.random.default_rng(n).integers(3, config.vocab_size, n).astype(np.int32) for n in (29, 5, 60)]
+    for begin, end in ((0, 3), (3, -1)):  # together more ids than a pass takes
+        parts = zip(slots.pages, prompts, strict=True)
+        cache = engine.extend(params, cache, [Extension(pages, begin, ids[begin:end]) for pages, ids in parts])
+    slots.tokens[:], slots.positions[:] = [ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts]
     slots.remaining[:], slots.temperature[:], slots.seed[:] = 8, 1, np.arange(3)
     _, found = engine.decode(params, cache, slots, 8, 4)
     return found.ids, found.log_probs

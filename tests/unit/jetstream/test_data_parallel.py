@@ -92,6 +92,53 @@ def test_four_engines_of_two_devices_say_what_one_says_and_share_requests_and_me
     assert facts["host copies"] == 1, "sleeping engines share one copy on the host"
 
 
+SPECULATING = (
+    ENGINES
+    + """
+from jax_agent_rl.jetstream import speculation
+from jax_agent_rl.jetstream.speculation import Speculation
+
+# Whether it pays is measured; here every draft is verified, and no loss is too large.
+speculation.LOSS_SECONDS = float("inf")
+Speculation._best_columns = lambda on, plain, chances: on.most_columns if len(chances) else None
+
+async def outputs(mesh, most):
+    backend = make_backend(model, published(0), replace(shapes, num_speculative_tokens=most), mesh=mesh, seed=3)
+    await backend.start()
+
+    async def every(name):
+        "Each prompt in a session of its own, so that an engine sees what it has sampled before."
+        return await asyncio.gather(*(
+            backend.generate(request(f"{name}{i}", p, count=20, session=f"s{i}", temperature=0.7, seed=i))
+            for i, p in enumerate(PROMPTS)))
+
+    first, second = await every("a"), await every("b")
+    await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=published(1)))
+    changed, again = await every("c"), await every("d")
+    assert all(set(o.policy_versions) == {1} for o in [*changed, *again])
+    accepted = [(await engine.metrics()).accepted_tokens for engine in engines_of(backend)]
+    metrics = await backend.metrics()
+    assert metrics.accepted_tokens == sum(accepted) and metrics.recompilations == 0
+    await backend.close()
+    return [*first, *second, *changed, *again], accepted
+
+expected, none = asyncio.run(outputs(make_engine_mesh(EngineMeshConfig()), 0))
+found, accepted = asyncio.run(outputs(make_engine_mesh(EngineMeshConfig(data=2, tensor=2)), 3))
+for a, b in zip(expected, found, strict=True):
+    assert a.token_ids == b.token_ids, (a, b)
+    np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+assert none == [0]
+print(json.dumps(accepted))
+"""
+)
+
+
+def test_engines_that_verify_drafts_say_what_one_says_without():
+    (line,) = run_on_devices(SPECULATING)
+    accepted = json.loads(line)
+    assert len(accepted) == 2 and min(accepted) > 50, "each engine drafts from what it has sampled itself"
+
+
 CONTROL = (
     ENGINES
     + """

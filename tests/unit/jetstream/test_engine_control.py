@@ -325,6 +325,29 @@ async def test_who_was_preempted_is_ended_with_those_who_run(way: str):
         assert len((await soon(late)).token_ids) == 4
 
 
+async def test_pause_wait_waits_for_who_was_preempted():
+    small = replace(SHAPES, kv_cache_tokens=160)
+    async with running(small) as (backend, engine):
+        tasks = [
+            await started(backend.generate(request(f"r{i}", prompt=range(5 + i, 25 + i), max_tokens=40)))
+            for i in range(3)
+        ]
+        scheduler = backend._core.scheduler
+        await engine.gate.reached()
+        while not any(run.num_preempted for _, run in scheduler._waiting):
+            engine.gate.let_one_pass()
+            await engine.gate.reached()
+        late = await started(backend.generate(request("late")))
+        pausing = await started(backend.pause(PauseMode.WAIT))
+        engine.gate.open()
+        await soon(pausing)
+        assert not scheduler.started and (await backend.health()).waiting == 1 and not late.done()
+        outputs = [await soon(task) for task in tasks]
+        assert [len(output.token_ids) for output in outputs] == [40] * 3 and outputs[2].num_preempted
+        await backend.resume()
+        assert len((await soon(late)).token_ids) == 4
+
+
 # --- requests and weights -------------------------------------------------------------------------------------
 
 

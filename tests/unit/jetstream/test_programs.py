@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
@@ -29,7 +30,10 @@ def doubled(x: jax.Array) -> jax.Array:
     return 2 * x
 
 
-def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_that_follows(engine: JaxEngine):
+def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_that_follows(
+    engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
     params = engine.load_params(tiny_params())
     cache = engine.warm_up(params, engine.init_cache())
     before = len(engine.table)
@@ -40,6 +44,21 @@ def test_on_a_cpu_a_program_is_compiled_when_it_is_needed_and_with_it_the_one_th
     assert len(engine.table) == before + 2
     cache = engine.extend(params, cache, [Extension(pages=(1,), start=0, ids=np.arange(3, 12, dtype=np.int32))])
     assert len(engine.table) == before + 4  # what computes a chunk, and what writes it
+    assert engine.table.recompilations == 0
+
+
+@pytest.mark.skipif(cpu_kernels.kernels_digest() is None, reason="no C++ compiler on this machine")
+def test_with_kernels_for_cpus_one_program_serves_contexts_of_all_lengths(engine: JaxEngine):
+    params = engine.load_params(tiny_params())
+    cache = engine.warm_up(params, engine.init_cache())
+    before = len(engine.table)
+    for position in (10, 100, 250):
+        cache, _ = engine.decode(params, cache, make_decode_batch(3, SHAPES.context_pages, position), 4, 1)
+        assert len(engine.table) == before + 2  # four slots, and two, to which these soon fall
+    for start, count in ((0, 9), (0, 16), (9, 7)):
+        ids = np.arange(3, 3 + count, dtype=np.int32)
+        cache = engine.extend(params, cache, [Extension(pages=(1,), start=start, ids=ids)])
+        assert len(engine.table) == before + 3
     assert engine.table.recompilations == 0
 
 

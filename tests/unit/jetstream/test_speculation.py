@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation
+from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation, accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
@@ -46,7 +46,10 @@ class XlaEngine(JaxEngine):
 
 
 class Eager(Speculation):
-    """Verifies whatever is drafted."""
+    """Verifies whatever is drafted, however long it takes: by its clock nothing does, so that it never pauses."""
+
+    def __init__(self, engine: JaxEngine, drafter: Any, counters: Counters) -> None:
+        super().__init__(engine, drafter, counters, clock=lambda: 0.0)
 
     def _best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
         return self.most_columns if len(chances) else None
@@ -148,28 +151,38 @@ def test_siblings_and_later_samples_draft_for_each_other(kernels: str):
     assert done.accepted_tokens > 60 and done.accepted_tokens == done.draft_tokens
 
 
-FIRST, DRAWS = 2, 1500
+FIRST, DRAWS = 2, 1800
 
 
-def chi_squared(on: Scheduler) -> float:
-    """Compare second ids, drawn after a first that differs from the draft, with the model's distribution."""
-    counts: Counter[int] = Counter()
+def chi_squared(on: Scheduler) -> dict[str, float]:
+    """Compare first ids, and second ones after the draft and after another id, with the model's distributions."""
     prompt = PROMPTS[2]
-    order = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1].tolist()
-    on.speculation = Eager(on.engine, AlwaysDrafts(order[0]), on.counters)
+    draft, other = np.argsort(full_logits(tiny_params(), prompt)[-1])[::-1][:2].tolist()
+    on.speculation = Eager(on.engine, AlwaysDrafts(draft), on.counters)
     for seed in range(DRAWS):
         submit(on, 2, name=str(seed), seed=seed, max_tokens=FIRST, temperature=1.5)
-    for output in finished(on).values():
-        first, second = output.token_ids
-        if first == order[1]:
-            counts[second] += 1
-    scores = full_logits(tiny_params(), [*prompt, order[1]])[-1].astype(np.float64) / 1.5
-    chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+    pairs = [output.token_ids for output in finished(on).values()]
+    assert on.metrics().drafts > 0.9 * DRAWS, "plain decoding would be right whatever the rule"
+    return {
+        "first": deviation(prompt, [first for first, _ in pairs]),
+        "after the draft": deviation([*prompt, draft], [second for first, second in pairs if first == draft]),
+        "after another": deviation([*prompt, other], [second for first, second in pairs if first == other]),
+    }
+
+
+def deviation(context: list[int], drawn: list[int]) -> float:
+    """Return chi-squared of ids that were drawn after a context: of its four likeliest ids, and all others."""
+    chances = model_chances(context)
     likely = np.argsort(chances)[::-1][:4]
-    expected = np.append(chances[likely], 1 - chances[likely].sum()) * counts.total()
-    found = np.append([counts[i] for i in likely.tolist()], counts.total() - sum(counts[i] for i in likely.tolist()))
-    assert counts.total() > 100 and expected.min() > 4
-    return float(((found - expected) ** 2 / expected).sum())
+    expected = np.append(chances[likely], 1 - chances[likely].sum()) * len(drawn)
+    found = [drawn.count(i) for i in likely.tolist()]
+    assert len(drawn) > 100 and expected.min() > 4
+    return float(((np.append(found, len(drawn) - sum(found)) - expected) ** 2 / expected).sum())
+
+
+def model_chances(context: list[int]) -> np.ndarray:
+    scores = full_logits(tiny_params(), context)[-1].astype(np.float64) / 1.5
+    return np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
 
 
 @dataclass
@@ -187,12 +200,49 @@ BOUND = 23.5  # chi-squared of 4 degrees of freedom exceeds it once in 10,000
 
 
 def test_the_distribution_is_the_models():
-    assert chi_squared(scheduler("xla", 3)) < BOUND
+    found = chi_squared(scheduler("xla", 3))
+    assert max(found.values()) < BOUND, found
 
 
-def test_the_test_of_the_distribution_catches_a_rule_that_accepts_too_much(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verification, "accepted_ids", lambda draft, drawn: len(draft))
-    assert chi_squared(scheduler("xla", 3)) > BOUND
+def accepts_always(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verification, "accepted_ids", lambda draft, drawn: len(draft))
+
+
+def accepts_by_a_coin_without_taking_the_rest(patch: pytest.MonkeyPatch) -> None:
+    """Takes a drafted id with probability min(1, p / q), where q = 1, and otherwise draws from p, not from the rest."""
+    accepts_always(patch)
+    verify, chance, coin = JaxEngine.verify, float(model_chances(PROMPTS[2]).max()), np.random.default_rng(0)
+
+    def wrong(self, params, cache, slots, drafts):
+        cache, drawn = verify(self, params, cache, slots, drafts)
+        for slot, draft in enumerate(drafts):
+            if draft and (coin.random() < chance or drawn.ids[0, slot] == draft[0]):
+                drawn.ids[0, slot] = draft[0]
+            else:
+                drawn.ids[1:, slot] = -1
+        return cache, drawn
+
+    patch.setattr(JaxEngine, "verify", wrong)
+
+
+def takes_one_more_than_it_accepts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verification, "accepted_ids", lambda draft, drawn: min(len(draft), 1 + accepted_ids(draft, drawn)))
+
+
+WRONG_RULES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    accepts_always: "after another",
+    accepts_by_a_coin_without_taking_the_rest: "first",
+    takes_one_more_than_it_accepts: "after another",
+}
+
+
+@pytest.mark.parametrize("rule", WRONG_RULES, ids=lambda rule: rule.__name__)
+def test_the_test_of_the_distribution_catches_a_wrong_rule(
+    rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    rule(monkeypatch)
+    found = chi_squared(scheduler("xla", 3))
+    assert found[WRONG_RULES[rule]] > BOUND, found
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_agent_rl.deploy.plan.topology import Slice
 from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
-from jax_agent_rl.jetstream.engine import PREFILL_ROWS
+from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS
 from jax_agent_rl.jetstream.kv_cache import LayerKV, to_cache
 from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.mesh import MESH_AXES

@@ -33,6 +33,27 @@ def gradient(made: Learner, groups) -> list[np.ndarray]:
 REFERENCE = {"share_prefixes": False, "pack_length": 32, "micro_batch_size": 1}
 
 
+def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilation():
+    groups = [
+        Group(
+            group_id="g",
+            trajectories=tuple(
+                trajectory([3 + i] * 60, [5 + (i + j) % 20 for j in range(60)], reward=float(i % 2), index=i)
+                for i in range(5)
+            ),
+        )
+    ]
+    made = learner(pack_length=512)
+    assert made._scorer._halve
+    halved = gradient(made, groups), made.logprobs(groups)
+    compiled = made.programs_compiled
+    made._scorer._halve = False
+    whole = gradient(made, groups), made.logprobs(groups)
+    assert made.programs_compiled == compiled
+    for found, expected in zip(halved[0] + halved[1], whole[0] + whole[1], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [

@@ -76,7 +76,7 @@ def steps_of(params: Params, view, count: int) -> np.ndarray:
     )
     made = OptimizedParams(params, frozen={}, programs=programs)
     for step in range(count):
-        made.apply(made.gradients([{}])[0], step)
+        made.apply(made.gradients([{"token_ids": np.zeros((1, 1), np.int32)}])[0], step)
     return np.asarray(made.state.params["w"], np.float64)
 
 

@@ -110,6 +110,6 @@ def test_an_update_moves_the_parameters_by_the_rate_that_is_recorded():
         loss=lambda params, batch: (jnp.sum(params["w"]), {"sum": {}, "max": {}}),
     )
     made = OptimizedParams({"w": jnp.zeros(4)}, frozen={}, programs=programs)
-    rate = made.apply(made.gradients([{}])[0], 6).rate
+    rate = made.apply(made.gradients([{"token_ids": np.zeros((1, 1), np.int32)}])[0], 6).rate
     assert rate == pytest.approx(0.4 * PEAK)
     np.testing.assert_allclose(made.state.params["w"], -rate, rtol=1e-4)

@@ -50,7 +50,7 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
     hosts = [Host(), Host()]
     await asyncio.gather(*(host.start() for host in hosts))
     client = LLMServerClient(
-        decode_text=to_text, wait_for_server_seconds=30.0, recovery_seconds=30.0, stall_seconds=5.0
+        decode_text=to_text, wait_for_server_seconds=120.0, recovery_seconds=120.0, stall_seconds=60.0
     )
     try:
         await client.start({host.url: functools.partial(RemoteBackend, host.url, start_seconds=0) for host in hosts})

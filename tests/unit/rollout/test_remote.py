@@ -284,34 +284,34 @@ async def test_a_client_that_leaves_frees_its_slots():
             await asyncio.sleep(0.001)
         await remote.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while inner.running or inner.waiting:
                 await asyncio.sleep(0.001)
         assert (await inner.metrics()).requests_finished == 0
 
 
 async def test_a_server_that_closes_in_the_middle_is_an_engine_that_died():
-    async with served(client={"silence_seconds": 20}) as (inner, http, remote):
+    async with served(client={"silence_seconds": 300}) as (inner, http, remote):
         inner._frozen = True
         task = asyncio.create_task(remote.generate(request()))
         while not inner.waiting:
             await asyncio.sleep(0.001)
         await http.close()
-        async with asyncio.timeout(15):  # less than the silence
+        async with asyncio.timeout(60):  # less than the silence
             with pytest.raises(EngineDiedError, match=rf"{http.url} is gone"):
                 await task
         assert not (health := await remote.health()).ok and "gone" in health.detail
 
 
 async def test_a_silent_server_is_an_engine_that_died_and_a_slow_one_is_not():
-    async with served(client={"silence_seconds": 2.0}, heartbeat_seconds=0.1) as (inner, http, remote):
+    async with served(client={"silence_seconds": 4.0}, heartbeat_seconds=0.1) as (inner, http, remote):
         inner._frozen = True
         task = asyncio.create_task(remote.generate(request()))
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(5.0)
         assert not task.done(), "heartbeats keep a slow request alive"
         http._heartbeat = 60
         with pytest.raises(EngineDiedError, match="is gone"):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 60)
 
 
 async def test_a_restarted_server_is_refused_because_it_has_lost_its_weights():
@@ -341,7 +341,7 @@ async def test_start_waits_for_a_server_that_still_loads():
         await later.start()
         url, port = later.url, later._http.port
         await later.close()
-        late = RemoteBackend(url, start_seconds=10)
+        late = RemoteBackend(url, start_seconds=60)
         starting = asyncio.create_task(late.start())
         await asyncio.sleep(0.1)
         again = RolloutServer(inner, port=port)
@@ -368,7 +368,7 @@ async def main():
     server = RolloutServer(backend)
     await server.start()
     print(server.url, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -379,13 +379,13 @@ async def test_a_killed_server_process_fails_its_requests_at_once():
     process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=root)
     try:
         url = (await asyncio.to_thread(process.stdout.readline)).strip()
-        remote = RemoteBackend(url)
+        remote = RemoteBackend(url, silence_seconds=300)
         await remote.start()
         streams = [remote.stream(request(f"r{i}", max_tokens=190)) for i in range(8)]
         await asyncio.gather(*(anext(s) for s in streams[:4]))
         rest = [asyncio.create_task(anext(s)) for s in streams[4:]]
         os.kill(process.pid, signal.SIGKILL)
-        async with asyncio.timeout(15):  # less than the silence
+        async with asyncio.timeout(60):  # less than the silence
             errors = await asyncio.gather(*map(drain, streams[:4]), *rest, return_exceptions=True)
         assert {type(error) for error in errors} == {EngineDiedError}, errors
         await remote.close()

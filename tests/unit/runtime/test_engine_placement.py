@@ -12,13 +12,14 @@ from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.models.mesh import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.rollout.ray.weights import KIND, from_object_store, store
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns
-from jax_agent_rl.runtime.placement import open_places, place_engines, room_for_learning
+from jax_agent_rl.runtime.placement import open_engine, open_places, place_engines, room_for_learning
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import ToyBackend
 
@@ -90,6 +91,26 @@ async def test_in_a_hybrid_it_leaves_and_its_requests_go_on_elsewhere():
             raise ArithmeticError("the learner fails")
     assert [len(output.token_ids) for output in outputs] == [150, 150] and outputs[0].token_ids == outputs[1].token_ids
     assert names(client) == {"here", "there"} and not here.asleep
+    await close(client)
+
+
+async def test_requests_of_a_hybrid_wait_for_the_engine_that_sleeps_if_all_others_are_lost():
+    backends = {"here": Sleeper(), "there": ToyBackend()}
+    for backend in backends.values():
+        await backend.start()
+    servers = [AsyncServer(backend, name=name) for name, backend in backends.items()]
+    client, there = LLMServerClient(servers, wait_for_server_seconds=60.0), backends["there"]
+    sampling = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    async with room_for_learning(settings(**SLEEPING), client, ["here"])():
+        running = asyncio.create_task(client.generate("r", prompt_ids=[3, 4], sampling_params=sampling))
+        while not there.running:
+            await asyncio.sleep(0)
+        (lost,) = client.servers
+        client.mark_lost(lost, "its machine is gone")
+        await asyncio.sleep(0)
+        client.require_server()
+        assert names(client) == set() and not running.done()
+    assert names(client) == {"here"} and len((await running).token_ids) == 150
     await close(client)
 
 
@@ -172,3 +193,23 @@ def test_who_works_at_the_same_time_shares_no_devices_to_exchange_data_over(mode
     check_turns(asynchronous, *meshes(range(4), range(4), data=4))  # four engines, none of which exchanges anything
     with pytest.raises(ConfigError, match="the same 2 devices"):
         check_turns(asynchronous, *meshes(range(4), range(4), data=2))
+
+
+async def test_a_run_refuses_an_engine_that_its_weights_do_not_reach():
+    server = "http://10.0.0.7:8100"
+    for url, rollout, message in (
+        (server, {}, "rollout.backend=jetstream .* weights do not reach rollout servers"),
+        (server, {"placement": "separate"}, "rollout.placement=separate weights do not reach"),
+        (None, {}, "rollout.placement=colocated the run cannot start engines elsewhere"),
+        (None, {"backend": "remote", "urls": ["http://10.0.0.5:8100"]}, "name a rollout server's URL"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            async with open_engine(settings(**rollout), url):
+                raise AssertionError("it was accepted")
+
+
+async def test_a_rollout_server_joins_a_run_of_rollout_servers_under_its_address():
+    async with open_engine(settings(backend="remote", urls=["http://10.0.0.5:8100"]), "http://10.0.0.7:8100") as made:
+        name, make = made
+        engine = make()
+        assert isinstance(engine, RemoteBackend) and engine.url == name == "http://10.0.0.7:8100"

@@ -4,7 +4,6 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.build import require_replay
 from jax_agent_rl.runtime.sampling import require_grammars
@@ -14,8 +13,8 @@ MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 CALLS = ["agent.constrain_tool_calls=true", "agent.default_agent=tool_agent"]
 
 
-def client(**capabilities) -> LLMServerClient:
-    return LLMServerClient([AsyncServer(ToyBackend(**capabilities))])
+def server(**capabilities) -> AsyncServer:
+    return AsyncServer(ToyBackend(**capabilities))
 
 
 @pytest.mark.parametrize(
@@ -24,20 +23,20 @@ def client(**capabilities) -> LLMServerClient:
 )
 async def test_an_engine_without_replay_is_refused_by_the_key_that_needs_it(overrides, named):
     config = build(MINIMAL, overrides)
-    require_replay(config, client())
+    require_replay(config, server())
     with pytest.raises(ConfigError, match=f"{named}.*does not report which ids"):
-        require_replay(config, client(sampling_replay=False))
+        require_replay(config, server(sampling_replay=False))
 
 
 async def test_sampling_from_all_ids_needs_no_replay():
-    require_replay(build(MINIMAL), client(sampling_replay=False))
+    require_replay(build(MINIMAL), server(sampling_replay=False))
 
 
 async def test_constrained_calls_need_an_engine_that_follows_grammars():
     config = build(MINIMAL, CALLS)
-    require_grammars(config, client(grammars=True))
+    require_grammars(config, server(grammars=True))
     with pytest.raises(ConfigError, match="cannot follow grammars"):
-        require_grammars(config, client())
+        require_grammars(config, server())
 
 
 def test_a_deterministic_run_refuses_restricted_sampling_before_it_starts():

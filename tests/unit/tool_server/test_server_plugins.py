@@ -25,7 +25,7 @@ from tests.tool_serving import agent, text_of
 
 @needs_bwrap
 async def test_python_runs_fresh_each_time_with_input_and_errors_shown():
-    async with agent("tools=[python]", stdin="from the task") as act:
+    async with agent("tools=[python]", "limits.wall_seconds=3", stdin="from the task") as act:
         assert text_of(await act("<python>x = 6 * 7; print(x)</python>")) == "\n<result>\n42\n</result>\n"
         reply = await act("<python>print(x)</python>")
         assert "NameError: name 'x' is not defined" in text_of(reply) and 'File "/tmp/main.py", line 1' in text_of(
@@ -69,7 +69,7 @@ async def test_stateful_python_remembers_and_shows_last_values():
     ],
 )
 async def test_a_session_that_ends_reports_it_and_restarts(code, note):
-    async with agent("tools=[stateful_python]") as act:
+    async with agent("tools=[stateful_python]", "limits.wall_seconds=3") as act:
         await act("<python>x = 1</python>")
         reply = await act(f"<python>{code}</python>")
         assert note in text_of(reply) and "(the session ended; the next action starts a new one" in text_of(reply)

@@ -130,7 +130,7 @@ async def test_finishing_twice_or_an_unknown_trajectory_closes_nothing_twice():
     ],
 )
 async def test_every_fault_is_a_counted_reply(action, error, text):
-    served = Served(step_seconds=0.05)
+    served = Served(step_seconds=0.05 if error is Failure.TIMEOUT else 60)
     reply = await served.step(action)
     assert (reply.error, reply.valid, reply.done) == (error, False, False)
     assert reply.observation["obs"].startswith(text)
@@ -156,7 +156,7 @@ def test_shortened_text_is_short_unicode_and_whole_if_it_fits(text, limit):
 
 
 async def test_one_fault_leaves_the_batch_alone():
-    served = Served(step_seconds=0.2)
+    served = Served(step_seconds=1)
     actions = ["echo a", "fault raise", "fault hang", "count", "hm", "echo b"]
     steps = [ServerAction(trajectory_id=str(n), text=action) for n, action in enumerate(actions)]
     replies = await served.service.steps(steps)

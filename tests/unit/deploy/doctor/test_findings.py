@@ -34,14 +34,14 @@ async def lacks_rows(report):
 async def test_every_check_is_told_whatever_the_others_do():
     looks = (no_model, two_problems, has_a_bug, hangs, lacks_rows, fine)
     checks = [(look.__name__, look) for look in looks]
-    found = [(f.check, f.status, f.text) async for f in run_checks(checks, timeout=0.05)]
+    found = [(f.check, f.status, f.text) async for f in run_checks(checks, timeout=0.5)]
     assert found == [
         ("no_model", Status.FAIL, "config.json is missing"),
         ("two_problems", Status.OK, "before"),
         ("two_problems", Status.FAIL, "first"),
         ("two_problems", Status.FAIL, "second"),
         ("has_a_bug", Status.FAIL, "KeyError: 'name'"),
-        ("hangs", Status.FAIL, "no answer within 0.05 s"),
+        ("hangs", Status.FAIL, "no answer within 0.5 s"),
         ("lacks_rows", Status.WARN, "not checked: no rows could be read"),
         ("fine", Status.OK, "well"),
     ]
@@ -51,5 +51,5 @@ async def test_a_check_with_nothing_to_say_is_no_line():
     async def silent(report):
         pass
 
-    assert [f async for f in run_checks([("silent", silent)], timeout=1)] == []
+    assert [f async for f in run_checks([("silent", silent)], timeout=60)] == []
     assert Finding(check="x", status=Status.OK, text="") != Finding(check="x", status=Status.FAIL, text="")

@@ -102,7 +102,7 @@ def f(x): return found[0].decode()
     ],
 )
 async def test_a_program_over_its_limits_fails(program, stopped):
-    limits = dataclasses.replace(LIMITS, wall_seconds=2 if stopped is StopCause.WALL else 20)
+    limits = dataclasses.replace(LIMITS, wall_seconds=4 if stopped is StopCause.WALL else 20)
     result = await Sandbox(UnsafeLocal(Path(sys.executable)), limits, max_running=1).run_tests(program, SQUARES)
     assert not result.ok and result.stopped is stopped, result
 

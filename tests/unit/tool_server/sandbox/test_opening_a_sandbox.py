@@ -46,7 +46,7 @@ async def test_another_system_is_refused_by_name(monkeypatch):
 async def test_unsafe_local_runs_without_bwrap_and_keeps_limits_of_time_and_output(monkeypatch):
     monkeypatch.setattr(f"{MODULE}.runner.find_bwrap", lambda: None)
     monkeypatch.setenv("HOST_SECRET", "s3cret")
-    sandbox = await open_sandbox("unsafe_local", limits=SandboxLimits(wall_seconds=1, output_bytes=1000))
+    sandbox = await open_sandbox("unsafe_local", limits=SandboxLimits(wall_seconds=4, output_bytes=1000))
 
     async def run(source):
         return await sandbox.run([sandbox.python, "main.py"], files={"main.py": source.encode()})

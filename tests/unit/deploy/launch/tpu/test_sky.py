@@ -114,7 +114,7 @@ def executed(commands: str, folder: Path, **variables: str) -> list[str]:
     program.chmod(0o755)
     log = folder / "log"
     own = {"PATH": os.environ["PATH"], "JAX_AGENT_RL_VENV": str(folder / "venv"), "LOG": str(log)}
-    subprocess.run(["bash", "-c", commands], env=own | variables, check=True, timeout=60)
+    subprocess.run(["bash", "-c", commands], env=own | variables, check=True, timeout=300)
     return json.loads(log.read_text().splitlines()[-1])
 
 

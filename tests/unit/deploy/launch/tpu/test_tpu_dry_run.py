@@ -146,7 +146,7 @@ def submitted(folder: Path, text: str, **programs: str) -> subprocess.CompletedP
     (folder / "job.sh").write_text(text)
     paths = {"LOG": str(folder / "log"), "JAX_AGENT_RL_VENV": str(folder), "SLURM_JOB_NODELIST": "host-[a-c]"}
     command = ["bash", str(folder / "job.sh")]
-    return subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=300)
 
 
 def test_a_slurm_job_sets_variables_and_asks_for_those_that_sbatch_brings(config: Path, tmp_path: Path, monkeypatch):
@@ -171,7 +171,7 @@ log = Path(os.environ["LOG"])
 if sys.argv[1] == "rollout-server":
     port = next(item.partition("=")[2] for item in sys.argv if item.startswith("--port="))
     listening = socket.create_server(("127.0.0.1", int(port)))
-    time.sleep(60)
+    time.sleep(600)
 with log.open("a") as lines:
     print(os.environ["JAX_AGENT_RL_TOKEN"], sys.argv[1:], file=lines)
 """

@@ -25,7 +25,7 @@ class Host:
 
     def call(self, action: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(ROOT / "launch" / "tpu_host.sh"), action, str(self.folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=self.environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.environment)
 
     def start(self, code: str) -> str:
         """Starts a Python program; what is said about it."""

@@ -1,0 +1,204 @@
+"""Engines that join and leave a running run, on command of ``jax-agent-rl engines``.
+
+::
+
+    jax-agent-rl engines ──► RUN/engines.json ──► MembershipServer ──► ServerPool: join, leave
+                             address, token       in the run's process, on loopback
+                             (mode 0600)          GET /v1/engines, POST /v1/engines/add, /v1/engines/remove
+
+An engine that joins receives the served weights before its first request; the requests of one that leaves move on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
+from jax_agent_rl.rollout.pool import BackendFactory, ServerPool
+from jax_agent_rl.utils.files import writing
+from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_FILE = "engines.json"
+"""File of the run folder with the address and the token, while the run lasts."""
+
+_ATTEMPTS = 3
+"""Joins of one engine: files of weights may be replaced while it reads them."""
+
+OpenEngine = Callable[[str | None], AbstractAsyncContextManager[tuple[str, BackendFactory]]]
+"""Makes an engine's name and factory from its URL (None: one that the run places) and holds its place meanwhile.
+
+Raises ConfigError where the run cannot use such an engine.
+"""
+
+
+class MembershipServer:
+    """Lets engines join and leave a pool over HTTP, from :meth:`start` to :meth:`close`.
+
+    Args:
+        pool: the started servers of the run.
+        folder: the run folder, which gets :data:`ADDRESS_FILE`.
+        open_engine: see :data:`OpenEngine`.
+        places: closed by its owner after the pool; holds the places of engines that joined.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        folder: Path,
+        *,
+        open_engine: OpenEngine,
+        places: AsyncExitStack,
+    ) -> None:
+        self._pool = pool
+        self._file = folder / ADDRESS_FILE
+        self._open_engine = open_engine
+        self._all_places = places
+        self._places: dict[str, AsyncExitStack] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._token = secrets.token_hex(32)
+        self._http = HttpServer(
+            [
+                web.get("/v1/engines", self._list),
+                web.post("/v1/engines/add", self._add),
+                web.post("/v1/engines/remove", self._remove),
+            ],
+            refuse=lambda request, status, message: web.json_response({"error": message}, status=status),
+            token=self._token,
+            token_key=ADDRESS_FILE,
+            max_body_bytes=1 << 16,
+            body_key="64 KiB",
+        )
+
+    async def start(self) -> None:
+        """Serve, and write the address for :func:`command_run`."""
+        await self._http.start()
+        self._file.unlink(missing_ok=True)  # of a run that was killed
+        content = {"url": self._http.url, "token": self._token, "host": socket.gethostname()}
+        with writing(self._file), open(os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump(content, file)
+
+    async def close(self) -> None:
+        """Stop serving; joins that are under way are undone, leaving engines leave without finishing their requests."""
+        self._file.unlink(missing_ok=True)
+        await self._http.close()
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        engines = [
+            {"name": s.name, "policy_version": s.backend.policy_version, "requests": len(s.running)}
+            for s in self._pool.servers
+        ]
+        return web.json_response({"policy_version": self._pool.policy_version, "engines": engines})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        url = (await _body(request, url=str | None))["url"]
+        place = AsyncExitStack()
+        try:
+            name, make = await place.enter_async_context(self._open_engine(url))
+            await self._join(name, make)
+        except (JaxAgentRLError, ValueError, TimeoutError) as error:
+            await place.aclose()
+            raise Refused(409, str(error) or "the engine did not start in time") from error
+        except BaseException:
+            await place.aclose()
+            raise
+        self._places[name] = place
+        self._all_places.push_async_callback(place.aclose)
+        logger.warning("server %s joined, with weights of version %s", name, self._pool.policy_version)
+        return await self._list(request)
+
+    async def _join(self, name: str, make: BackendFactory) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await self._pool.join(name, make)
+            except WeightUpdateError:
+                if attempt == _ATTEMPTS:
+                    raise
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        body = await _body(request, name=str, drain=bool)
+        name = body["name"]
+        staying = [server.name for server in self._pool.servers if server.name not in (name, *self._leaving)]
+        if not staying:
+            raise Refused(409, f"without {name!r} no engine would be left; add another one first")
+        if name in self._leaving:
+            raise Refused(409, f"{name!r} is leaving already")
+        # A client that goes away does not leave the engine between in and out.
+        self._leaving[name] = task = asyncio.create_task(self._leave(name, body["drain"]), name=f"{name} leaves")
+        try:
+            await asyncio.shield(task)
+        except KeyError:
+            raise Refused(404, f"there is no engine {name!r}; there are {', '.join(staying)}") from None
+        return await self._list(request)
+
+    async def _leave(self, name: str, drain: bool) -> None:
+        try:
+            await self._pool.leave(name, drain=drain)
+            logger.warning("server %s left", name)
+            if place := self._places.pop(name, None):
+                await place.aclose()
+        finally:
+            del self._leaving[name]
+
+
+async def _body(request: web.Request, **fields: Any) -> dict[str, Any]:
+    """Return the body, an object with exactly these fields of these types."""
+    body = await read_json(request)
+    if not isinstance(body, dict) or body.keys() != fields.keys():
+        raise Refused(400, f"send a JSON object with {', '.join(fields)}")
+    if wrong := [name for name, kind in fields.items() if not isinstance(body[name], kind)]:
+        raise Refused(400, f"{wrong[0]}={body[wrong[0]]!r} has the wrong type")
+    return body
+
+
+async def command_run(folder: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Send a command to a running run and return its answer.
+
+    Args:
+        folder: the run folder.
+        path: ``engines``, ``engines/add`` or ``engines/remove``.
+        body: what to post; None: get.
+
+    Raises:
+        ConfigError: no run listens there.
+        BackendError: the run refuses, or ended meanwhile.
+    """
+    file = folder / ADDRESS_FILE
+    try:
+        address = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no run trains in {folder}: {file.name} is missing there") from None
+    options: dict[str, Any] = {} if body is None else {"json": body}
+    headers = {"Authorization": f"Bearer {address['token']}"}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # an engine loads and compiles
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            method = "GET" if body is None else "POST"
+            async with session.request(method, f"{address['url']}/v1/{path}", **options) as response:
+                answer = await response.json()
+    except aiohttp.ClientConnectorError as error:
+        raise ConfigError(
+            f"the run in {folder} does not answer ({error}): it was killed, or it runs on another machine than "
+            f"{socket.gethostname()}: run this on {address['host']}"
+        ) from error
+    except aiohttp.ClientError as error:
+        raise BackendError(f"the run in {folder} ended before it answered: {error}") from error
+    if response.status != 200:
+        raise BackendError(answer["error"])
+    return answer

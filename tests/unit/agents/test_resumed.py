@@ -1,0 +1,170 @@
+"""Trajectories that another process continues, from what a checkpoint holds of them."""
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from jax_agent_rl.agents import SingleTurnAgent, TextToolAgent
+from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.collect.in_flight import GroupRecord
+from jax_agent_rl.config import ToolClientConfig
+from jax_agent_rl.errors import ReplayError
+from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.testing.fake_engine import BatchingEngine
+from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
+from tests.agent_testbed import ROW, AgentHarness
+from tests.fakes import EOS, FakeCodec
+from tests.http_service import JSONResponse, ToolServer
+
+CODEC = FakeCodec()
+"""Its words get their ids as they come, so all processes share it."""
+SAMPLING = SamplingParams(max_tokens=100, seed=0)
+CODE = "a b c <tool> print(3) </tool> junk"
+REPLIES = [CODE, CODE, CODE, "so 3"]
+
+
+class Streaming(BatchingEngine):
+    """Streams the ids of one reply, each with its position as log-prob."""
+
+    def __init__(self, codec, script, *, capabilities=None) -> None:
+        modes = frozenset(PauseMode)
+        super().__init__(Capabilities(max_model_len=1000, max_concurrent=4, pause_modes=modes), eos=EOS)
+        self.reply, self.requests = codec.reply_ids(script), []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        return await super().generate(request)
+
+    async def stream(self, request):
+        self.requests.append(request)
+        async for chunk in self.chunks(request):
+            yield chunk
+
+    def sample(self, run):
+        place = run.request.resumed + len(run.ids)
+        return self.reply[place], -float(place)
+
+    async def load(self, update) -> None: ...
+
+
+def through_a_checkpoint(prefix: Prefix | None) -> Prefix:
+    record = GroupRecord(running={3: lambda: prefix})
+    return GroupRecord.restore(json.loads(json.dumps(record.state()))).begun[3]
+
+
+async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
+    return await it.agent.resume(prefix, ROW, trajectory_id=trajectory_id, group_id="g", sampling=SAMPLING)
+
+
+async def test_a_turn_goes_on_after_its_newest_id():
+    first, second = (
+        AgentHarness(SingleTurnAgent, "a b c d e f g h", backend=cast(Any, Streaming), codec=CODEC) for _ in range(2)
+    )
+    first.client.keeps_chunks = True
+    for it in (first, second):
+        await it.backend.start()
+    running = asyncio.ensure_future(first.run())
+    async with asyncio.timeout(30):
+        while (part := first.client.partial("t/0")) is None or len(part.token_ids) < 3:
+            await asyncio.sleep(0)
+    prefix = through_a_checkpoint(first.context.episodes["t"].progress())
+    running.cancel()
+    await asyncio.wait({running})
+    trajectory, reply = await resume(second, prefix, "t"), cast(Any, second.backend).reply
+    known = len(part.token_ids)
+    assert [request.resumed for request in second.backend.requests] == [known]
+    assert trajectory.response_ids == tuple(reply) and trajectory.fork is None
+    assert trajectory.rollout_logprobs == tuple(-float(place) for place in range(len(trajectory.response_ids)))
+    for it in (first, second):
+        await it.backend.close()
+
+
+@pytest.fixture
+async def server():
+    """Answers with how many actions a trajectory has sent, or with ``refusal``."""
+    counts: Counter[str] = Counter()
+
+    async def count(payload):
+        counts.update(payload["trajectory_ids"])
+        said = [f" count {counts[trajectory_id]}" for trajectory_id in payload["trajectory_ids"]]
+        return JSONResponse({"observations": said, "dones": [False] * len(said), "valids": [True] * len(said)})
+
+    async with ToolServer() as made:
+        made.respond = count
+        yield made
+
+
+def with_tools(server: ToolServer) -> AgentHarness:
+    config = ToolClientConfig(server_url=server.url, request_interval=0, retry_delay=0)
+    it = AgentHarness(
+        TextToolAgent,
+        lambda request: it.codec.reply_ids(REPLIES[int(request.request_id.rpartition("/")[2])]),
+        codec=CODEC,
+        shared={"tool_config": config},
+    )
+    return it
+
+
+async def interrupted(server: ToolServer, turn: int) -> Prefix:
+    """Return what is known of a trajectory while it samples a turn."""
+    it, reached = with_tools(server), asyncio.Event()
+
+    def hold(request, sampled) -> bool:
+        if here := request.request_id == f"v/{turn}":
+            reached.set()
+        return here
+
+    it.backend.hold = hold
+    running = asyncio.ensure_future(it.run(trajectory_id="v"))
+    async with asyncio.timeout(30):
+        await reached.wait()
+    prefix = it.context.episodes["v"].progress()
+    running.cancel()
+    await asyncio.wait({running})
+    return through_a_checkpoint(prefix)
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+async def test_tools_are_called_again_and_the_rest_is_sampled_once(server, turn: int):
+    whole = await with_tools(server).run(trajectory_id="u")
+    prefix, again = await interrupted(server, turn), with_tools(server)
+    trajectory = await resume(again, prefix, "w")
+    assert (trajectory.response_ids, trajectory.response_mask) == (whole.response_ids, whole.response_mask)
+    assert trajectory.messages == whole.messages and trajectory.finish_reason == whole.finish_reason
+    assert [request.request_id for request in again.backend.requests] == [f"w/{n}" for n in range(turn, 4)]
+
+
+async def test_a_turn_that_was_not_answered_is_answered_and_not_sampled_again(server):
+    whole = await with_tools(server).run(trajectory_id="u")
+    prefix = await interrupted(server, 2)
+    unanswered = Prefix(
+        fork=None,
+        prompt_ids=prefix.prompt_ids,
+        prompt_media={},
+        turns=prefix.turns[:1],
+        begun=prefix.turns[1].output,
+        messages=prefix.messages_before(1),
+    )
+    again = with_tools(server)
+    trajectory = await resume(again, through_a_checkpoint(unanswered), "w")
+    assert trajectory.response_ids == whole.response_ids and trajectory.messages == whole.messages
+    assert [request.request_id for request in again.backend.requests] == ["w/2", "w/3"]
+
+
+async def test_a_tool_that_answers_otherwise_refuses_the_continuation(server):
+    prefix = await interrupted(server, 2)
+
+    async def otherwise(payload):
+        return JSONResponse({"observations": ["other"], "dones": [False], "valids": [True]})
+
+    server.respond = otherwise
+    with pytest.raises(ReplayError):
+        await resume(with_tools(server), prefix, "w")
+
+
+async def test_before_its_first_id_there_is_nothing_to_continue(server):
+    with pytest.raises(KeyError):
+        await interrupted(server, 0)
