@@ -68,6 +68,8 @@ def jetstream_int8(request):
     pytest.importorskip("torch")
     options, scratch = request.getfixturevalue("options"), request.getfixturevalue("tmp_path_factory").mktemp("int8")
     own = {name: rounded(getattr(options.folders, name), scratch / name) for name in ("base", "other")}
+    own["scratch"] = scratch / "payloads"  # probes are of these weights
+    own["scratch"].mkdir()
     return select_backend("jetstream", replace(options, folders=replace(options.folders, **own), quantize="int8"))
 
 
