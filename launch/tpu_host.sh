@@ -33,7 +33,8 @@ storage() {
 copy() {
   [ -n "${RUN_BUCKET:-}" ] || return 0
   storage cp "$log" "$RUN_BUCKET/logs/$RUN_HOST-$began.log"
-  if [ -d "${RUN_FOLDER:-}" ]; then storage rsync --recursive "$RUN_FOLDER" "$RUN_BUCKET/run"; fi
+  [ -d "${RUN_FOLDER:-}" ] || return 0
+  storage rsync --recursive --exclude='^engines\.json$' "$RUN_FOLDER" "$RUN_BUCKET/run" # not the run's token
 }
 
 supervise() {

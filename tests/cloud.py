@@ -22,7 +22,7 @@ from tests.ports import free_ports
 from tests.simulated import COMPILE_QUICKLY
 
 _GCLOUD = """\
-import json, os, pathlib, shutil, signal, subprocess, sys, time
+import json, os, pathlib, re, shutil, signal, subprocess, sys, time
 folder = pathlib.Path(os.environ["FAKE_CLOUD"])
 words = sys.argv[1:]
 with (folder / "calls").open("a") as calls:
@@ -135,7 +135,9 @@ match names:
     case ["storage", "ls", place]:
         sys.exit(0 if local(place).exists() else 1)
     case ["storage", "rsync", source, target]:
-        shutil.copytree(local(source), local(target), dirs_exist_ok=True)
+        left_out = re.compile(options.get("exclude", "$^"))
+        shutil.copytree(local(source), local(target), dirs_exist_ok=True,
+                        ignore=lambda _, names: [name for name in names if left_out.search(name)])
     case ["storage", "cp", source, target]:
         local(target).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(local(source), local(target))

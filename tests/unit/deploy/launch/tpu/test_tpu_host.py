@@ -112,5 +112,21 @@ def test_a_bucket_that_cannot_be_reached_is_said_and_does_not_end_the_run(host: 
     assert host.follow() == (0, ["1:trained", "2:gcloud storage cp failed: 403 forbidden "])
 
 
+def test_the_token_of_a_run_stays_on_its_host(host: Host, tmp_path: Path):
+    calls = tmp_path / "calls"
+    recorder = tmp_path / "path" / "gcloud"
+    recorder.parent.mkdir()
+    recorder.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
+    recorder.chmod(0o755)
+    path = f"{recorder.parent}:{os.environ['PATH']}"
+    (tmp_path / "run_folder").mkdir()
+    host.environment |= {"PATH": path, "RUN_BUCKET": "gs://b/run", "RUN_HOST": "host-0"}
+    host.environment |= {"RUN_FOLDER": str(tmp_path / "run_folder")}
+    host.start("print('trained')")
+    assert host.follow()[0] == 0
+    uploads = [line for line in calls.read_text().splitlines() if " rsync " in line]
+    assert uploads and all(r"--exclude=^engines\.json$" in line for line in uploads)
+
+
 def test_without_a_run_there_is_nothing_to_follow(host: Host):
     assert host.follow() == (NO_RUN, ["there is no run here"])
