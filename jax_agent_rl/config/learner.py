@@ -106,8 +106,8 @@ class LearnerConfig(OptimizerSection):
     ppo_epochs: Positive = Field(default=1, description="Passes over each rollout batch.")
     pack_length: Positive = Field(
         default=1024,
-        description="Tokens per packed row, the unit of gradient micro-batches. On a CPU, rows that are at most half "
-        "full are cut to half of it.",
+        description="Tokens per packed row, the unit of gradient micro-batches. On a CPU, rows of 512 tokens "
+        "or more that are at most half full are halved.",
     )
     micro_batch_size: Positive = Field(default=1, description="Packed rows in one forward/backward (per data shard).")
     share_prefixes: bool = Field(

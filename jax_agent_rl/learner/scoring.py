@@ -26,8 +26,8 @@ Weights = tuple[Params, Params]
 ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
 """For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
 
-HALVED = 512
-"""Tokens from which on the half of a row takes a CPU longer, once in a while, than to compile a program for halves."""
+MIN_HALVED = 512
+"""Shortest rows that are halved on a CPU when they are half empty: for others, compiling the program takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,8 @@ class Scorer:
         config = programs.config
         self.rows = config.micro_batch_size * row_shards(self._mesh)
         """Rows of a micro-batch."""
-        # Where arithmetic is dear, a program for shorter rows pays for its compilation.
-        self._halve = (
-            self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu" and not config.pack_length % 2
-        )
+        on_cpu = self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu"
+        self._halve = on_cpu and config.pack_length >= MIN_HALVED and not config.pack_length % 2
         self._widths: dict[Any, set[int]] = defaultdict(set)  # by program: row lengths it has run for
         self._pack_rows = functools.partial(
             pack,
