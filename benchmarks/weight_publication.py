@@ -82,7 +82,7 @@ class WeightReceiver:
         self.policy_version = 0
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        update = await asyncio.to_thread(self._weights.receive, update)
+        update = await self._weights.receive(update)
         self._weights.check(update, self.policy_version)
         self._served = jax.block_until_ready(self._engine.load_params(update.payload, self._served))
         self.policy_version = update.version

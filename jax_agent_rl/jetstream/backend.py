@@ -30,7 +30,7 @@ from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
-from jax_agent_rl.jetstream.weights import FILES, WEIGHT_PAYLOADS, ServedWeights, weight_dtype
+from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights, weight_dtype
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import EightBits
@@ -279,8 +279,7 @@ class JetStreamBackend:
             WeightUpdateError: the update was refused. If it failed after the old weights were freed, requests fail
                 with ``EngineDiedError`` and :meth:`health` is not ok until an update succeeds.
         """
-        if update.kind in FILES or update.probe is not None:  # decoding goes on meanwhile
-            update = await asyncio.to_thread(self._weights.receive, update)
+        update = await self._weights.receive(update)
         await self._thread.call(lambda: self._core.update_weights(update))
 
     async def reset_prefix_cache(self) -> None:

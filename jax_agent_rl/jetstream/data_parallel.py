@@ -31,7 +31,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.sharding import engine_shardings, split_mesh
-from jax_agent_rl.jetstream.weights import FILES, ServedWeights, WeightLoader, to_host
+from jax_agent_rl.jetstream.weights import ServedWeights, WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
@@ -252,8 +252,7 @@ class DataParallelBackend:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Serve new weights on all engines, or on none; see :meth:`JetStreamBackend.update_weights`."""
-        if update.kind in FILES or update.probe is not None:  # once, for all devices
-            update = await asyncio.to_thread(self._weights.receive, update)
+        update = await self._weights.receive(update)  # once, for all devices
         await self._on_all(lambda engine: engine.update_weights(update))
         self._balancer.forget_prefixes()
 

@@ -13,6 +13,7 @@ devices each shard of the engine is made on one of them and transferred by itsel
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 from collections.abc import Callable
@@ -66,12 +67,20 @@ class ServedWeights:
         self._shardings = learner_shardings(config, mesh)
         self._structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)
 
-    def receive(self, update: WeightUpdate) -> WeightUpdate:
-        """Return the update as arrays in the learner's layout, which give the log-probs of its probe.
+    async def receive(self, update: WeightUpdate) -> WeightUpdate:
+        """Read and verify an update in a thread, while decoding goes on; arrays without a probe are taken as they are.
+
+        Returns:
+            Arrays in the learner's layout, which give the log-probs of the probe.
 
         Raises:
             WeightUpdateError: they are damaged, of another model, or under wrong names.
         """
+        if update.kind not in FILES and update.probe is None:
+            return update
+        return await asyncio.to_thread(self._receive, update)
+
+    def _receive(self, update: WeightUpdate) -> WeightUpdate:
         if update.kind in FILES:
             update = self._read(update)
         if update.probe is None:

@@ -77,7 +77,7 @@ class FilePublisher:
         self._published = 0
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        """Write all parameters, after removing the previous version's files."""
+        """Write all parameters and, where uploads hold changes alone, those; remove the previous version's files."""
         dtype = self._find_dtype()
         is_full = self._published % self._full_every == 0
         files = self._files.write(learner.params, version, dtype=dtype, delta=not is_full)

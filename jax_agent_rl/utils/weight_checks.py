@@ -25,11 +25,6 @@ from jax_agent_rl.errors import WeightUpdateError
 AS_THEY_ARE = "float32"
 """``WeightUpdate.dtype`` of weights that were not rounded."""
 
-EXACT = 1e-3, 1e-4
-"""Allowed (largest, mean) difference of log-probs between a learner and an engine that both compute in float32."""
-ROUNDED = 0.5, 0.05
-"""Allowed (largest, mean) difference of log-probs where one of them rounds to fewer bits."""
-
 METADATA_KEY = "logprob_probe"
 """Key of the probe in a safetensors file's metadata."""
 
