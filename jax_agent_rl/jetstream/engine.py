@@ -360,17 +360,17 @@ class JaxEngine(VerifyingEngine):
             return cache
         decode, prefill = self._program_shapes()
         columns, steps = self._column_widths, self.shapes.decode_steps
-        total = len(decode) + len(prefill) + len(columns)
-        for number, (width, span) in enumerate(decode, 1):
-            print_line(f"compiling decode {width} slots of {span} positions ({number} of {total})")
+        total, number = len(decode) + len(prefill) + len(columns), itertools.count(1)
+        for width, span in decode:
+            print_line(f"compiling decode {width} slots of {span} positions ({next(number)} of {total})")
             slots = make_decode_batch(width, self.shapes.context_pages, span - steps)
             cache, _ = self.decode(params, cache, slots, steps, 1)
-        for number, (rows, size, span) in enumerate(prefill, len(decode) + 1):
-            print_line(f"compiling prefill {rows} x {size} of {span} positions ({number} of {total})")
+        for rows, size, span in prefill:
+            print_line(f"compiling prefill {rows} x {size} of {span} positions ({next(number)} of {total})")
             unused = Extension(pages=(), start=span, ids=np.zeros(1, np.int32))
             cache = self._prefill_chunks(params, cache, [unused] * rows, size)
-        for number, width in enumerate(columns, total - len(columns) + 1):
-            print_line(f"compiling prefill of {width} ids ({number} of {total})")
+        for width in columns:
+            print_line(f"compiling prefill of {width} ids ({next(number)} of {total})")
             cache = self._warm_up_columns(params, cache, width)
         if self.shapes.num_speculative_tokens:
             print_line("compiling verifications of drafts")
