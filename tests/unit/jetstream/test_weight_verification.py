@@ -21,11 +21,10 @@ from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.probe import score_probe
-from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.ray.weights import from_object_store, store
 from jax_agent_rl.types import SamplingParams
+from tests.served import behind_server
 from tests.tiny import TINY, greedy, tiny_params
 
 SHAPES = EngineShapes(
@@ -107,14 +106,9 @@ async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_ser
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ):
     engine = JetStreamBackend(TINY, tiny_params(SERVED), SHAPES)
-    server = RolloutServer(engine, weight_dir=str(tmp_path))
-    await engine.start()
-    await server.start()
-    remote = RemoteBackend(server.url)
-    await remote.start()
-    backend = from_object_store(engine, fetch) if path == "object_store" else remote
     make: Callable[[Params, int], WeightUpdate] = getattr(Paths(tmp_path, monkeypatch), path)
-    try:
+    async with behind_server(engine, weight_dir=str(tmp_path)) as (_, remote):
+        backend = from_object_store(engine, fetch) if path == "object_store" else remote
         for version, fault in enumerate(FAULTS, start=1):
             with pytest.raises(WeightUpdateError, match="do not give the learner's log-probs: they differ by up to"):
                 await backend.update_weights(make(fault(tiny_params(NEW)), version))
@@ -122,9 +116,6 @@ async def test_wrong_weights_with_right_digests_are_refused_and_the_old_ones_ser
             assert engine.policy_version == 0
         await backend.update_weights(make(tiny_params(NEW), len(FAULTS)))
         assert await served(backend) == greedy(tiny_params(NEW), PROMPT, 6, frozenset())
-    finally:
-        for one in (remote, server, engine):
-            await one.close()
 
 
 async def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path):

@@ -37,6 +37,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from jax_agent_rl.utils.media import as_frames, as_image
 from jax_agent_rl.utils.network import is_loopback
+from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
 FILES = frozenset({"safetensors"})
@@ -47,17 +48,8 @@ PROTOCOL = {wire.PROTOCOL_HEADER: str(wire.PROTOCOL_VERSION)}
 async def served(*, client: dict | None = None, backend: ToyBackend | None = None, **server):
     """A toy backend, its server, and a started client."""
     inner = backend or ToyBackend(tick_seconds=0.001, weight_payloads=FILES)
-    await inner.start()
-    http = RolloutServer(inner, **server)
-    await http.start()
-    remote = RemoteBackend(http.url, **client or {})
-    try:
-        await remote.start()
+    async with behind_server(inner, client=client, **server) as (http, remote):
         yield inner, http, remote
-    finally:
-        await remote.close()
-        await http.close()
-        await inner.close()
 
 
 def request(name: str = "r", *, max_tokens: int = 5, prompt=(5, 6, 7), **fields) -> GenerateRequest:
@@ -360,6 +352,7 @@ async def test_start_gives_up_with_the_address():
 KILLED = """
 import asyncio, sys
 from jax_agent_rl.rollout.http.server import RolloutServer
+from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
 async def main():

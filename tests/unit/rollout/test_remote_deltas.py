@@ -13,10 +13,10 @@ import pytest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.publishers import FilePublisher
 from jax_agent_rl.utils.weight_checks import check_files
+from tests.served import behind_server
 from tests.tiny import TINY, tiny_params
 from tests.toy_backend import ToyBackend
 
@@ -40,7 +40,7 @@ class Reader(ToyBackend):
 class Counting(RemoteBackend):
     """A client that counts the bytes of its uploads."""
 
-    sent: int
+    sent = 0
 
     async def _upload(self, files) -> str:
         self.sent += sum(file.stat().st_size for file in files)
@@ -67,18 +67,9 @@ class Learner:
 
 @contextlib.asynccontextmanager
 async def serving(backend: Reader, uploads: Path) -> AsyncIterator[Counting]:
-    await backend.start()
-    server = RolloutServer(backend, upload_folder=uploads)
-    await server.start()
-    remote = Counting(server.url, shares_disk=False)
-    remote.sent = 0
-    await remote.start()
-    try:
+    served = behind_server(backend, kind=Counting, client={"shares_disk": False}, upload_folder=uploads)
+    async with served as (_, remote):
         yield remote
-    finally:
-        await remote.close()
-        await server.close()
-        await backend.close()
 
 
 @pytest.fixture

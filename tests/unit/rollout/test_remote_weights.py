@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,29 +11,13 @@ import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.http import weight_files
-from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.http.weight_files import MAX_UPLOADS, UPLOAD_TTL_SECONDS, SharedDir, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
 from jax_agent_rl.utils import tempdirs
+from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
 PAYLOADS = frozenset({"safetensors", "tensorstore"})
-
-
-@contextlib.asynccontextmanager
-async def served(backend: ToyBackend, folder: Path | None) -> AsyncIterator[RemoteBackend]:
-    await backend.start()
-    server = RolloutServer(backend, weight_dir=str(folder) if folder else None)
-    await server.start()
-    remote = RemoteBackend(server.url)
-    await remote.start()
-    try:
-        yield remote
-    finally:
-        await remote.close()
-        await server.close()
-        await backend.close()
 
 
 class Unasked(ToyBackend):
@@ -78,7 +61,7 @@ OUTSIDE = [
 async def test_only_regular_weight_files_below_the_folder_are_opened(tree: Path, path: str):
     named = path if path.startswith(("/", "http")) else f"{tree}/{path}"
     digests = {Path(path).name: "xxh3_128:0"}
-    async with served(Unasked(weight_payloads=PAYLOADS), tree) as remote:
+    async with behind_server(Unasked(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
         async with asyncio.timeout(30):  # a pipe nobody writes to has no end
             assert not await remote._call("sees_files", files=[{"path": named, "size": 6}])
             with pytest.raises(WeightUpdateError, match=r"are not read|cannot be read|not a regular file") as caught:
@@ -88,7 +71,7 @@ async def test_only_regular_weight_files_below_the_folder_are_opened(tree: Path,
 
 async def test_files_of_the_folder_are_read_in_place(tree: Path):
     file = tree / "run" / "v1.safetensors"
-    async with served(ToyBackend(weight_payloads=PAYLOADS), tree) as remote:
+    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
         remote._upload = None  # type: ignore[assignment]  # would fail if it were used
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
@@ -96,7 +79,7 @@ async def test_files_of_the_folder_are_read_in_place(tree: Path):
 
 async def test_files_of_another_folder_are_uploaded_even_where_the_disk_is_shared(tree: Path, tmp_path: Path):
     (file := tmp_path / "elsewhere.safetensors").write_text("other")
-    async with served(ToyBackend(weight_payloads=PAYLOADS), tree) as remote:
+    async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
         remote._may_share_disk = True
         await remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[file]))
         assert remote.policy_version == 1
@@ -147,8 +130,8 @@ async def test_an_address_is_below_the_configured_folder_or_bucket(tree: Path, f
 
 
 async def test_a_server_without_a_folder_declares_no_updates_through_one(tree: Path):
-    for folder, declared in ((None, {"safetensors"}), (tree, PAYLOADS)):
-        async with served(ToyBackend(weight_payloads=PAYLOADS), folder) as remote:
+    for folder, declared in ((None, {"safetensors"}), (str(tree), PAYLOADS)):
+        async with behind_server(ToyBackend(weight_payloads=PAYLOADS), weight_dir=folder) as (_, remote):
             assert remote.capabilities.weight_payloads == declared
 
 
@@ -166,7 +149,7 @@ async def test_health_is_answered_while_weights_are_loaded(tree: Path):
                 await loaded.wait()
             return await super().health()
 
-    async with served(Slow(weight_payloads=PAYLOADS), tree) as remote:
+    async with behind_server(Slow(weight_payloads=PAYLOADS), weight_dir=str(tree)) as (_, remote):
         file = tree / "run" / "v1.safetensors"
         update = asyncio.create_task(
             remote.update_weights(WeightUpdate(version=1, kind="safetensors", payload=[str(file)]))
