@@ -17,7 +17,7 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.types import SamplingParams, TokenOutput, digest_ids
+from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput, digest_ids
 from tests.tiny import tiny_params
 from tests.tiny_vision import IMAGE, TINY_VL, picture, placeholders, seen_logprobs, vision_processor
 
@@ -139,7 +139,14 @@ async def test_who_waits_again_for_pages_sees_its_images_again():
     try:
         asked = [([5, n, *placeholders(media), 7, n], media) for n, media in enumerate(({"image": [FIRST]}, MIXED))]
         requests = [asking(str(n), *one, max_tokens=84 - len(one[0])) for n, one in enumerate(asked)]
-        outputs = await asyncio.gather(*map(backend.generate, requests))
+        await backend.pause(PauseMode.KEEP)  # images are read in threads: the first request is to be queued first
+        tasks = []
+        for number, request in enumerate(requests, 1):
+            tasks.append(asyncio.create_task(backend.generate(request)))
+            while (await backend.health()).waiting < number:
+                await asyncio.sleep(0.01)
+        await backend.resume()
+        outputs = await asyncio.gather(*tasks)
         for one, output in zip(asked, outputs, strict=True):
             assert_right(*one, output)
         assert [output.num_preempted > 0 for output in outputs] == [False, True]
