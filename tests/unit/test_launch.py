@@ -1,7 +1,9 @@
 """The launch scripts: valid shell, and --dry-run prints what would run without running it."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,14 +39,20 @@ def test_help_says_how_a_script_is_called_and_runs_nothing(script: str, argument
 
 
 def dry_run(script: str, tmp_path: Path, *arguments: str) -> list[str]:
-    import os
-
     folders = {"JAX_AGENT_RL_VENV": str(tmp_path / "venv"), "JAX_AGENT_RL_VLLM_VENV": str(tmp_path / "venv-vllm")}
     environment = os.environ | folders
     command = [ROOT / "launch" / script, "--dry-run", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert not list(tmp_path.iterdir())
     return [line.removeprefix("+ ") for line in result.stdout.splitlines() if line.startswith("+ ")]
+
+
+def test_programs_that_a_launcher_starts_keep_their_bytecode():
+    program = f"source {ROOT}/launch/lib.sh; {sys.executable} -c 'import sys; print(sys.dont_write_bytecode)'"
+    result = subprocess.run(
+        ["bash", "-c", program], env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True
+    )
+    assert result.stdout == "False\n"
 
 
 def test_local_brings_model_and_data_and_passes_overrides_on(tmp_path: Path):
