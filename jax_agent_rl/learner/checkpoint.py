@@ -306,6 +306,7 @@ def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: _checksum(array) for name, array in arrays.items()}
 
 
+@jax.jit  # arrays of one shape (parameters and their moments) share a trace
 def _checksum(array: jax.Array) -> jax.Array:
     """uint32: the sum of all elements' bits, each times an odd number of its place, modulo 2**32.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -226,7 +227,8 @@ def _conclude(
     summary["seconds"] = stages = breakdown.stages(metrics)
     folder.write_json(folder.summary, summary)
     reward_plot(metrics, folder.plot, title=folder.path.name)
-    report = write_report(folder.path)
+    decode = functools.partial(runtime.codec.decode, skip_special_tokens=False)
+    report = write_report(folder.path, decode=decode)
     trained = [r for r in read_trajectories(folder.trajectories) if r["split"] == "train"]
     for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
         print_line(console, outline(extreme, title=name))

@@ -1,7 +1,8 @@
-"""A whole run in seconds: the calculator's task and SmolLM2's tokenizer on a model of random weights."""
+"""A whole run in seconds: the calculator's task and the start of SmolLM2's vocabulary on a model of random weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,16 @@ from jax_agent_rl.utils.files import cache_root
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "config.yaml"
 REAL_MODEL = cache_root() / "models" / "smollm2-135m-instruct"
+VOCABULARY = 4096
+"""Ids of the small model. With all of SmolLM2's, reading them and computing logits would be most of a run."""
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory) -> Path:
-    """Random weights, SmolLM2's tokenizer."""
+    """Random weights; SmolLM2's tokenizer without its later merges."""
     folder = tmp_path_factory.mktemp("model")
     config = DecoderConfig(
-        vocab_size=49152,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_layers=2,
@@ -33,6 +36,12 @@ def small_model(tmp_path_factory) -> Path:
         tie_word_embeddings=True,
     )
     save_hf(folder, config, nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0)))), tokenizer_from=REAL_MODEL)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    bpe = tokenizer["model"]
+    bpe["vocab"] = {token: i for token, i in bpe["vocab"].items() if i < VOCABULARY}
+    bpe["merges"] = [[left, right] for left, right in bpe["merges"] if left + right in bpe["vocab"]]
+    file.write_text(json.dumps(tokenizer))
     return folder
 
 
@@ -46,7 +55,7 @@ def recipe(tmp_path: Path, small_model: Path) -> Path:
     tree["data"] = {"train": str(train), "eval": str(heldout)}
     tree["rollout"] |= {"prompts_per_step": 2, "group_size": 2, "max_in_flight": 4}
     tree["rollout"]["jetstream"] = {"max_concurrent_decodes": 4, "prefill_buckets": [64, 256]}
-    tree["agent"] |= {"max_response_length": 24}
+    tree["agent"] |= {"max_prompt_length": 288, "max_response_length": 24}
     # A random model earns nothing: without the filter the learner still runs.
     tree["algorithm"] = {"filter_zero_variance": False}
     tree["learner"] |= {"pack_length": 384}

@@ -31,6 +31,7 @@ SMALL = [
     "rollout.max_in_flight=4",
     "rollout.jetstream.max_concurrent_decodes=4",
     "rollout.jetstream.prefill_buckets=[64, 256]",
+    "agent.max_prompt_length=288",
     "agent.max_response_length=24",
     "algorithm.filter_zero_variance=false",
     "learner.pack_length=384",

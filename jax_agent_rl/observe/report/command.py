@@ -146,7 +146,9 @@ SCRIPTS = ("dom.js", "charts.js", "tokens.js", "browser.js", "main.js")
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def write_report(run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECTORIES) -> Path:
+def write_report(
+    run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECTORIES, decode: Decode | None = None
+) -> Path:
     """Write the report of a run folder, whether the run has finished, is going on or has failed.
 
     Args:
@@ -154,6 +156,7 @@ def write_report(run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECT
         out: the file; None: ``report.html`` in the run folder.
         limit: number of trajectories on the page, fewer where they are long (see
             :func:`~jax_agent_rl.observe.selection.choose`); 0: all.
+        decode: the text of ids, where the run's tokenizer is already loaded.
 
     Returns:
         The file.
@@ -165,7 +168,7 @@ def write_report(run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECT
     """
     if limit < 0:
         raise ConfigError(f"--limit {limit}: must be 0 (all trajectories) or more")
-    text = render_report(read_run(run, limit=limit))
+    text = render_report(read_run(run, limit=limit), decode)
     file = out or run / "report.html"
     with writing(file, message=_NOT_WRITTEN):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -173,10 +176,10 @@ def write_report(run: Path, out: Path | None = None, *, limit: int = MAX_TRAJECT
     return file
 
 
-def render_report(data: RunData) -> str:
-    """Return the page of a run, as HTML."""
+def render_report(data: RunData, decode: Decode | None = None) -> str:
+    """Return the page of a run, as HTML; without ``decode``, load the run's tokenizer."""
     notes = list(data.notes)
-    decode = decoder(data.config, notes)
+    decode = decode or decoder(data.config, notes)
     vocabulary = Vocabulary(decode)
     prompts = Prompts(vocabulary)
     trajectories = [tokens(record, vocabulary, prompts) for record in data.trajectories]
