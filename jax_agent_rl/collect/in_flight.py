@@ -9,7 +9,7 @@ start again under the same id, so with the same seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -41,9 +41,9 @@ class GroupRecord:
         dropped = {n: str(reason) for n, reason in self.ended.items() if isinstance(reason, DropReason)}
         begun = {number: prefix for number, prefix in self.begun.items() if number not in self.running} | progress
         return {
-            "ended": {str(number): asdict(replace(member, row={})) for number, member in ended.items()},
-            "begun": {str(number): asdict(prefix) for number, prefix in begun.items()},
-            "dropped": {str(number): reason for number, reason in dropped.items()},
+            "ended": {str(n): _TRAJECTORY.dump_python(replace(t, row={}), mode="json") for n, t in ended.items()},
+            "begun": {str(n): _PREFIX.dump_python(prefix, mode="json") for n, prefix in begun.items()},
+            "dropped": {str(n): reason for n, reason in dropped.items()},
         }
 
     @classmethod

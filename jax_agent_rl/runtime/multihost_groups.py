@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,8 +17,8 @@ _GROUPS = TypeAdapter(list[Group])
 
 def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return what the learner reads of groups, for JSON; floats are exact."""
-    lean = (asdict(replace(group, trajectories=tuple(map(_lean, group.trajectories)))) for group in groups)
-    return [_map_routed(group, to_json) for group in lean]
+    lean = [replace(group, trajectories=tuple(map(_lean, group.trajectories))) for group in groups]
+    return [_map_routed(group, to_json) for group in _GROUPS.dump_python(lean, warnings=False)]  # media are PNG by now
 
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:

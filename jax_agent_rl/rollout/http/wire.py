@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from jax_agent_rl.errors import (
@@ -67,8 +67,9 @@ def decode_error(data: Mapping[str, Any]) -> Exception:
 
 def encode_output(output: TokenOutput) -> dict[str, Any]:
     """Return an output as JSON."""
-    data = asdict(output)
-    return data | {"routed_experts": to_json(data["routed_experts"])}
+    data = {f.name: getattr(output, f.name) for f in fields(output)}  # not asdict(), which copies every id
+    routed = output.routed_experts
+    return data | {"routed_experts": to_json(asdict(routed) if routed else None)}
 
 
 def decode_output(data: Mapping[str, Any]) -> TokenOutput:

@@ -11,9 +11,10 @@ from scipy.stats import ks_2samp
 
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.types import DropReason, Group
-from tests.virtual_training import Coin, JsonNotes, Steps, in_virtual_time, make_virtual
+from tests.virtual_training import Coin, JsonNotes, Steps, VirtualAgent, in_virtual_time, make_virtual
 
 ROWS, BATCH, GROUP, KILLS = 160, 4, 4, 50
+LIFE_SECONDS = 6  # of one run on average; a trajectory takes as long
 STEPS = ROWS // BATCH
 
 
@@ -41,16 +42,23 @@ def live(saved: str, *, mode: str, seed: int, seconds: float | None, asked: bool
     return in_virtual_time(main)
 
 
-def train(mode: str, *, kills: int, seed: int) -> tuple[list[Group], dict]:
-    """Return all groups that a run with so many kills has trained on, and its last record."""
+def train(mode: str, *, kills: int, seed: int, drawn_anew: bool = False) -> tuple[list[Group], dict]:
+    """Return all groups that a run with so many kills has trained on, and its last record.
+
+    Args:
+        mode: of the trainer.
+        kills: how many.
+        seed: of what is sampled and of when it is killed.
+        drawn_anew: whether every life samples with a seed of its own.
+    """
     luck, saved, groups = random.Random(seed), "", []
     for life in range(kills + 1):
         last = life == kills
         steps, saved = live(
             saved,
             mode=mode,
-            seed=seed,
-            seconds=None if last else luck.expovariate(1 / 20),
+            seed=1000 * seed + life if drawn_anew else seed,
+            seconds=None if last else luck.expovariate(1 / LIFE_SECONDS),
             asked=luck.random() < 0.5,
         )
         groups += [group for step in steps for group in step]
@@ -99,3 +107,13 @@ def test_the_count_of_rows_sees_it_if_groups_in_flight_are_lost(monkeypatch: pyt
     monkeypatch.setattr(DataCursor, "state", lambda cursor, *, again=(): state(cursor))
     with pytest.raises(AssertionError):
         assert_every_row_once(*train("fully_async", kills=10, seed=3))
+
+
+def test_the_lengths_see_it_if_trajectories_in_flight_are_drawn_anew(
+    undisturbed: list[Group], monkeypatch: pytest.MonkeyPatch
+):
+    """Each life then ends what is short, and what is long starts again."""
+    monkeypatch.setattr(VirtualAgent, "can_resume", lambda agent, row: False)
+    groups, record = train("fully_async", kills=KILLS, seed=3, drawn_anew=True)
+    assert_every_row_once(groups, record)
+    assert likelihood_of_same_lengths(undisturbed, groups) < 0.01
