@@ -4,10 +4,12 @@ where the machine has room for that, but those that start Ray one after another.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -52,6 +54,14 @@ class FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailuresAtOnce(config))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_little_to_the_garbage_collector() -> Iterator[None]:
+    """Traces and programs are kept; to look through all of them time and again took a third of a worker's time."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
