@@ -12,8 +12,7 @@ CONSTRAINED_PYTHONS="3.11" # the versions that $CONSTRAINTS was made on; newer P
 JETSTREAM_NEEDS="grpcio prometheus_client shortuuid tiktoken"
 SECONDS=0
 DRY_RUN=0
-# Images for containers set it so that an image has no bytecode. Here every process would compile torch and transformers
-# anew, which takes 20 seconds.
+# Container images often set this. Every process would then compile torch and transformers again, which takes 20 seconds.
 unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }

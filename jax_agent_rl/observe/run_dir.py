@@ -122,7 +122,9 @@ def trajectory_record(
         token_values: ``advantages`` and ``old_logprobs`` of its tokens with loss; they are laid out along
             ``response_ids``, 0 at inserted ids without loss, null at constrained ids and where unknown.
     """
-    record = {"step": step, "split": split, **asdict(replace(trajectory, turns=(), segments=(), prompt_media={}))}
+    record = {"step": step, "split": split}
+    record |= {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}  # not asdict(), which copies every id
+    record["fork"] = asdict(trajectory.fork) if trajectory.fork else None
     record["prompt_media"] = {kind: len(items) for kind, items in trajectory.prompt_media.items()}
     at, record["segments"] = 0, []
     for segment in trajectory.segments:

@@ -18,7 +18,8 @@ _GROUPS = TypeAdapter(list[Group])
 def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return what the learner reads of groups, for JSON; floats are exact."""
     lean = [replace(group, trajectories=tuple(map(_lean, group.trajectories))) for group in groups]
-    return [_map_routed(group, to_json) for group in _GROUPS.dump_python(lean, warnings=False)]  # media are PNG by now
+    # Encoded media are not of the types that are declared, which pydantic would warn of.
+    return [_map_routed(group, to_json) for group in _GROUPS.dump_python(lean, warnings=False)]
 
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:

@@ -58,7 +58,11 @@ class RunRecord:
     role_baselines: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))  # not asdict(), which copies every sampled id
+        """Return a shallow copy: asdict() would copy every sampled id.
+
+        Checkpoints are written in the background, so replace the values of a record, never change them in place.
+        """
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RunRecord:

@@ -14,7 +14,7 @@ from jax_agent_rl.types import DropReason, Group
 from tests.virtual_training import Coin, JsonNotes, Steps, VirtualAgent, in_virtual_time, make_virtual
 
 ROWS, BATCH, GROUP, KILLS = 160, 4, 4, 50
-LIFE_SECONDS = 6  # of one run on average; a trajectory takes as long
+LIFE_SECONDS = 6  # from one kill to the next on average; a trajectory takes 16
 STEPS = ROWS // BATCH
 
 
@@ -49,7 +49,7 @@ def train(mode: str, *, kills: int, seed: int, drawn_anew: bool = False) -> tupl
         mode: of the trainer.
         kills: how many.
         seed: of what is sampled and of when it is killed.
-        drawn_anew: whether every life samples with a seed of its own.
+        drawn_anew: sample with another seed after every kill.
     """
     luck, saved, groups = random.Random(seed), "", []
     for life in range(kills + 1):
