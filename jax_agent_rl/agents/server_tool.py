@@ -318,6 +318,7 @@ def _server(limits: AgentConfig) -> ToolServerClient:
         timeout=limits.tool_call_timeout,
         timeout_key="agent.tool_call_timeout",
         max_retries=limits.tool_call_max_retries,
+        backoff=2.0,
         headers=bearer(limits.tool_server_token_env, key="agent.tool_server_token_env"),
         token_hint="set agent.tool_server_token_env to the environment variable that holds it",
     )

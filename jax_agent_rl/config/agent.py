@@ -59,8 +59,9 @@ class ServerToolConfig(Section):
         default=30.0, gt=0, description="Timeout of a request to the tool server, in seconds."
     )
     tool_call_max_retries: Annotated[NonNegative, _WITH_TOOLS] = Field(
-        default=3,
-        description="Retries of a request that did not reach the tool server, or that it was too busy to accept.",
+        default=5,
+        description="Retries of a request that did not reach the tool server, or that it was too busy to accept, after "
+        "1, 2, 4, … s: five outlast a restart of the server.",
     )
     max_turns: Annotated[NonNegative, _WITH_TOOLS] = Field(
         default=5, description="Maximum number of tool calls in a server_tool_agent trajectory."

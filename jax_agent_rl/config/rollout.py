@@ -249,8 +249,9 @@ class RolloutConfig(Section):
     )
     max_in_flight_per_server: Positive | None = Field(
         default=None,
-        description="Maximum number of requests a server runs; others wait, and those of older trajectories go first, "
-        "so that a server that joins late gets work at once. null: no limit.",
+        description="Maximum number of requests a server runs; others wait, those of older trajectories first. A "
+        "trajectory whose server is full moves to another one if computing its context there takes less time. null: no "
+        "limit.",
     )
     recovery_seconds: float = Field(
         default=600.0,

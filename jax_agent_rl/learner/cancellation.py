@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class StepCancelled(Exception):
@@ -17,9 +17,15 @@ class StepCancellation:
     An update donates the buffers of the state it replaces. Once the step is cancelled, the learner's state is, and
     stays, that before it, even while its thread is busy with a compilation that cannot be stopped. A step can be
     cancelled before its first update, and up to the last one if the learner keeps the state before the step.
+
+    Attributes:
+        meet: called before the lock is taken for a decision: waits for the learner's other processes.
+        agree: takes whether the step was cancelled here; returns whether it is cancelled on all processes.
     """
 
     def __init__(self) -> None:
+        self.meet: Callable[[], None] = lambda: None
+        self.agree: Callable[[bool], bool] = lambda cancelled: cancelled
         self._lock = threading.Lock()
         self._cancelled = False
         self._begun = 0  # updates, without those that changed nothing
@@ -28,6 +34,7 @@ class StepCancellation:
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
         """Guard one update; raise :class:`StepCancelled` if the step was cancelled."""
+        self.meet()
         with self._lock:
             self.check()
             self._begun += 1
@@ -52,13 +59,15 @@ class StepCancellation:
             with self._lock:
                 self._cancelled = True
             raise
+        self.meet()
         with self._lock:
             self._revocable = outer
-        self.check()
+            self.check()
 
     def check(self) -> None:
         """Raise :class:`StepCancelled` if the step was cancelled."""
-        if self._cancelled:
+        if self.agree(self._cancelled):
+            self._cancelled = True
             raise StepCancelled
 
     @property

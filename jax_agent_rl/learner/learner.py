@@ -25,7 +25,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-import jax
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
@@ -267,7 +266,7 @@ class Learner:
     @contextlib.contextmanager
     def _all_or_nothing(self, minis: int, cancellation: StepCancellation) -> Iterator[None]:
         """Undo a step's updates if one fails; where there are several, host memory keeps the state before them."""
-        if (minis * self._config.ppo_epochs == 1 and self._critic is None) or jax.process_count() > 1:
+        if minis * self._config.ppo_epochs == 1 and self._critic is None:
             yield
             return
         self._before = HostState.of(self.state)

@@ -218,23 +218,40 @@ class LearnerState:
     nonfinite: jax.Array
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HostState:
-    """A copy of the learner's state in host memory, for rollback; its arrays belong to one process.
+    """A copy of the learner's state in host memory, for rollback: what of each array is on devices of this process.
 
     Attributes:
-        arrays: numpy arrays.
-        shardings: those of the device arrays.
+        arrays: of each array of the state, its shape, its sharding, and its shards by their bounds.
+        tree: the state's structure.
     """
 
-    arrays: LearnerState
-    shardings: Any
+    arrays: list[tuple[tuple[int, ...], jax.sharding.Sharding, dict[_Bounds, np.ndarray]]]
+    tree: Any
 
     @classmethod
     def of(cls, state: LearnerState) -> HostState:
         """Copy a state, which may then be donated."""
-        return cls(arrays=jax.tree.map(np.array, state), shardings=jax.tree.map(lambda x: x.sharding, state))
+        leaves, tree = jax.tree.flatten(state)
+        return cls(
+            [(x.shape, x.sharding, {_bounds(s.index): np.array(s.data) for s in x.addressable_shards}) for x in leaves],
+            tree,
+        )
 
     def on_device(self) -> LearnerState:
         """Place the state on its devices again."""
-        return jax.tree.map(place, self.arrays, self.shardings)
+        return jax.tree.unflatten(
+            self.tree,
+            [
+                jax.make_array_from_callback(shape, sharding, lambda index, shards=shards: shards[_bounds(index)])
+                for shape, sharding, shards in self.arrays
+            ],
+        )
+
+
+_Bounds = tuple[tuple[int | None, int | None], ...]
+
+
+def _bounds(index: tuple[slice, ...]) -> _Bounds:
+    return tuple((part.start, part.stop) for part in index)

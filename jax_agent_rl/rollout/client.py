@@ -17,6 +17,7 @@ A caller sees one whole output whatever happened to the engines below; only its 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -284,10 +285,14 @@ class LLMServerClient(ServerPool):
             if state.aborted or not self.queue.has(server):  # since its turn came
                 return None
             state.server, state.chunks, served = server, [], self._version
+            clock = asyncio.get_running_loop().time
+            begin = clock()
             try:
                 part = await server.generate(request, on_chunk=state.add if state.on_ids or self.keeps_chunks else None)
             finally:
                 state.server = None
+            computed = len(request.prompt_ids) - part.cached_tokens
+            self.queue.costs.add(clock() - begin, computed=computed, sampled=len(part.token_ids))
         except (EngineDiedError, BackendClosedError) as error:
             self.mark_lost(server, str(error))
             if not self.queue.is_open:

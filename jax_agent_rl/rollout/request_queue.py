@@ -2,17 +2,17 @@
 
 ::
 
-    acquire ──► a server with room? ──► yes: return it
+    acquire ──► its session's server has room, or another one and moving there pays? ──► yes: return it
                     │ no
                     ▼
               a queue per server (sessions that live there) and one for everybody else, each ordered by priority
                     ▲                                  │
                     │ no server at all: only while one │ a server has room: the first of its own queue and of the
-                    │ is expected, for a limited time  ▼ common one; only if both are empty, the first of all
-                  fail                            return the server
+                    │ is expected, for a limited time  ▼ common one; if both are empty, the first of another's, if
+                  fail                            return the server                                 moving it pays
 
-A session thus waits for the server that has its KV as long as others can use the room elsewhere, and no room stays
-empty while a request waits: a server that joins late gets work at once.
+Moving a session pays where its context is computed in less time than its server needs to get to it. Both are estimated
+from the requests that have ended; before the first of them, no room stays empty while a request waits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.rollout.routing import Balancer, PrefixIndex
+from jax_agent_rl.rollout.routing import Balancer, PrefixIndex, RequestCosts
 from jax_agent_rl.rollout.server import AsyncServer
+
+MoveRule = Callable[[float, float], bool]
+"""Takes the seconds of computing a context and of waiting for the server that has it; returns whether to move."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -43,10 +48,18 @@ class RequestQueue:
     Args:
         max_in_flight: maximum concurrent requests per server; None: unlimited.
         wait_seconds: how long requests wait while there is no server but one is expected.
+
+    Attributes:
+        balancer: knows where sessions live.
+        costs: what requests cost.
+        moves: the rule for sessions whose server is full; simulations compare several.
     """
 
     def __init__(self, *, max_in_flight: int | None, wait_seconds: float):
         self.balancer = Balancer(max_in_flight=max_in_flight)
+        self.costs = RequestCosts()
+        self.moves: MoveRule = operator.le
+        self._max_in_flight = max_in_flight or 1
         self._servers: dict[str, AsyncServer] = {}
         self._expected: set[str] = set()
         self._wait_seconds = wait_seconds
@@ -129,9 +142,11 @@ class RequestQueue:
             EngineDiedError: there is no server, and none is expected.
         """
         chain = self._chain(request)
-        name = self.balancer.acquire(request.session_id, chain)
-        if name is not None:
-            return self._servers[name]
+        home = self.balancer.home(request.session_id)
+        if home is None or self.balancer.has_room(home) or self._moving_pays(request, len(self._queues[home]) + 1):
+            name = self.balancer.acquire(request.session_id, chain)
+            if name is not None:
+                return self._servers[name]
         if not self.is_open:
             raise self._closed(request)
         waiter = _Waiter(request=request, chain=chain, server=asyncio.get_running_loop().create_future())
@@ -176,9 +191,16 @@ class RequestQueue:
         for queue in self._queues.values():
             while queue and queue[0][-1].server.done():  # cancelled
                 heapq.heappop(queue)
-        own = [queue for queue in (self._queues[name], self._queues[None]) if queue]
-        queues = own or [queue for queue in self._queues.values() if queue]
+        queues = [queue for queue in (self._queues[name], self._queues[None]) if queue]
+        if not queues:  # who leaves another's queue saves the last one there a turn
+            others = [queue for queue in self._queues.values() if queue]
+            queues = [queue for queue in others if self._moving_pays(queue[0][-1].request, len(queue))]
         return heapq.heappop(min(queues, key=lambda queue: queue[0][:2]))[-1] if queues else None
+
+    def _moving_pays(self, request: GenerateRequest, turns: int) -> bool:
+        """Return whether computing a request's context elsewhere pays, rather than waiting so many turns."""
+        wait = turns * self.costs.request_seconds / self._max_in_flight
+        return self.moves(self.costs.prefill_seconds(len(request.prompt_ids)), wait)
 
     def _waiters(self) -> list[_Waiter]:
         return [waiter for queue in self._queues.values() for *_, waiter in queue if not waiter.server.done()]

@@ -79,11 +79,41 @@ class PrefixIndex:
         self._servers.clear()
 
 
+class RequestCosts:
+    """Estimates what requests cost from those that have ended, the last few hundred most of all.
+
+    Their seconds are fitted by least squares to the ids of their prompts that were computed and the ids sampled.
+    """
+
+    _DECAY = 1 - 1 / 256
+
+    def __init__(self) -> None:
+        self._count = self._seconds = 0.0
+        self._moments = [0.0] * 5  # computed², computed x sampled, sampled², computed x seconds, sampled x seconds
+
+    def add(self, seconds: float, *, computed: int, sampled: int) -> None:
+        """Record a request: how long it ran, prompt ids that were not cached, ids sampled."""
+        new = (computed**2, computed * sampled, sampled**2, computed * seconds, sampled * seconds)
+        self._moments = [self._DECAY * old + x for old, x in zip(self._moments, new, strict=True)]
+        self._count, self._seconds = self._DECAY * self._count + 1, self._DECAY * self._seconds + seconds
+
+    @property
+    def request_seconds(self) -> float:
+        """Mean duration of a request; 0 before the first."""
+        return self._seconds / self._count if self._count else 0.0
+
+    def prefill_seconds(self, ids: int) -> float:
+        """Return how long computing a prompt takes; 0 while requests do not tell."""
+        cc, cs, ss, ct, st = self._moments
+        determinant = cc * ss - cs * cs
+        return ids * max(0.0, (ct * ss - st * cs) / determinant) if determinant > 1e-9 * cc * ss else 0.0
+
+
 class Balancer:
     """Sticky sessions over least-in-flight.
 
-    A session stays on its server, which has the KV of its context; it moves only when that server is gone or full.
-    (Ids are prefilled many times faster than they are sampled, so an idle slot is worth more than a cache.) Requests of
+    A session stays on its server, which has the KV of its context; :meth:`acquire` moves it when that server is gone or
+    full, which :class:`~jax_agent_rl.rollout.request_queue.RequestQueue` asks for when waiting costs more. Requests of
     older sessions go first: in order of arrival, the next turn of a trajectory that the learner waits for would queue
     behind first turns that nobody needs yet.
 

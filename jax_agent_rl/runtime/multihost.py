@@ -14,8 +14,8 @@ and writes those of checkpoints, into a shared folder; a failure on one ends the
 While agents run, the other processes wait at a barrier of jax's coordination service. Unlike a collective on devices it
 has no short timeout and notices when a process dies; then all others end, too.
 
-All processes execute one command at a time. A signal on process 0 therefore waits for the learner's thread, and process
-0 alone decides whether a step's updates begin, see :meth:`ControlChannel.cancellation`.
+All processes execute one command at a time. After a signal, process 0 cancels the step on all of them, see
+:meth:`ControlChannel.share`; then they save the state before it.
 """
 
 from __future__ import annotations
@@ -122,9 +122,11 @@ class ControlChannel:
             except jax.errors.JaxRuntimeError as error:
                 logger.warning("the other processes could not be stopped, and end by themselves: %s", error)
 
-    def cancellation(self, own: StepCancellation | None = None) -> StepCancellation:
-        """Return the cancellation of one step on all processes, which process 0 decides by its ``own``."""
-        return _SharedCancellation(self, own or StepCancellation())
+    def share(self, cancellation: StepCancellation) -> StepCancellation:
+        """Let process 0 decide on all processes, at each micro-batch and update, whether one step is cancelled."""
+        cancellation.meet = lambda: self.barrier("update")  # the others may still compile
+        cancellation.agree = lambda cancelled: bool(_from_process_0([cancelled, 0])[0])
+        return cancellation
 
     def receive(self) -> tuple[str, Any]:
         """Other processes: wait for the next command."""
@@ -144,35 +146,6 @@ class ControlChannel:
         block = np.zeros(1 << max(length - 1, 1).bit_length(), np.uint8)
         block[: len(payload)] = np.frombuffer(payload, np.uint8)
         return command, np.asarray(multihost_utils.broadcast_one_to_all(block))[:length].tobytes()
-
-
-class _SharedCancellation(StepCancellation):
-    def __init__(self, channel: ControlChannel, own: StepCancellation) -> None:
-        super().__init__()
-        self._channel, self._own = channel, own
-
-    @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            if not self.has_begun:  # after the first update, the decision stands
-                self._channel.barrier("update")  # before the lock is taken: the others may still compile
-                self._decide(held)
-            held.enter_context(super().update())
-            yield
-
-    def unchanged(self) -> None:
-        super().unchanged()
-        if not self.has_begun:  # then this update was the first of its own, too
-            self._own.unchanged()
-
-    def _decide(self, held: contextlib.ExitStack) -> None:
-        try:
-            held.enter_context(self._own.update())
-            cancelled = False
-        except StepCancelled:
-            cancelled = True
-        if _from_process_0([cancelled, 0])[0]:
-            raise StepCancelled
 
 
 def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
@@ -237,7 +210,7 @@ class LeadingLearner:
         payload = {"groups": encode_groups(groups), "masked": sorted(masked), "since": check.since}
         with self._channel.command("update", payload), cancel_on_breach(check, own) as checked:
             return self._learner.update(
-                groups, masked=masked, tick=tick, cancellation=self._channel.cancellation(own), check=checked
+                groups, masked=masked, tick=tick, cancellation=self._channel.share(own), check=checked
             )
 
 
@@ -329,7 +302,8 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                 case "update":
                     check = replace(UNCHECKED, since=payload["since"])  # process 0 checks for all
                     groups, masked = decode_groups(payload["groups"]), payload["masked"]
-                    learner.update(groups, masked=masked, cancellation=channel.cancellation(), check=check)
+                    cancellation = channel.share(StepCancellation())
+                    learner.update(groups, masked=masked, cancellation=cancellation, check=check)
                 case "params":
                     for x in jax.tree.leaves(learner.params):
                         gathered(x)
@@ -345,7 +319,7 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                     assert checkpointer is not None  # process 0 opens before it uses
                     _follow_checkpoint(learner, checkpointer, command, payload)
         except StepCancelled:
-            logger.info("the step was abandoned before its first update")
+            logger.info("the step was cancelled")
         except (JaxAgentRLError, ValueError, OSError) as error:
             # Process 0 has the same error, and decides whether the run goes on.
             logger.warning("%s failed on process %d: %s", command, jax.process_index(), error)

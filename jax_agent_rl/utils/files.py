@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import StorageError
 
+_DEFAULT_CACHE = "~/.cache/jax_agent_rl"
 _NO_ROOM = (
     "{file} could not be written ({reason}); make space there, then go on with --resume. "
     "Complete checkpoints are intact"
@@ -20,7 +21,13 @@ def cache_root() -> Path:
 
     It is ``$JAX_AGENT_RL_CACHE``, or ``~/.cache/jax_agent_rl``.
     """
-    return Path(os.environ.get("JAX_AGENT_RL_CACHE", "~/.cache/jax_agent_rl")).expanduser()
+    return Path(os.environ.get("JAX_AGENT_RL_CACHE", _DEFAULT_CACHE)).expanduser()
+
+
+def expand_path(path: str | os.PathLike[str]) -> Path:
+    """Expand ``~``, and move a path in ``~/.cache/jax_agent_rl``, as recipes have it, to :func:`cache_root`."""
+    path = Path(path)
+    return cache_root() / path.relative_to(_DEFAULT_CACHE) if path.is_relative_to(_DEFAULT_CACHE) else path.expanduser()
 
 
 def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jax_agent_rl.errors import DataError, JaxAgentRLError, ModelError
+from jax_agent_rl.utils.files import expand_path
 
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _DESCRIBING = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -33,7 +34,7 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     Raises:
         ModelError: there is no such repository or revision, it is closed to this user, or it cannot be reached.
     """
-    folder = Path(path).expanduser()
+    folder = expand_path(path)
     named = hub_name(path)
     if named is None:
         return folder
@@ -187,4 +188,4 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
 
 def absolute_model_path(path: str) -> str:
     """Return ``path`` in a form that does not depend on the working directory."""
-    return path if hub_name(path) else str(Path(path).expanduser().absolute())
+    return path if hub_name(path) else str(expand_path(path).absolute())

@@ -165,9 +165,10 @@ def test_data_parallel_engines_obey_the_protocol_as_one(tmp_path: Path):
     made = subprocess.run(
         [*command, "--json"], capture_output=True, text=True, timeout=580, env=environment_with(3), cwd=Path.cwd()
     )
-    assert made.returncode == 0, made.stdout[-3000:] + made.stderr[-2000:]
-    counts = Counter(result["outcome"] for result in json.loads(made.stdout.splitlines()[-1])["results"])
-    assert counts["passed"] > 30 and not counts["failed"]
+    assert made.stdout.strip(), made.stderr[-2000:]
+    results = json.loads(made.stdout.splitlines()[-1])["results"]
+    assert not [result for result in results if result["outcome"] not in ("passed", "skipped")], made.stderr[-2000:]
+    assert made.returncode == 0 and Counter(result["outcome"] for result in results)["passed"] > 30
 
 
 def test_every_file_of_the_suite_runs_here():

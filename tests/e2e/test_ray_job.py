@@ -46,10 +46,32 @@ def learners(recipe: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if wanted <= set(p.info["cmdline"] or [])]
 
 
-def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills(tmp_path: Path):
-    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"checkpoint_every": 0, "steps": 1000})
-    process = start(recipe)
-    read_until(process, " 2/1000 ")
+def processes_with(*texts: str) -> list[psutil.Process]:
+    """Processes whose command lines contain these texts, without their watchdogs."""
+    lines = {p: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
+    return [p for p, line in lines.items() if all(text in line for text in texts) and "watchdog" not in line]
+
+
+def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool_server_costs_nothing(tmp_path: Path):
+    port, tools = free_port(), tmp_path / "tools.yaml"
+    tools.write_text(f"port: {port}")
+    recipe = tiny_recipe(
+        tmp_path,
+        agent={"tool_server_url": f"http://127.0.0.1:{port}", "min_turns": 1, "max_turns": 2, "max_action_length": 4},
+        rollout={"jetstream": SMALL},
+        trainer={"checkpoint_every": 0, "steps": 1000},
+    )
+    process = start(recipe, f"--tool-server={tools}")
+    read_until(process, " 1/1000 ")
+    (server,) = processes_with(f"--config {tools}", "jax_agent_rl.cli tool-server")
+    server.kill()
+    read_until(process, "[tool server] ended with status 137: starting it again")
+    lines = read_until(process, "[tool server] tool server on ")
+    step = sum("/1000 " in line for line in lines) + 3  # of which a part was sampled with the new one
+    read_until(process, f" {step}/1000 ")
+    records = read_records(tmp_path / "run" / "trajectories.jsonl")
+    assert {record["agent_name"] for record in records} == {"server_tool_agent"}
+    assert not any(call["error"] for record in records for turn in record["turns"] for call in turn["tool_calls"])
     rest = "".join(ended_after(process, signal.SIGINT))
     assert process.returncode == 130 and "is saved. Go on with --resume" in rest, rest
     assert not learners(recipe)

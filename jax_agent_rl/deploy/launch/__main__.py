@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_agent_rl.config import Config
+from jax_agent_rl.config.tool_server import load_settings
 from jax_agent_rl.deploy.launch import ray_job, ray_render
 from jax_agent_rl.deploy.launch.command_line import TimedPrinter, count, positive
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
@@ -73,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
             raise LaunchError("give --config: the quickstart, whose model and data are fetched, is for this machine")
         file = (arguments.config or QUICKSTART).absolute()
         config = load_run(str(file), arguments.overrides)
+        if arguments.tool_server:
+            load_settings(Path(arguments.tool_server), [])
         passed = _driver_arguments(arguments)
         if arguments.render == "kuberay":
             print(ray_render.ray_job_manifest(arguments, config, passed, root=ROOT), end="")
@@ -92,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
 def _driver_arguments(arguments: argparse.Namespace) -> list[str]:
     """Return the command line of the driver, but for the configuration."""
     options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in _PASSED]
+    options += [f"--tool-server={Path(arguments.tool_server).absolute()}"] if arguments.tool_server else []
     options += ["--resume"] if arguments.resume else []
     return [*options, *arguments.overrides]
 

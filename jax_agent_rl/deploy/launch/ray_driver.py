@@ -4,12 +4,11 @@
 
     driver ──► placement group: a bundle on each of learner.multihost.num_processes nodes
        ├─────► actor LearnerProcess 0 ──► jax-agent-rl train …  ──► engines, in placement groups of their own
-       └─────► actor LearnerProcess 1… ─► jax-agent-rl train …      all joined by jax.distributed.initialize
-    a process or a node is lost ──► all are ended, and started anew from the newest checkpoint
+       ├─────► actor LearnerProcess 1… ─► jax-agent-rl train …      all joined by jax.distributed.initialize
+       └─────► actor ToolServerProcess on the node of process 0 ──► jax-agent-rl tool-server …   (--tool-server)
+    a process of the learner or its node is lost ──► all are ended, and started anew from the newest checkpoint
+    the tool server ends ──► it is started again; its clients retry meanwhile
     SIGTERM (a job that is stopped) ──► process 0, which saves with the help of all
-
-Actors yield what their process says, line by line: Ray's own forwarding of output loses the last lines of an actor,
-which are those that tell why it ended.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +27,7 @@ from typing import Any
 
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.deploy.launch.command_line import count, positive
+from jax_agent_rl.deploy.launch.ray_process import LearnerProcess, outputs, start, tool_server
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
@@ -85,49 +82,6 @@ def place_engines(config: Config, free_gpus: Sequence[int]) -> tuple[list[str], 
     return ["rollout.placement=colocated", *part], {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(_LEARNER_MEMORY)}
 
 
-class LearnerProcess:
-    """One process of the learner on this actor's node; Ray starts and names what is otherwise a plain class."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def address(self) -> str:
-        """Return an address of this node at which the processes can meet."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
-
-    def run(self, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> Iterator[str | int]:
-        """Run the command in a folder until it ends; yield its lines, and its exit status last."""
-        # Ray limits its workers to one thread; the learner decides for itself.
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        # Under a watchdog, in a session of its own: Ray kills the process groups of its workers, and neither that nor
-        # the death of the worker alone may leave a process behind.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "jax_agent_rl.deploy.launch.watchdog", sys.executable, *command],
-            cwd=folder,
-            env={**environment, "PYTHONUNBUFFERED": "1", **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            yield line.rstrip("\n")
-        yield self._process.wait()
-
-    def terminate(self) -> None:
-        """Let the process save and end."""
-        if self._process is not None:
-            self._process.terminate()
-
-
 class Driver:
     """Runs the learner's processes, again after each loss.
 
@@ -151,7 +105,7 @@ class Driver:
         """
         resume = ["--resume"] if self._arguments.resume else []
         for attempt in range(self._arguments.max_restarts + 1):
-            with self._placed() as group:
+            with self._placed() as group, self._tools(group, attempt):
                 status = None if group is None else self._attempt(group, attempt, resume)
             if self._stop.is_set():
                 return 0 if status == 0 else EXIT_CODE
@@ -207,25 +161,26 @@ class Driver:
         free = _free()
         return all(free.get(name, 0) >= wanted for name, wanted in self._engine_needs.items())
 
+    def _tools(self, group: Any, number: int) -> contextlib.AbstractContextManager[None]:
+        """Run the tool server, if one is wanted."""
+        file = self._arguments.tool_server
+        return tool_server(file, group, number, _print_line) if file and group else contextlib.nullcontext()
+
     def _attempt(self, group: Any, number: int, resume: Sequence[str]) -> int | None:
         """Run every process to its end; return the exit status of process 0, None if one was lost."""
         import ray
         from ray.exceptions import RayError
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actors: list[Any] = [
-            ray.remote(LearnerProcess)
-            .options(
-                name=f"learner-{process}-{number}",
-                num_cpus=1,
-                num_gpus=self._gpus,
-                max_concurrency=2,  # terminate() while run() goes on
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=process),
-            )
-            .remote()
+        actors = [
+            start(LearnerProcess, f"learner-{process}-{number}", group, process, gpus=self._gpus)
             for process in range(self._count)
         ]
         received: queue.Queue[tuple[int, str | int | None]] = queue.Queue()
+
+        def listen(process: int, arguments: list[str]) -> None:
+            for said in outputs(actors[process], arguments, variables):
+                received.put((process, said))
+
         try:
             overrides, variables = place_engines(self._config, self._free_gpus(group))
             own = [*self._arguments.overrides, *overrides]
@@ -235,14 +190,13 @@ class Driver:
             own += [f"learner.multihost.num_processes={self._count}"]
             variables |= {"JAX_PLATFORMS": self._arguments.device}
             variables |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-            for process, actor in enumerate(actors):
-                command = ["-m", "jax_agent_rl.cli", "train", self._arguments.config, "rollout.backend=vllm", *own]
-                command += [f"learner.multihost.process_id={process}", *resume]
-                said = actor.run.options(num_returns="streaming").remote(command, os.getcwd(), variables)
-                threading.Thread(target=_listen, args=(process, said, received), daemon=True).start()
+            for process in range(self._count):
+                arguments = ["train", self._arguments.config, "rollout.backend=vllm", *own]
+                arguments += [f"learner.multihost.process_id={process}", *resume]
+                threading.Thread(target=listen, args=(process, arguments), daemon=True).start()
             return self._follow(received, actors[0].terminate.remote)
         except RayError as error:
-            _print_line(_first_line(error))
+            _print_line(str(error).strip().splitlines()[0])
             return None
         finally:
             for actor in actors:
@@ -285,19 +239,6 @@ class Driver:
         return [int(node["Resources"].get("GPU", 0)) - self._gpus * taken.count(node["NodeID"]) for node in nodes]
 
 
-def _listen(process: int, said: Any, received: queue.Queue[tuple[int, str | int | None]]) -> None:
-    """Forward what an actor yields, and None if it is lost."""
-    import ray
-    from ray.exceptions import RayError
-
-    try:
-        for reference in said:
-            received.put((process, ray.get(reference)))
-    except RayError as error:  # its node is gone, say
-        received.put((process, _first_line(error)))
-        received.put((process, None))
-
-
 def _free() -> Mapping[str, float]:
     import ray
 
@@ -306,10 +247,6 @@ def _free() -> Mapping[str, float]:
 
 def _plain(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources[name]:g} {name}s" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def _print_line(line: str) -> None:
@@ -321,6 +258,11 @@ def add_run_options(add: Callable[..., Any]) -> None:
     add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
     add("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what learner and engines compute on")
+    add(
+        "--tool-server",
+        metavar="FILE",
+        help="settings of a tool server to keep running beside process 0 of the learner",
+    )
     add("--start-timeout", type=positive, default=1800, metavar="S", help="seconds until the learner's nodes are there")
     add("--max-restarts", type=count, default=3, metavar="N", help="restarts after a process or node is lost (3)")
 

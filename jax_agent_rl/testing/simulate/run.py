@@ -1,10 +1,11 @@
-"""``jax-agent-rl simulate``: run a recipe in virtual time under each trainer, or with each kind of KV cache."""
+"""``jax-agent-rl simulate``: a recipe in virtual time with each trainer, kind of KV cache, or rule for busy servers."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.run_dir import RunDir, TokenValues
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.request_queue import MoveRule
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
@@ -52,12 +54,20 @@ POLICIES: dict[str, dict[str, Any]] = {
     "fully_async 1 drop": {"mode": "fully_async", "max_staleness": 1, "stragglers": "drop"},
 }
 """Ways to overlap rollout and learning, as keys of ``trainer``, by name."""
+BUSY_RULES: dict[str, MoveRule] = {
+    "migrate": lambda prefill, wait: True,
+    "wait": lambda prefill, wait: False,
+    "by cost": operator.le,
+}
+"""Rules for sessions whose server is full, by name."""
 _ASSUME = "assume."
-_TRAINER, _KV_CACHE = "trainer", "KV cache"
+_TRAINER, _KV_CACHE, _BUSY = "trainer", "KV cache", "busy server"
 _COLUMNS = {
     _TRAINER: "trainer.mode, trainer.max_staleness, trainer.stragglers",
     _KV_CACHE: "lru: the least recently used goes first; expected return: what waiting agents need last; "
     "offloading: what does not fit is kept in host memory (rollout.jetstream.kv_offloading_size)",
+    _BUSY: "migrate: the session moves to a server with room, which computes its context again; wait: it waits for its "
+    "server; by cost: whichever takes less time (what runs do)",
     "traj/s": "trajectories trained on in a second",
     "×": "that, over the first line's",
     "ideal": "that, over the rate of engines or learner, whoever is slower, if they never waited",
@@ -69,8 +79,12 @@ _COLUMNS = {
     "stale": "how many versions old the tokens are, on average/at most",
     "lost": "trajectories given up, of all that ended",
 }
-_ONLY_IN = {_TRAINER: (_TRAINER, "ideal"), _KV_CACHE: (_KV_CACHE, "cached")}
-"""Columns of one comparison."""
+_NOT_IN = {
+    _TRAINER: (_KV_CACHE, _BUSY, "cached"),
+    _KV_CACHE: (_TRAINER, _BUSY, "ideal"),
+    _BUSY: (_TRAINER, _KV_CACHE, "ideal"),
+}
+"""Columns that a comparison leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +149,7 @@ def simulate(
     policy: str,
     trainer: Mapping[str, Any],
     kv_cache: KVCacheSize | None = None,
+    moves: MoveRule = operator.le,
 ) -> SimulationResult:
     """Simulate a recipe under a policy.
 
@@ -144,10 +159,11 @@ def simulate(
         policy: the policy's name.
         trainer: keys of ``trainer``: how rollout and learning overlap.
         kv_cache: the engines' KV cache; None has no limit.
+        moves: rule for sessions whose server is full, see :data:`~jax_agent_rl.rollout.request_queue.MoveRule`.
     """
     config = _build_config(recipe, assumptions, trainer)
     with closing(VirtualLoop()) as loop:
-        return loop.run_until_complete(_simulate(config, assumptions, policy, kv_cache))
+        return loop.run_until_complete(_simulate(config, assumptions, policy, kv_cache, moves))
 
 
 def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str, Any]) -> Config:
@@ -163,6 +179,7 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
                 "prompts_per_step": rollout.prompts_per_step,
                 "group_size": rollout.group_size,
                 "max_in_flight": rollout.max_in_flight,
+                "max_in_flight_per_server": rollout.max_in_flight_per_server,
                 "max_model_len": agent.longest,
             },
             "agent": {
@@ -177,7 +194,7 @@ def _build_config(recipe: Config, assumptions: Assumptions, trainer: Mapping[str
 
 
 async def _simulate(
-    config: Config, assumptions: Assumptions, name: str, kv_cache: KVCacheSize | None
+    config: Config, assumptions: Assumptions, name: str, kv_cache: KVCacheSize | None, moves: MoveRule
 ) -> SimulationResult:
     margin = config.trainer.staleness_bound + 1  # steps to fill and to drain the pipeline
     steps = margin + assumptions.steps + margin
@@ -188,8 +205,10 @@ async def _simulate(
     ]
     learner = SimulatedLearner(assumptions.learner)
     readings = _Readings(engines, learner)
+    runtime = _runtime(config, assumptions, engines, learner)
+    runtime.client.queue.moves = moves
     training = TRAINERS[config.trainer.mode](
-        runtime=_runtime(config, assumptions, engines, learner),
+        runtime=runtime,
         folder=readings,
         checkpointer=cast(Checkpointer, NoCheckpoints()),
         record=RunRecord(),
@@ -206,7 +225,10 @@ def _runtime(
     engines: Sequence[SimulatedEngine],
     learner: SimulatedLearner,
 ) -> RunComponents:
-    client = LLMServerClient(AsyncServer(engine, name=f"engine-{i}") for i, engine in enumerate(engines))
+    client = LLMServerClient(
+        (AsyncServer(engine, name=f"engine-{i}") for i, engine in enumerate(engines)),
+        max_in_flight_per_server=config.rollout.max_in_flight_per_server,
+    )
     codec = SimulatedCodec(assumptions.agent.prompt_tokens)
     context = AgentContext(
         client=client, codec=cast(Any, codec), limits=config.agent, max_model_len=config.rollout.max_model_len
@@ -290,7 +312,7 @@ def ideal_samples_per_second(config: Config, assumptions: Assumptions) -> float:
 def run_command(
     recipe: Path, overrides: Sequence[str], assume: Path | None, *, as_json: bool, console: Console
 ) -> list[SimulationResult]:
-    """Simulate :data:`POLICIES`, or KV caches if the assumptions limit them, and print the comparison.
+    """Compare :data:`BUSY_RULES` if the recipe limits servers, KV caches if the assumptions do, else :data:`POLICIES`.
 
     Args:
         recipe: configuration file of a run.
@@ -306,12 +328,17 @@ def run_command(
     config = load(recipe, [item for item in overrides if not item.startswith(_ASSUME)])
     assumptions = load_assumptions(assume, assumed)
     rollout = config.rollout
-    variants: Mapping[str, tuple[Mapping[str, Any], KVCacheSize | None]]
-    if assumptions.kv_cache.tokens is None:
-        what, variants = _TRAINER, {name: (trainer, None) for name, trainer in POLICIES.items()}
-    else:
-        what, trainer = _KV_CACHE, next(t for t in POLICIES.values() if t["mode"] == config.trainer.mode)
+    trainer = next(t for t in POLICIES.values() if t["mode"] == config.trainer.mode)
+    cache = assumptions.kv_cache
+    variants: Mapping[str, Sequence[Any]]
+    if rollout.max_in_flight_per_server is not None:
+        what, size = _BUSY, cache.size(policy="expected_return", offloading_tokens=cache.offloading_tokens or 0)
+        variants = {name: (trainer, size, rule) for name, rule in BUSY_RULES.items()}
+    elif cache.tokens is not None:
+        what = _KV_CACHE
         variants = {name: (trainer, size) for name, size in _kv_caches(config, assumptions).items()}
+    else:
+        what, variants = _TRAINER, {name: (trainer,) for name, trainer in POLICIES.items()}
     console.print(
         f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
         f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each {what}",
@@ -321,8 +348,9 @@ def run_command(
     for policy, variant in variants.items():
         console.print(f"  {policy}", highlight=False)
         outcomes.append(simulate(config, assumptions, policy, *variant))
-    console.print(_tabulate(what, outcomes))
-    for name in _columns(what):
+    columns = [name for name in _COLUMNS if name not in _NOT_IN[what]]
+    console.print(_tabulate(what, columns, outcomes))
+    for name in columns:
         console.print(f"  [bold]{name}[/bold]: {_COLUMNS[name]}", highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"assumptions": assumptions.model_dump(), "outcomes": [asdict(o) for o in outcomes]}))
@@ -349,16 +377,10 @@ def _kv_caches(config: Config, assumptions: Assumptions) -> dict[str, KVCacheSiz
     }
 
 
-def _columns(what: str) -> list[str]:
-    """Return the columns of a comparison."""
-    others = {name for comparison, names in _ONLY_IN.items() if comparison != what for name in names}
-    return [name for name in _COLUMNS if name not in others]
-
-
-def _tabulate(what: str, outcomes: Sequence[SimulationResult]) -> Table:
+def _tabulate(what: str, columns: Sequence[str], outcomes: Sequence[SimulationResult]) -> Table:
     """Tabulate each policy's throughput, utilization, staleness and losses."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in _columns(what):
+    for heading in columns:
         table.add_column(heading, justify="left" if heading == what else "right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(

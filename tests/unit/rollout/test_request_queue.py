@@ -4,11 +4,27 @@ import asyncio
 
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.request_queue import RequestQueue
+from jax_agent_rl.rollout.routing import RequestCosts
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason
 from tests.fleet import EngineSpeed, in_virtual_time, now
 
 LIMITED = {"max_in_flight_per_server": 2, "wait_for_server_seconds": 50.0}
+
+
+class Costs(RequestCosts):
+    """Costs that are known: seconds of a request, and of computing its prompt."""
+
+    def __init__(self, *, request: float, prompt: float) -> None:
+        super().__init__()
+        self._request, self._prompt = request, prompt
+
+    @property
+    def request_seconds(self) -> float:
+        return self._request
+
+    def prefill_seconds(self, ids: int) -> float:
+        return self._prompt
 
 
 def asked(fleet, name):
@@ -68,6 +84,38 @@ def test_a_session_whose_server_is_full_goes_where_there_is_room_and_stays_there
         assert asked(fleet, "b") == ["r3", "r5", "r6"]
 
     in_virtual_time(main, **LIMITED)
+
+
+def test_a_session_waits_for_its_full_server_where_computing_its_context_takes_longer():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.ask(1, session_id="s")
+        fleet.client.queue.costs = Costs(request=10, prompt=6)  # with two at a time, a turn comes every 5 s
+        held = [fleet.ask(20), fleet.ask(20), fleet.ask(20)]  # a: r2, r4; b: r3
+        await asyncio.sleep(1)
+        waiting = [fleet.ask(1, session_id="s")]
+        await asyncio.sleep(1)
+        assert fleet.client.waiting == 1, "b has room, but it would take 6 s there"
+        waiting.append(fleet.ask(1, session_id="s"))
+        await asyncio.sleep(1)
+        assert fleet.client.waiting == 1 and asked(fleet, "b") == ["r3", "r6"], "after r5 it would take 10 s on a"
+        await asyncio.gather(*held, *waiting)
+
+    in_virtual_time(main, **LIMITED)
+
+
+def test_room_elsewhere_takes_a_waiting_session_only_where_that_pays():
+    async def main(fleet, prompt: float) -> list[str]:
+        await fleet.start("a", "b")
+        await fleet.ask(1, session_id="s")
+        held = [fleet.ask(20), fleet.ask(5), fleet.ask(20), fleet.ask(20)]  # a: r2, r4; b: r3, r5
+        await asyncio.sleep(1)
+        fleet.client.queue.costs = Costs(request=10, prompt=prompt)
+        await asyncio.gather(fleet.ask(1, session_id="s"), *held)  # r6 waits; b has room after 5 s
+        return asked(fleet, "b")
+
+    assert in_virtual_time(lambda fleet: main(fleet, 4.0), **LIMITED) == ["r3", "r5", "r6"]
+    assert in_virtual_time(lambda fleet: main(fleet, 6.0), **LIMITED) == ["r3", "r5"]
 
 
 def test_a_waiting_request_can_be_aborted_and_cancelled():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jax_agent_rl.rollout.routing import BLOCK, BUSY_MARGIN, MIN_SHARED_IDS, Balancer, PrefixIndex
+from jax_agent_rl.rollout.routing import BLOCK, BUSY_MARGIN, MIN_SHARED_IDS, Balancer, PrefixIndex, RequestCosts
 
 
 def balancer(*servers, **kwargs):
@@ -194,3 +194,23 @@ class BalancerMachine(RuleBasedStateMachine):
 
 
 TestBalancerMachine = BalancerMachine.TestCase
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-3, 1.0), st.integers(0, 2**32))
+def test_the_costs_of_requests_are_found_by_their_ids(prefill: float, decode: float, seed: int):
+    draws = random.Random(seed)
+    costs = RequestCosts()
+    assert costs.prefill_seconds(1000) == costs.request_seconds == 0, "nothing is known yet"
+    requests = [(draws.randrange(1, 4000), draws.randrange(1, 500)) for _ in range(50)]
+    for computed, sampled in requests:
+        costs.add(prefill * computed + decode * sampled, computed=computed, sampled=sampled)
+    assert costs.prefill_seconds(1000) == pytest.approx(1000 * prefill, rel=0.02, abs=1e-4)
+    mean = sum(prefill * c + decode * s for c, s in requests) / 50
+    assert costs.request_seconds == pytest.approx(mean, rel=0.2), "later ones count more"
+
+
+def test_requests_that_are_all_alike_do_not_tell_what_their_prompts_cost():
+    costs = RequestCosts()
+    for _ in range(10):
+        costs.add(3.0, computed=100, sampled=50)
+    assert costs.prefill_seconds(100) == 0 and costs.request_seconds == pytest.approx(3)

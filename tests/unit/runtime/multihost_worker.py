@@ -40,7 +40,8 @@ def lead(made: Learner, job: dict) -> None:
         metrics = {}
         for step in range(begin, job["steps"]):
             if channel is not None and step:
-                give_up(learner, random_groups(step, vocabulary=96))
+                give_up(learner, random_groups(step, vocabulary=96), midway=False)
+                give_up(learner, random_groups(step, vocabulary=96), midway=True)
             result = learner.update(random_groups(step, vocabulary=96), masked={"g0-1"})
             metrics = result.metrics
             checkpointer.save(step + 1, learner.state, {"step": step + 1})
@@ -64,15 +65,23 @@ def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict)
     return reader.bytes_read / sum(x.nbytes for x in jax.tree.leaves(made.params))
 
 
-def give_up(learner: LeadingLearner, groups: list[Group]) -> None:
-    """A step that process 0 abandons: unless all do, what follows comes out different or never ends."""
+def give_up(learner: LeadingLearner, groups: list[Group], *, midway: bool) -> None:
+    """A step that process 0 cancels before its first update or after it: unless all undo it, what follows comes out
+    different or never ends."""
     cancellation = StepCancellation()
-    cancellation.cancel()
+
+    def tick(done: int, total: int) -> None:
+        if cancellation.has_begun:
+            assert cancellation.cancel(), "the critic's update cannot be undone"
+
+    if not midway:
+        cancellation.cancel()
     try:
-        learner.update(groups, cancellation=cancellation)
+        learner.update(groups, cancellation=cancellation, tick=tick)
     except StepCancelled:
+        assert cancellation.has_begun == midway
         return
-    raise SystemExit("a cancelled step let an update begin")
+    raise SystemExit("a cancelled step went on")
 
 
 def main() -> None:

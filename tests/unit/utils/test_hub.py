@@ -171,6 +171,16 @@ def test_folders_are_never_looked_up(tmp_path, monkeypatch):
     assert absolute_model_path("other/model@main") == "other/model@main"
 
 
+def test_the_recipes_model_is_where_the_variable_puts_the_cache(tmp_path, monkeypatch):
+    path = "~/.cache/jax_agent_rl/models/small"
+    monkeypatch.delenv("JAX_AGENT_RL_CACHE", raising=False)
+    assert model_folder(path) == Path(path).expanduser()
+    monkeypatch.setenv("JAX_AGENT_RL_CACHE", str(tmp_path))
+    assert model_folder(path) == tmp_path / "models" / "small"
+    assert absolute_model_path(path) == str(tmp_path / "models" / "small")
+    assert model_folder("~/models/small") == Path("~/models/small").expanduser()
+
+
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 LOAD_ROWS = """
