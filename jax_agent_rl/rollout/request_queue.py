@@ -67,6 +67,8 @@ class RequestQueue:
         self._timed_out = False
         self._last_loss = ""
         self._queues: dict[str | None, list[tuple[int, int, _Waiter]]] = {None: []}
+        self._with_waiters: set[str | None] = set()  # keys of queues that are not empty
+        self._find_prefixes = False
         self._arrivals = itertools.count()
 
     @property
@@ -108,6 +110,7 @@ class RequestQueue:
         self.balancer.add(server.name)
         self._servers[server.name] = server
         self._queues[server.name] = []
+        self._update_capabilities()
         if self._outage is not None:
             self._outage.cancel()
         self._outage, self._timed_out = None, False
@@ -118,8 +121,10 @@ class RequestQueue:
         del self._servers[server.name]
         self.balancer.remove(server.name)
         self._last_loss = f"{server.name}: {why}"
+        self._update_capabilities()
+        self._with_waiters.discard(server.name)
         for item in self._queues.pop(server.name):
-            heapq.heappush(self._queues[None], item)
+            self._push(None, item)
         for other in self.servers:
             self._fill(other)
         self._check_outage()
@@ -150,8 +155,7 @@ class RequestQueue:
         if not self.is_open:
             raise self._closed(request)
         waiter = _Waiter(request=request, chain=chain, server=asyncio.get_running_loop().create_future())
-        queue = self._queues[self.balancer.home(request.session_id)]
-        heapq.heappush(queue, (request.priority, next(self._arrivals), waiter))
+        self._push(home, (request.priority, next(self._arrivals), waiter))
         self._check_outage()
         try:
             return await waiter.server
@@ -175,11 +179,13 @@ class RequestQueue:
 
     def _chain(self, request: GenerateRequest) -> list[int]:
         """Return the prefix keys of a prompt whose KV may be on a server; placeholder ids do not tell images apart."""
-        if self.balancer.home(request.session_id) or request.multi_modal or len(self._servers) < 2:
-            return []
-        if not all(server.backend.capabilities.prefix_reuse for server in self.servers):
+        if not self._find_prefixes or self.balancer.home(request.session_id) or request.multi_modal:
             return []
         return PrefixIndex.chain(request.prompt_ids, request.lora)
+
+    def _update_capabilities(self) -> None:
+        capable = all(server.backend.capabilities.prefix_reuse for server in self.servers)
+        self._find_prefixes = capable and len(self._servers) > 1
 
     def _fill(self, server: AsyncServer) -> None:
         """Give the server's room to the next requests."""
@@ -187,15 +193,29 @@ class RequestQueue:
             self.balancer.assign(server.name, waiter.request.session_id, waiter.chain)
             waiter.server.set_result(server)
 
+    def _push(self, home: str | None, item: tuple[int, int, _Waiter]) -> None:
+        heapq.heappush(self._queues[home], item)
+        self._with_waiters.add(home)
+
     def _next(self, name: str) -> _Waiter | None:
-        for queue in self._queues.values():
-            while queue and queue[0][-1].server.done():  # cancelled
-                heapq.heappop(queue)
-        queues = [queue for queue in (self._queues[name], self._queues[None]) if queue]
-        if not queues:  # who leaves another's queue saves the last one there a turn
-            others = [queue for queue in self._queues.values() if queue]
-            queues = [queue for queue in others if self._moving_pays(queue[0][-1].request, len(queue))]
-        return heapq.heappop(min(queues, key=lambda queue: queue[0][:2]))[-1] if queues else None
+        """Take the request that the server's room is for out of its queue."""
+        homes = list(filter(self._has_waiters, (name, None)))
+        if not homes:  # who leaves another's queue saves the last one there a turn
+            others = filter(self._has_waiters, tuple(self._with_waiters))
+            queues = ((home, self._queues[home]) for home in others)
+            homes = [home for home, queue in queues if self._moving_pays(queue[0][-1].request, len(queue))]
+        if not homes:
+            return None
+        return heapq.heappop(min((self._queues[home] for home in homes), key=lambda queue: queue[0][:2]))[-1]
+
+    def _has_waiters(self, home: str | None) -> bool:
+        """Return whether a request waits in this queue, after removing cancelled ones."""
+        queue = self._queues[home]
+        while queue and queue[0][-1].server.done():
+            heapq.heappop(queue)
+        if not queue:
+            self._with_waiters.discard(home)
+        return bool(queue)
 
     def _moving_pays(self, request: GenerateRequest, turns: int) -> bool:
         """Return whether computing a request's context elsewhere pays, rather than waiting so many turns."""
@@ -224,6 +244,7 @@ class RequestQueue:
         for waiter in self._waiters():
             waiter.server.set_exception(self._closed(waiter.request))
         self._queues[None].clear()
+        self._with_waiters.clear()
 
     def _closed(self, request: GenerateRequest) -> EngineDiedError:
         return EngineDiedError(f"request {request.request_id!r}: there is no server left: {self.why_closed}")

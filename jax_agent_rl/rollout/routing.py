@@ -5,6 +5,7 @@ Plain classes without clocks, locks or asyncio; the client calls them from one e
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -128,6 +129,8 @@ class Balancer:
     def __init__(self, max_sessions: int = 100_000, *, max_in_flight: int | None = None):
         self._max_in_flight = max_in_flight
         self._in_flight: dict[str, int] = {}
+        self._places: dict[str, int] = {}  # in order of addition
+        self._least: list[tuple[int, int, str]] = []  # a heap of (in flight, place, name); most entries are outdated
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._ages: OrderedDict[str, int] = OrderedDict()
         self._arrivals = itertools.count()
@@ -151,11 +154,13 @@ class Balancer:
         """
         if server in self._in_flight:
             raise ValueError(f"a server is called {server!r} already")
-        self._in_flight[server] = 0
+        self._places[server] = next(self._arrivals)
+        self._count(server, 0)
 
     def remove(self, server: str) -> None:
         """Remove a server; its sessions move with their next request. Unknown names are ignored."""
         self._in_flight.pop(server, None)
+        self._places.pop(server, None)
         self._prefixes.forget(server)
         for session in [s for s, where in self._sessions.items() if where == server]:
             del self._sessions[session]
@@ -169,12 +174,30 @@ class Balancer:
         """
         server = self.home(session)
         if server is None or not self.has_room(server):
-            roomy = filter(self.has_room, self._in_flight)
-            least = min(roomy, key=self._in_flight.__getitem__, default=None)  # ties: the one added first
+            least = self._least_busy()
+            if least is not None and not self.has_room(least):
+                least = None
             server = self._with_prefix(chain, least) or least
         if server is not None:
             self.assign(server, session, chain)
         return server
+
+    def _least_busy(self) -> str | None:
+        """Return the server with the fewest requests, of several the one added first."""
+        while self._least:
+            in_flight, place, server = self._least[0]
+            if self._places.get(server) == place and self._in_flight[server] == in_flight:
+                return server
+            heapq.heappop(self._least)
+        return None
+
+    def _count(self, server: str, in_flight: int) -> None:
+        self._in_flight[server] = in_flight
+        if len(self._least) > 8 * len(self._in_flight):
+            self._least = [(self._in_flight[name], place, name) for name, place in self._places.items()]
+            heapq.heapify(self._least)
+        else:
+            heapq.heappush(self._least, (in_flight, self._places[server], server))
 
     def _with_prefix(self, chain: Sequence[int], least: str | None) -> str | None:
         """Return the server with the longest prefix of a prompt, if that is worth an uneven load."""
@@ -204,11 +227,11 @@ class Balancer:
         self._prefixes.add(chain, server)
         if session is not None:
             self._remember(self._sessions, session, server)
-        self._in_flight[server] += 1
+        self._count(server, self._in_flight[server] + 1)
 
     def release(self, server: str) -> None:
         """Uncount a request that has left the server."""
-        self._in_flight[server] -= 1
+        self._count(server, self._in_flight[server] - 1)
 
     def priority(self, session: str | None = None) -> int:
         """Return the priority of a session's next request; lower runs first. No session: a session of its own."""
