@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.simulate.run import POLICIES, run_command, simulate
+from jax_agent_rl.testing.simulate.run import BUSY_RULES, POLICIES, run_command, simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 
 RECIPE = {
@@ -97,3 +97,39 @@ def test_a_wrong_assumption_is_named(tmp_path):
     recipe.write_text("run_dir: x\nmodel: {path: none}\ndata: {train: none}\n")
     with pytest.raises(ConfigError, match=r"engines\.slot.*did you mean"):
         run_command(recipe, ["assume.engines.slot=3"], None, as_json=False, console=Console(file=io.StringIO()))
+
+
+def rates_by_rule(*assumptions: str, engines: int) -> dict[str, float]:
+    """Trajectories per second by each rule for sessions whose server is full; 14 trajectories for 8 slots."""
+    assumed = load_assumptions(
+        None,
+        [f"engines.count={engines}", "engines.slots=8", "engines.step_ms=20", "learner.tokens_per_second=1e9"]
+        + ["agent.turns=6", "agent.tool_seconds=2", "agent.tool_seconds_max=20", "agent.turn_tokens_max=600"]
+        + ["kv_cache.tokens=2000000", "steps=4", *assumptions],
+    )
+    rollout = {"prompts_per_step": engines * 3 // 2, "group_size": 8, "max_in_flight": engines * 14}
+    recipe = config.build(RECIPE | {"rollout": rollout | {"max_in_flight_per_server": 8}})
+    size = assumed.kv_cache.size(policy="expected_return", offloading_tokens=0)
+    policy = POLICIES["fully_async 1"]
+    return {
+        name: simulate(recipe, assumed, name, policy, size, rule).samples_per_second
+        for name, rule in BUSY_RULES.items()
+    }
+
+
+def test_a_session_whose_server_is_full_waits_where_its_context_is_dear():
+    dear = (
+        "agent.prompt_tokens=1024",
+        "agent.observation_tokens=200",
+        "agent.turn_tokens=60",
+        "kv_cache.prefill_us=400",
+    )
+    rates = rates_by_rule(*dear, engines=16)
+    assert rates["by cost"] > 1.05 * rates["migrate"]
+    assert rates["by cost"] > 0.98 * rates["wait"]
+
+
+def test_a_session_whose_server_is_full_moves_where_its_context_is_cheap():
+    cheap = ("agent.prompt_tokens=64", "agent.turn_tokens=200", "kv_cache.prefill_us=10")
+    rates = rates_by_rule(*cheap, engines=8)
+    assert rates["by cost"] == rates["migrate"] > rates["wait"]
