@@ -91,6 +91,27 @@ def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool
     wait_for_end(stuck.pid)
 
 
+def test_a_learner_that_is_killed_takes_its_cluster_with_it(tmp_path: Path):
+    placed = {"jetstream": SMALL, "placement": "separate", "gpus_per_engine": 0}
+    recipe = tiny_recipe(tmp_path, rollout=placed, trainer={"steps": 1000})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jax_agent_rl.cli", "train", recipe],
+        env=environment_with(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    read_until(process, " 2/1000 ")
+    # Ray's agents take a minute to notice, but hold nothing.
+    members = [p for p in psutil.Process(process.pid).children(recursive=True) if "Agent" not in " ".join(p.cmdline())]
+    lines = [" ".join(p.cmdline()) for p in members]
+    assert all(any(name in line for line in lines) for name in ("raylet", "gcs_server", "EngineHost")), lines
+    process.kill()
+    for member in members:
+        wait_for_end(member.pid, seconds=20)
+    process.communicate()
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Four nodes with one CPU each, on loopback."""
