@@ -67,12 +67,19 @@ test_main() {
   say "lint"
   run "$VENV/bin/ruff" check "${LINTED[@]}"
   run "$VENV/bin/ruff" format --check "${LINTED[@]}"
-  say "types"
-  run "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
   say "import rules"
   run "$VENV/bin/lint-imports"
-  say "tests"
-  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${SIDE_BY_SIDE[@]}" "$@"
+  say "tests, and types beside them"
+  local types failed=0
+  types="$(mktemp)"
+  run "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" >"$types" 2>&1 &
+  local checking=$!
+  run "$VENV/bin/python" -m pytest -m "$SELECTED" --durations=10 "${SIDE_BY_SIDE[@]}" "$@" || failed=1
+  wait "$checking" || failed=1
+  say "types"
+  cat "$types"
+  rm "$types"
+  return "$failed"
 }
 
 test_vllm() {
