@@ -10,7 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch.command_line import TimedPrinter, port, positive, seconds, variable
+from jax_agent_rl.deploy.launch.command_line import (
+    ROOT,
+    TimedPrinter,
+    comma_separated,
+    port,
+    positive,
+    seconds,
+    variable,
+)
 from jax_agent_rl.deploy.launch.tpu import job, render
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
@@ -19,7 +27,6 @@ from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
-ROOT = Path(__file__).parents[4]
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -34,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
     add("--name", required=True, help="name of the slice and of the run")
-    add("--zone", required=True, metavar="Z", help="e.g. us-west4-a; for SkyPilot also several, with commas")
-    add("--topology", required=True, metavar="T", help="topology of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8, v4:2x2x4")
+    add("--zone", type=comma_separated, required=True, metavar="Z", help="e.g. us-west4-a; for SkyPilot also several")
+    add("--topology", type=parse_topology, required=True, metavar="T", help="v5e:4x4, v5p:2x2x2, v6e:8x8, v4:2x2x4")
     add("--project", help="Google Cloud project; default gcloud's own")
     add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
     add("--spot", action="store_true", help="cheaper, may be preempted at any time")
@@ -56,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     rendered = result.add_argument_group("with --render gke or slurm").add_argument
     rendered("--slices", type=positive, default=1, metavar="M", help="slices of that topology (1)")
     rendered("--rollout-hosts", type=positive, default=0, metavar="N", help="N more hosts sample; the others learn")
-    rendered("--rollout-topology", metavar="T", help="of each of those (gke); default 4 chips of the same generation")
+    rendered("--rollout-topology", type=parse_topology, metavar="T", help="of each, on gke; default 4 of the same chips")
     rendered("--rollout-port", type=port, default=8100, metavar="P", help="their port in the zone's network (8100)")
     rendered("--image", help="with gke: the container, with the project in /app")
     return result
@@ -82,13 +89,20 @@ examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run a launch; return its exit status."""
-    arguments = parser().parse_intermixed_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal is gone
         signal.signal(number, signal.default_int_handler)
     try:
+        arguments = parser().parse_intermixed_args(argv)
         task = _job(arguments)
         if arguments.render:
-            print(render.render(arguments.render, task, _options(arguments), root=ROOT), end="")
+            options = render.SchedulerOptions(
+                zones=tuple(arguments.zone),
+                image=arguments.image,
+                rollout_hosts=arguments.rollout_hosts,
+                rollout_topology=arguments.rollout_topology,
+                port=arguments.rollout_port,
+            )
+            print(render.render(arguments.render, task, options, root=ROOT), end="")
             return 0
         return _act(task, arguments)
     except LaunchError as error:
@@ -108,42 +122,26 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     job.require_overrides(arguments.overrides)
-    topology = parse_topology(arguments.topology)
+    variables = dict(arguments.env)
+    if render.TOKEN in variables:
+        raise LaunchError(f"--env {render.TOKEN}: the rendered job sets it itself; leave it out")
+    if not (arguments.render or arguments.dry_run or arguments.logs or arguments.delete):
+        for name in [name for name, value in variables.items() if value is None]:
+            if name not in os.environ:
+                raise LaunchError(f"--env {name} is not set here: export it, or give --env {name}=VALUE")
+            variables[name] = os.environ[name]
     return Job(
         name=arguments.name,
-        topology=topology,
+        topology=arguments.topology,
         slices=arguments.slices,
         spot=arguments.spot,
-        runtime=arguments.runtime_version or topology.kind.runtime,
+        runtime=arguments.runtime_version or arguments.topology.kind.runtime,
         config=arguments.config,
         overrides=tuple(arguments.overrides),
         bucket=arguments.bucket,
         prepare=arguments.prepare,
         install=not arguments.no_install,
-        variables=_variables(arguments),
-    )
-
-
-def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
-    """Return the variables of ``--env``; values may stay None where nothing is launched."""
-    result = dict(arguments.env)
-    if render.TOKEN in result:
-        raise LaunchError(f"--env {render.TOKEN}: the rendered job sets it itself; leave it out")
-    if arguments.render or arguments.dry_run or arguments.logs or arguments.delete:
-        return result
-    if missing := [name for name, value in result.items() if value is None and name not in os.environ]:
-        raise LaunchError(f"--env {missing[0]} is not set here: export it, or give --env {missing[0]}=VALUE")
-    return {name: os.environ[name] if value is None else value for name, value in result.items()}
-
-
-def _options(arguments: argparse.Namespace) -> render.SchedulerOptions:
-    asked = arguments.rollout_topology
-    return render.SchedulerOptions(
-        zones=tuple(arguments.zone.split(",")),
-        image=arguments.image,
-        rollout_hosts=arguments.rollout_hosts,
-        rollout_topology=parse_topology(asked) if asked else None,
-        port=arguments.rollout_port,
+        variables=variables,
     )
 
 
@@ -152,12 +150,11 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
     for option, asked in (("--slices", task.slices > 1), ("--rollout-hosts", servers), ("--image", arguments.image)):
         if asked:
             raise LaunchError(f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns")
-    if "," in arguments.zone:
-        raise LaunchError(f"--zone {arguments.zone}: give one, or --render sky, whose job searches several")
+    if len(arguments.zone) != 1:
+        raise LaunchError(f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches several")
     print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
-    where = {"project": arguments.project, "zone": arguments.zone}
     launch = SliceLaunch(
-        cloud=DryRun(**where) if arguments.dry_run else Gcloud(**where),
+        cloud=(DryRun if arguments.dry_run else Gcloud)(project=arguments.project, zone=arguments.zone[0]),
         task=task,
         poll=arguments.poll,
         logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
