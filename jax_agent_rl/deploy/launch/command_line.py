@@ -1,9 +1,10 @@
-"""What the launchers share: option types that refuse a wrong value with its form, timed output, and templates."""
+"""What the launchers share: parsers, option types that refuse a wrong value with its form, output and templates."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -29,6 +30,15 @@ class TimedPrinter:
         own = "" if line.startswith("[") else f"[{time.monotonic() - self._begin:3.0f}s] "
         with contextlib.suppress(BrokenPipeError):  # nobody reads it: still end in order
             print(own + line, flush=True)
+
+
+def script_parser(script: str) -> argparse.ArgumentParser:
+    """Return a parser whose ``--help`` shows the comment at the beginning of a script of ``launch``."""
+    lines = (ROOT / "launch" / script).read_text().splitlines()[1:]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    description = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment)
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=script, description=description, formatter_class=style)
 
 
 def _checked(kind: Callable[[str], T], holds: Callable[[T], bool], wanted: str) -> Callable[[str], T]:

@@ -121,9 +121,6 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
-# --- calls for one host, by its number in the slice ----------------------------------------------------------------
-
-
 def set_up(job: Job, host: int) -> Call:
     """Return the call that sets up code, environment, model and data, in one connection.
 

@@ -97,8 +97,6 @@ class SliceLaunch:
                     raise
         return act()
 
-    # --- the slice ------------------------------------------------------------------------------------------------
-
     def query(self) -> str:
         """Return gcloud's name of the slice's state.
 
@@ -158,8 +156,6 @@ class SliceLaunch:
             left = f"--resume continues from the last checkpoint in {kept}" if kept else "without --bucket all is lost"
             raise LaunchError(f"the slice was preempted ({state}): {left}; a job of --render sky recovers by itself")
 
-    # --- the stages -----------------------------------------------------------------------------------------------
-
     def _set_up(self, root: Path) -> None:
         task = self.task
         self.print_line(f"copying the code to {task.hosts} host(s)")
@@ -191,8 +187,6 @@ class SliceLaunch:
             names = ", ".join(f"host-{host}" for host in failed)
             brief = " ".join(" ".join(self.cloud.argv(calls[failed[0]])).split())[:300]
             raise failure(f"{names}: {brief} failed, see above")
-
-    # --- while it runs --------------------------------------------------------------------------------------------
 
     def follow(self) -> int:
         """Print the output of the run under way, or of the last one; return its exit status.
