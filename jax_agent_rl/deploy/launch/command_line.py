@@ -34,7 +34,7 @@ class TimedPrinter:
 
 def script_parser(script: str) -> argparse.ArgumentParser:
     """Return a parser whose ``--help`` shows the comment at the beginning of a script of ``launch``."""
-    lines = (ROOT / "launch" / script).read_text().splitlines()[1:]
+    lines = (ROOT / "launch" / script).read_text(encoding="utf-8").splitlines()[1:]
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     description = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment)
     style = argparse.RawDescriptionHelpFormatter
@@ -42,7 +42,7 @@ def script_parser(script: str) -> argparse.ArgumentParser:
 
 
 def _checked(kind: Callable[[str], T], holds: Callable[[T], bool], wanted: str) -> Callable[[str], T]:
-    """Return a type of options whose values are of a kind, and for which a condition holds."""
+    """Return a type of options: it parses by ``kind``, and refuses values for which ``holds`` is false."""
 
     def parse(text: str) -> T:
         with contextlib.suppress(ValueError):

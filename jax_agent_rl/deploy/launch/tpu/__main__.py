@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     rendered = result.add_argument_group("with --render gke or slurm").add_argument
     rendered("--slices", type=cli.positive, default=1, metavar="M", help="slices of that topology (1)")
     rendered("--rollout-hosts", type=cli.positive, default=0, metavar="N", help="N more hosts sample; the others learn")
-    rendered("--rollout-topology", type=parse_topology, metavar="T", help="of each, on gke (4 of the same chips)")
+    rendered(
+        "--rollout-topology", type=parse_topology, metavar="T", help="of each, on gke (4 chips of that generation)"
+    )
     rendered("--rollout-port", type=cli.port, default=8100, metavar="P", help="their port in the zone's network (8100)")
     rendered("--image", help="with gke: the container, with the project in /app")
     return result

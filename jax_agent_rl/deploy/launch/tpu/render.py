@@ -61,13 +61,8 @@ def render(kind: str, task: Job, options: SchedulerOptions, *, root: Path) -> st
         pods = [f"http://{task.name}-rollout-{i}-0.{task.name}:{options.port}" for i in range(options.rollout_hosts)]
         urls = "@urls@" if kind == "slurm" else ",".join(pods)
         token, weights = f"rollout.token_env={TOKEN}", f"rollout.weight_dir={task.kept}/weights"
-        own += [
-            "rollout.backend=remote",
-            f"rollout.urls=[{urls}]",
-            token,
-            "rollout.weight_transport=tensorstore",
-            weights,
-        ]
+        own += ["rollout.backend=remote", f"rollout.urls=[{urls}]", token]
+        own += ["rollout.weight_transport=tensorstore", weights]
         listening = ["--config", config, "--host=0.0.0.0", f"--port={options.port}"]
         serve = ["jax-agent-rl", "rollout-server", *listening, *task.overrides, token, weights]
     if task.hosts > 1 and kind != "sky":  # whose job names the coordinator
