@@ -1,6 +1,23 @@
 #!/usr/bin/env bash
 # Trains with vLLM engines and a JAX learner, as a Ray job: on this machine's GPUs, or on the cluster of RAY_ADDRESS.
-#   ./launch/gpu.sh [--dry-run] [--config FILE] [--resume] [key.path=value …]      (--help tells all)
+#   ./launch/gpu.sh [--dry-run] [--config FILE] [--resume] [key.path=value …]      (--help lists all options)
+#
+# The learner takes learner.multihost.num_processes nodes (one by default) and learner.mesh's devices, the same number on
+# each. Every other GPU serves, rollout.vllm.tensor_parallel_size per engine; if too few are left, the engine shares the
+# learner's. A configuration that sets rollout.placement decides for itself.
+#
+# Environment: RAY_ADDRESS (an existing cluster, e.g. http://10.0.0.1:8265; this folder, the configuration, the model and
+# run_dir at the same paths on its nodes), JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON,
+# CUDA_VISIBLE_DEVICES (restricts the GPUs of this machine).
+#
+# Exit status: the learner's; 1 if the launch failed; 2 for a wrong command line; 130 after Ctrl-C.
+#
+# Examples:
+#   ./launch/gpu.sh trainer.steps=20                       the quickstart on this machine's GPUs
+#   ./launch/gpu.sh --config my.yaml learner.mesh.fsdp=4 rollout.vllm.tensor_parallel_size=2
+#   RAY_ADDRESS=http://10.0.0.1:8265 ./launch/gpu.sh --config my.yaml learner.multihost.num_processes=2
+#   ./launch/gpu.sh --render ray --hosts me@10.0.0.1,me@10.0.0.2 >cluster.yaml
+#   ./launch/gpu.sh --render kuberay --nodes 2 --config my.yaml run_dir=/runs/my >run.yaml
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

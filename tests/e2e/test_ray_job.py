@@ -49,7 +49,7 @@ def learners(recipe: Path) -> list[psutil.Process]:
 def processes_with(*texts: str) -> list[psutil.Process]:
     """Processes whose command lines contain these texts, without their watchdogs."""
     lines = {p: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
-    return [p for p, line in lines.items() if all(text in line for text in texts) and "watchdog" not in line]
+    return [p for p, line in lines.items() if all(text in line for text in texts) and "ray_process" not in line]
 
 
 def test_ctrl_c_saves_resume_goes_on_and_a_second_ctrl_c_kills_and_a_killed_tool_server_costs_nothing(tmp_path: Path):
@@ -143,7 +143,7 @@ def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_traje
     own = ["learner.multihost.num_processes=2", "learner.mesh.fsdp=2", "data.eval=null", "trainer.steps=9"]
     process = start(recipe, *own, address=f"http://{cluster.head_node.webui_url}")
     read_until(process, " 2/9 ")
-    learners = [node for node in cluster.list_all_nodes() if runs(node, "LearnerProcess")]
+    learners = [node for node in cluster.list_all_nodes() if runs(node, "NodeProcess")]
     (engine,) = [node for node in cluster.list_all_nodes() if runs(node, "EngineHost")]
     assert len(learners) == 2 and engine not in learners
 

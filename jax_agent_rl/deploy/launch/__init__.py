@@ -6,7 +6,6 @@
       │ ◄────────────────────────── its output ─────────────────────┘                 (actors)       (actors)
       └─ Ctrl-C ──► SIGTERM: the run saves and ends; once more ──► its processes are killed
 
-Reading order: ``__main__`` (the command line), ``ray_job`` (submits and follows), ``ray_driver`` (what the job runs),
-``watchdog`` (ends a process with its actor), ``ray_render`` (cluster files). ``command_line`` is
-shared with ``tpu``, which imports the standard library only.
+Reading order: ``__main__`` (the launcher), ``ray_driver`` (what the job runs), ``ray_process`` (a process on a node).
+``command_line`` is shared with ``tpu``, which imports the standard library only.
 """

@@ -1,15 +1,22 @@
-"""Types of the launchers' command-line options, which refuse a wrong value with the required form, and their output."""
+"""What the launchers share: parsers, option types that refuse a wrong value with its form, output and templates."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import math
 import re
+import shlex
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+from jax_agent_rl.errors import LaunchError
+
+ROOT = Path(__file__).parents[3]
 T = TypeVar("T")
 
 
@@ -25,24 +32,36 @@ class TimedPrinter:
             print(own + line, flush=True)
 
 
-def positive(text: str) -> int:
-    """Parse a positive whole number."""
-    return _checked(text, int, lambda value: value >= 1, "a whole number, 1 or more")
+def script_parser(script: str) -> argparse.ArgumentParser:
+    """Return a parser whose ``--help`` shows the comment at the beginning of a script of ``launch``."""
+    lines = (ROOT / "launch" / script).read_text(encoding="utf-8").splitlines()[1:]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    description = "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment)
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=script, description=description, formatter_class=style)
 
 
-def count(text: str) -> int:
-    """Parse a whole number, 0 or more."""
-    return _checked(text, int, lambda value: value >= 0, "a whole number, 0 or more")
+def _checked(kind: Callable[[str], T], holds: Callable[[T], bool], wanted: str) -> Callable[[str], T]:
+    """Return a type of options: it parses by ``kind``, and refuses values for which ``holds`` is false."""
+
+    def parse(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            if holds(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+
+    return parse
 
 
-def port(text: str) -> int:
-    """Parse a TCP port."""
-    return _checked(text, int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
+positive = _checked(int, lambda value: value >= 1, "a whole number, 1 or more")
+count = _checked(int, lambda value: value >= 0, "a whole number, 0 or more")
+port = _checked(int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
+seconds = _checked(float, lambda value: 0 < value < math.inf, "seconds, more than 0")
 
 
-def seconds(text: str) -> float:
-    """Parse a positive duration."""
-    return _checked(text, float, lambda value: 0 < value < math.inf, "seconds, more than 0")
+def comma_separated(text: str) -> list[str]:
+    """Parse names with commas between them."""
+    return [part for part in text.split(",") if part]
 
 
 def variable(text: str) -> tuple[str, str | None]:
@@ -53,11 +72,19 @@ def variable(text: str) -> tuple[str, str | None]:
     return name, value if given else None
 
 
-def _checked(text: str, kind: Callable[[str], T], holds: Callable[[T], object], wanted: str) -> T:
+def render_template(name: str, **values: Any) -> str:
+    """Render a file of ``launch/templates``.
+
+    Raises:
+        LaunchError: jinja2 is not installed; the launchers need no packages otherwise.
+    """
     try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not holds(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return value
+        import jinja2
+    except ImportError:
+        raise LaunchError(
+            "--render needs jinja2: pip install jinja2, or PYTHON=.venv/bin/python of an environment that has it"
+        ) from None
+    loader = jinja2.FileSystemLoader(ROOT / "launch" / "templates")
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= {"quoted": shlex.quote, "json": json.dumps}
+    return environment.get_template(name).render(values)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch.command_line import TimedPrinter, port, positive, seconds, variable
+from jax_agent_rl.deploy.launch import command_line as cli
 from jax_agent_rl.deploy.launch.tpu import job, render
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
@@ -19,34 +19,28 @@ from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 
-ROOT = Path(__file__).parents[4]
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; ``--help`` documents all options."""
-    result = argparse.ArgumentParser(
-        prog="tpu_pod.sh",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train on a Cloud TPU slice: create it, train, store the run in a bucket, delete it.",
-        epilog=_EPILOG,
-    )
+    result = cli.script_parser("tpu_pod.sh")
     add = result.add_argument
     add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
     add("--name", required=True, help="name of the slice and of the run")
-    add("--zone", required=True, metavar="Z", help="e.g. us-west4-a; for SkyPilot also several, with commas")
-    add("--topology", required=True, metavar="T", help="topology of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8, v4:2x2x4")
+    add("--zone", type=cli.comma_separated, required=True, metavar="Z", help="us-west4-a; SkyPilot takes several")
+    add("--topology", type=parse_topology, required=True, metavar="T", help="of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8")
     add("--project", help="Google Cloud project; default gcloud's own")
     add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
     add("--spot", action="store_true", help="cheaper, may be preempted at any time")
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
     add("--prepare", metavar="COMMAND", help="run on every host before the start, to fetch model and data")
-    add("--env", action="append", type=variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
+    add("--env", action="append", type=cli.variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
     add("--no-install", action="store_true", help="the environment exists already, on every host")
     add("--resume", action="store_true", help="continue from the newest checkpoint in the bucket")
     add("--keep", action="store_true", help="leave the slice when the run has ended")
-    add("--poll", type=seconds, default=15.0, metavar="S", help="seconds between two polls of the slice's state (15)")
+    add("--poll", type=cli.seconds, default=15.0, metavar="S", help="seconds between polls of the slice's state (15)")
     add("--logs-dir", type=Path, metavar="DIR", help="folder of a log per host (runs/NAME.logs)")
     what = result.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print the commands in order, and run none")
@@ -54,41 +48,32 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--logs", action="store_true", help="show the run's output, from its beginning")
     what.add_argument("--delete", action="store_true", help="delete the slice of that name, running or not")
     rendered = result.add_argument_group("with --render gke or slurm").add_argument
-    rendered("--slices", type=positive, default=1, metavar="M", help="slices of that topology (1)")
-    rendered("--rollout-hosts", type=positive, default=0, metavar="N", help="N more hosts sample; the others learn")
-    rendered("--rollout-topology", metavar="T", help="of each of those (gke); default 4 chips of the same generation")
-    rendered("--rollout-port", type=port, default=8100, metavar="P", help="their port in the zone's network (8100)")
+    rendered("--slices", type=cli.positive, default=1, metavar="M", help="slices of that topology (1)")
+    rendered("--rollout-hosts", type=cli.positive, default=0, metavar="N", help="N more hosts sample; the others learn")
+    rendered(
+        "--rollout-topology", type=parse_topology, metavar="T", help="of each, on gke (4 chips of that generation)"
+    )
+    rendered("--rollout-port", type=cli.port, default=8100, metavar="P", help="their port in the zone's network (8100)")
     rendered("--image", help="with gke: the container, with the project in /app")
     return result
 
 
-_EPILOG = """\
-All hosts write checkpoints to the bucket; host 0 copies metrics and trajectories there every 15 seconds, as every host
-does with its log. The run goes on when this launcher is killed: the same command, or --logs, finds it again. The slice
-is deleted when the run has ended, unless --keep is given or --bucket is missing. A preemption ends the launch: --resume
-continues. A job of --render sky waits for capacity, searches zones and recovers by itself.
-
---env WANDB_API_KEY takes the value from here; it goes to the hosts through the connection, and is in no command line.
-
-Exit status: the run's; 1 if the slice cannot be created or is preempted, or a host cannot be set up; 2 for a wrong
-command line; 130 after Ctrl-C.
-
-examples:
-  ./launch/tpu_pod.sh --name try --zone us-west4-a --topology v5e:2x2
-  ./launch/tpu_pod.sh --name big --zone us-east5-a,us-central1-a --topology v5p:4x4x4 --spot --bucket gs://b \\
-      --config my.yaml --render sky > big.sky.yaml && sky jobs launch big.sky.yaml
-"""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run a launch; return its exit status."""
-    arguments = parser().parse_intermixed_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal is gone
         signal.signal(number, signal.default_int_handler)
     try:
+        arguments = parser().parse_intermixed_args(argv)
         task = _job(arguments)
         if arguments.render:
-            print(render.render(arguments.render, task, _options(arguments), root=ROOT), end="")
+            options = render.SchedulerOptions(
+                zones=tuple(arguments.zone),
+                image=arguments.image,
+                rollout_hosts=arguments.rollout_hosts,
+                rollout_topology=arguments.rollout_topology,
+                port=arguments.rollout_port,
+            )
+            print(render.render(arguments.render, task, options, root=cli.ROOT), end="")
             return 0
         return _act(task, arguments)
     except LaunchError as error:
@@ -108,42 +93,26 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     job.require_overrides(arguments.overrides)
-    topology = parse_topology(arguments.topology)
+    variables = dict(arguments.env)
+    if render.TOKEN in variables:
+        raise LaunchError(f"--env {render.TOKEN}: the rendered job sets it itself; leave it out")
+    if not (arguments.render or arguments.dry_run or arguments.logs or arguments.delete):
+        for name in [name for name, value in variables.items() if value is None]:
+            if name not in os.environ:
+                raise LaunchError(f"--env {name} is not set here: export it, or give --env {name}=VALUE")
+            variables[name] = os.environ[name]
     return Job(
         name=arguments.name,
-        topology=topology,
+        topology=arguments.topology,
         slices=arguments.slices,
         spot=arguments.spot,
-        runtime=arguments.runtime_version or topology.kind.runtime,
+        runtime=arguments.runtime_version or arguments.topology.kind.runtime,
         config=arguments.config,
         overrides=tuple(arguments.overrides),
         bucket=arguments.bucket,
         prepare=arguments.prepare,
         install=not arguments.no_install,
-        variables=_variables(arguments),
-    )
-
-
-def _variables(arguments: argparse.Namespace) -> dict[str, str | None]:
-    """Return the variables of ``--env``; values may stay None where nothing is launched."""
-    result = dict(arguments.env)
-    if render.TOKEN in result:
-        raise LaunchError(f"--env {render.TOKEN}: the rendered job sets it itself; leave it out")
-    if arguments.render or arguments.dry_run or arguments.logs or arguments.delete:
-        return result
-    if missing := [name for name, value in result.items() if value is None and name not in os.environ]:
-        raise LaunchError(f"--env {missing[0]} is not set here: export it, or give --env {missing[0]}=VALUE")
-    return {name: os.environ[name] if value is None else value for name, value in result.items()}
-
-
-def _options(arguments: argparse.Namespace) -> render.SchedulerOptions:
-    asked = arguments.rollout_topology
-    return render.SchedulerOptions(
-        zones=tuple(arguments.zone.split(",")),
-        image=arguments.image,
-        rollout_hosts=arguments.rollout_hosts,
-        rollout_topology=parse_topology(asked) if asked else None,
-        port=arguments.rollout_port,
+        variables=variables,
     )
 
 
@@ -152,15 +121,14 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
     for option, asked in (("--slices", task.slices > 1), ("--rollout-hosts", servers), ("--image", arguments.image)):
         if asked:
             raise LaunchError(f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns")
-    if "," in arguments.zone:
-        raise LaunchError(f"--zone {arguments.zone}: give one, or --render sky, whose job searches several")
-    print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
-    where = {"project": arguments.project, "zone": arguments.zone}
+    if len(arguments.zone) != 1:
+        raise LaunchError(f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches several")
+    print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else cli.TimedPrinter()
     launch = SliceLaunch(
-        cloud=DryRun(**where) if arguments.dry_run else Gcloud(**where),
+        cloud=(DryRun if arguments.dry_run else Gcloud)(project=arguments.project, zone=arguments.zone[0]),
         task=task,
         poll=arguments.poll,
-        logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
+        logs=arguments.logs_dir or cli.ROOT / "runs" / f"{task.name}.logs",
         print_line=print_line,
     )
     if arguments.delete:
@@ -170,7 +138,7 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
         if (state := launch.query()) != "READY":
             raise LaunchError(f"{task.name} is {state}: there is nothing to show")
         return launch.follow()
-    return launch.run(ROOT, resume=arguments.resume, keep=arguments.keep)
+    return launch.run(cli.ROOT, resume=arguments.resume, keep=arguments.keep)
 
 
 if __name__ == "__main__":

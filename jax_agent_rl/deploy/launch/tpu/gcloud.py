@@ -1,7 +1,4 @@
-"""The gcloud program: a client that makes calls for one slice, one that prints them, and errors with their fixes.
-
-Flags are those of the general release track: no ``alpha`` component is needed.
-"""
+"""The gcloud program: a client that makes calls for one slice, one that prints them, and errors with their fixes."""
 
 from __future__ import annotations
 
@@ -16,21 +13,7 @@ from collections.abc import Callable, Iterator
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 
 Call = tuple[str, ...]
-"""Arguments of gcloud."""
-
-
-def tpu_vm(*arguments: str) -> Call:
-    """Return a call of gcloud's commands for slices."""
-    return ("compute", "tpus", "tpu-vm", *arguments)
-
-
-def ssh(name: str, host: int, command: str) -> Call:
-    """Return the call that runs a shell command on one host (``--worker=all`` mixes lines and needs ssh-agent)."""
-    return tpu_vm("ssh", name, f"--worker={host}", f"--command={command}")
-
-
-# --- errors -------------------------------------------------------------------------------------------------------
-
+"""Arguments of ``gcloud compute tpus tpu-vm``, of the general release track: no ``alpha`` component is needed."""
 _TRANSIENT = "that may pass: look at the network here, and try again"
 _FIXES = {
     # Before the next: without a network gcloud advises to log in again, too.
@@ -75,15 +58,11 @@ def advise(message: str) -> str:
 def _error(call: Call, message: str) -> LaunchError:
     brief = " ".join(message.split())
     brief = brief if len(brief) <= 600 else f"{brief[:300]} … {brief[-300:]}"
-    words = " ".join(word for word in call[:4] if not word.startswith("-"))
     fix = advise(message)
-    text = f"gcloud {words} failed: {brief}" + (f"\n{fix}" if fix else "")
+    text = f"gcloud compute tpus tpu-vm {call[0]} failed: {brief}" + (f"\n{fix}" if fix else "")
     if re.search(r"NOT_FOUND|was not found", message):
         return LaunchTargetError(text)
     return LaunchUnansweredError(text) if fix in ("", _TRANSIENT) else LaunchError(text)
-
-
-# --- clients ------------------------------------------------------------------------------------------------------
 
 
 class Gcloud:
@@ -102,7 +81,7 @@ class Gcloud:
 
     def argv(self, call: Call) -> list[str]:
         """Return the whole command, which never prompts."""
-        return ["gcloud", *call, *self._where, "--quiet"]
+        return ["gcloud", "compute", "tpus", "tpu-vm", *call, *self._where, "--quiet"]
 
     @contextlib.contextmanager
     def _process(self, call: Call, *, stdin: int, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
@@ -116,15 +95,15 @@ class Gcloud:
                 "gcloud is not installed: https://cloud.google.com/sdk/docs/install, then gcloud auth login"
             ) from None
         self._running.add(process)
-        try:
-            with process:
-                try:
-                    yield process
-                except BaseException:
-                    _terminate(process)
-                    raise
-        finally:
-            self._running.discard(process)
+        with process:
+            try:
+                yield process
+                process.wait()
+            except BaseException:
+                _terminate(process)
+                raise
+            finally:
+                self._running.discard(process)
 
     def read(self, call: Call) -> str:
         """Make a call and return its standard output.

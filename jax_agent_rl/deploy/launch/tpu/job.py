@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch.tpu import gcloud
 from jax_agent_rl.deploy.launch.tpu.gcloud import Call
 from jax_agent_rl.deploy.launch.tpu.topology import Topology
 from jax_agent_rl.errors import LaunchError
@@ -55,7 +54,7 @@ class Job:
     def __str__(self) -> str:
         count = f"{self.slices} slices" if self.slices > 1 else "one slice"
         tier = "spot" if self.spot else "on demand"
-        return f"{count} of {self.topology.name} ({self.topology.accelerator_type}, {tier})"
+        return f"{count} of {self.topology} ({self.topology.accelerator_type}, {tier})"
 
     @property
     def hosts(self) -> int:
@@ -122,9 +121,6 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
-# --- calls for one host, by its number in the slice ----------------------------------------------------------------
-
-
 def set_up(job: Job, host: int) -> Call:
     """Return the call that sets up code, environment, model and data, in one connection.
 
@@ -135,7 +131,7 @@ def set_up(job: Job, host: int) -> Call:
     steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
     steps += ["./launch/tpu_environment.sh"] if job.install else []
     steps += [f'export PATH="{_VENV}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
-    return gcloud.ssh(job.name, host, " && ".join([*_read_variables(job), *steps]))
+    return _ssh(job, host, *_read_variables(job), *steps)
 
 
 def start(job: Job, host: int, *, resume: bool) -> Call:
@@ -149,7 +145,7 @@ def start(job: Job, host: int, *, resume: bool) -> Call:
     own = [f"run_dir=runs/{job.name}", *(["learner.multihost.coordinator=auto"] if job.hosts > 1 else [])]
     program = train(CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else []))
     run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
-    return _on_host(job, host, f"export {' '.join(environment)} && {_run(job, 'start')} {run}", *_read_variables(job))
+    return on_host(job, host, "start", run, before=[*_read_variables(job), f"export {' '.join(environment)}"])
 
 
 def train(config: str, job: Job, own: Sequence[str], *options: str) -> list[str]:
@@ -165,27 +161,23 @@ def train(config: str, job: Job, own: Sequence[str], *options: str) -> list[str]
     return ["train", config, *job.overrides, *own, *kept, *options]
 
 
-def follow(job: Job, host: int) -> Call:
-    """Return the call that prints the run's output on a host; the last line is its exit status."""
-    return _on_host(job, host, _run(job, "follow"))
+def on_host(job: Job, host: int, action: str, *words: str, before: Sequence[str] = ()) -> Call:
+    """Return the call of ``launch/tpu_host.sh`` for the run on a host.
+
+    Args:
+        job: the job.
+        host: the host's number.
+        action: ``start``, ``follow``, ``running`` or ``signal``; the script describes them.
+        words: what follows on the command line.
+        before: shell commands that come before it.
+    """
+    call = " ".join(["./launch/tpu_host.sh", action, f"../{CODE}-runs/{job.name}", *words])
+    return _ssh(job, host, f"cd {CODE}", *before, call)
 
 
-def running(job: Job) -> Call:
-    """Return the call that prints ``yes`` if a run is under way on the first host, else ``no``."""
-    return gcloud.ssh(job.name, 0, f"if cd {CODE} && {_run(job, 'running')}; then echo yes; else echo no; fi")
-
-
-def send(job: Job, host: int, name: str) -> Call:
-    """Return the call that signals the run on a host."""
-    return _on_host(job, host, f"{_run(job, 'signal')} {name}")
-
-
-def _on_host(job: Job, host: int, command: str, *before: str) -> Call:
-    return gcloud.ssh(job.name, host, " && ".join([*before, f"cd {CODE}", command]))
-
-
-def _run(job: Job, action: str) -> str:
-    return f"./launch/tpu_host.sh {action} ../{CODE}-runs/{job.name}"
+def _ssh(job: Job, host: int, *steps: str) -> Call:
+    """Return the call that runs shell commands on one host (``--worker=all`` mixes lines and needs ssh-agent)."""
+    return ("ssh", job.name, f"--worker={host}", f"--command={' && '.join(steps)}")
 
 
 def _read_variables(job: Job) -> list[str]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jax_agent_rl.deploy.launch.tpu import job
-from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Gcloud, tpu_vm
+from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
 
@@ -64,8 +64,9 @@ class SliceLaunch:
         task = self.task
         job.require_keepable(task)
         created = self._create()
+        running = job.on_host(task, 0, "running", "&& echo yes || echo no")
         try:
-            if not created and self.cloud.read(job.running(task)).split()[-1:] == ["yes"]:
+            if not created and self.cloud.read(running).split()[-1:] == ["yes"]:
                 self.print_line("a run is under way there: following it")
             else:
                 self._set_up(root)
@@ -83,18 +84,18 @@ class SliceLaunch:
             self.print_line(f"the run is in {task.kept}")
         return status
 
-    def _retry(self, act: Callable[[], T], *, tries: int = _TRIES, sleep: Callable[[float], object] = time.sleep) -> T:
-        """Retry while nobody answers: for more than an hour with a ``poll`` of 15 s."""
+    def _retry(self, act: Callable[[], T], *, tries: int = _TRIES, left: threading.Event | None = None) -> T:
+        """Retry while nobody answers, for more than an hour with a ``poll`` of 15 s, or until ``left`` is set."""
+        left = left or threading.Event()
         for number in range(tries - 1):
             try:
                 return act()
             except LaunchUnansweredError as error:
                 pause = self.poll * min(2**number, _MAX_FACTOR)
                 self.print_line(f"{error}\ntrying again in {pause:.0f} s")
-                sleep(pause)
+                if left.wait(pause):
+                    raise
         return act()
-
-    # --- the slice ------------------------------------------------------------------------------------------------
 
     def query(self) -> str:
         """Return gcloud's name of the slice's state.
@@ -104,7 +105,7 @@ class SliceLaunch:
         """
         name, wanted = self.task.name, self.task.topology.accelerator_type
         try:
-            node = json.loads(self.cloud.read(tpu_vm("describe", name, "--format=json")))
+            node = json.loads(self.cloud.read(("describe", name, "--format=json")))
         except LaunchTargetError:
             return "NOT_FOUND"
         if (found := node.get("acceleratorType", wanted)) != wanted:
@@ -128,7 +129,7 @@ class SliceLaunch:
         self.print_line(f"creating {task.name}: {task}")
         kind, version = f"--accelerator-type={task.topology.accelerator_type}", f"--version={task.runtime}"
         try:
-            self.cloud.read(tpu_vm("create", task.name, kind, version, *(["--spot"] if task.spot else [])))
+            self.cloud.read(("create", task.name, kind, version, *(["--spot"] if task.spot else [])))
         except LaunchUnansweredError as error:
             raise LaunchError(f"{error}\n{task.name} may have been created without an answer: --delete") from None
         return True
@@ -141,7 +142,7 @@ class SliceLaunch:
         """
         self.print_line(f"deleting {self.task.name}")
         try:
-            self.cloud.read(tpu_vm("delete", self.task.name))
+            self.cloud.read(("delete", self.task.name))
         except LaunchTargetError:
             return False
         except LaunchError as error:
@@ -155,8 +156,6 @@ class SliceLaunch:
             left = f"--resume continues from the last checkpoint in {kept}" if kept else "without --bucket all is lost"
             raise LaunchError(f"the slice was preempted ({state}): {left}; a job of --render sky recovers by itself")
 
-    # --- the stages -----------------------------------------------------------------------------------------------
-
     def _set_up(self, root: Path) -> None:
         task = self.task
         self.print_line(f"copying the code to {task.hosts} host(s)")
@@ -164,7 +163,7 @@ class SliceLaunch:
             archive = Path(folder) / job.ARCHIVE
             job.pack(root, archive, extra={job.CONFIG: task.config.read_bytes()} if task.config else {})
             target = f"{task.name}:{job.ARCHIVE}"
-            copying = [tpu_vm("scp", str(archive), target, f"--worker={host}") for host in range(task.hosts)]
+            copying = [("scp", str(archive), target, f"--worker={host}") for host in range(task.hosts)]
             # New hosts may not listen yet.
             self._retry(lambda: self._stage(copying, failure=LaunchUnansweredError), tries=_FIRST_TRIES)
         what = "installing the environment (some minutes the first time)" if task.install else "unpacking"
@@ -186,10 +185,8 @@ class SliceLaunch:
                 raise
         if failed:
             names = ", ".join(f"host-{host}" for host in failed)
-            brief = re.sub(r"\s+", " ", " ".join(calls[failed[0]]))[:300]
-            raise failure(f"{names}: gcloud {brief} failed, see above")
-
-    # --- while it runs --------------------------------------------------------------------------------------------
+            brief = " ".join(" ".join(self.cloud.argv(calls[failed[0]])).split())[:300]
+            raise failure(f"{names}: {brief} failed, see above")
 
     def follow(self) -> int:
         """Print the output of the run under way, or of the last one; return its exit status.
@@ -221,7 +218,7 @@ class SliceLaunch:
                     if interrupting:
                         raise
                     self.print_line("interrupted: the run saves a checkpoint and ends (once more: leave it running)")
-                    interrupting.append(pool.submit(self._retry, self._interrupt, sleep=_until(left)))
+                    interrupting.append(pool.submit(self._retry, self._interrupt, left=left))
         finally:
             left.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -234,7 +231,7 @@ class SliceLaunch:
                 self._require_slice(self.query())
         for host, each in enumerate(following):
             if each in pending:  # it would be in the way of the next start
-                self.cloud.stream(job.send(self.task, host, "KILL"), self.print_line)
+                self.cloud.stream(job.on_host(self.task, host, "signal", "KILL"), self.print_line)
         return statuses[0] or max(statuses)
 
     def _follow_host(self, host: int, left: threading.Event) -> int:
@@ -258,7 +255,7 @@ class SliceLaunch:
 
         def connect() -> None:
             before = seen
-            self.cloud.stream(job.follow(self.task, host), on_line)
+            self.cloud.stream(job.on_host(self.task, host, "follow"), on_line)
             if status is None and seen == before:
                 raise LaunchUnansweredError(f"{name}: the connection broke")
             if status is None:
@@ -266,7 +263,7 @@ class SliceLaunch:
 
         while status is None:
             try:
-                self._retry(connect, sleep=_until(left))
+                self._retry(connect, left=left)
             except LaunchUnansweredError:
                 raise LaunchError(
                     f"{name}: lost sight of the run, which may go on: the same command finds it again, --delete ends it"
@@ -274,15 +271,6 @@ class SliceLaunch:
         return status
 
     def _interrupt(self) -> None:
-        if self.cloud.stream(job.send(self.task, 0, "INT"), self.print_line) not in (0, _NO_RUN):
+        call = job.on_host(self.task, 0, "signal", "INT")
+        if self.cloud.stream(call, self.print_line) not in (0, _NO_RUN):
             raise LaunchUnansweredError("the run could not be interrupted")
-
-
-def _until(left: threading.Event) -> Callable[[float], None]:
-    """Return a sleep that ends with an error once ``left`` is set."""
-
-    def sleep(seconds: float) -> None:
-        if left.wait(seconds):
-            raise LaunchError("nobody waits for this any more")
-
-    return sleep

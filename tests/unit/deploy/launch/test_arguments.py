@@ -1,9 +1,12 @@
 """Options of the launchers: what cannot be meant is refused before anything is asked or made."""
 
+import argparse
+
 import pytest
 
 from jax_agent_rl.deploy.launch.__main__ import parser as gpu_parser
 from jax_agent_rl.deploy.launch.tpu.__main__ import parser as tpu_parser
+from tests.launching import ROOT
 
 TPU = ["--name", "try", "--zone", "us-west4-a", "--topology", "v5e:2x2"]
 
@@ -36,3 +39,11 @@ def test_a_number_that_gpu_cannot_take_is_refused_with_its_form(capsys: pytest.C
     with pytest.raises(SystemExit):
         gpu_parser().parse_args(["--max-restarts", "-1"])
     assert "argument --max-restarts: '-1' is not a whole number, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parser", [gpu_parser(), tpu_parser()], ids=lambda parser: parser.prog)
+def test_help_shows_the_comment_of_the_script_and_all_options(parser: argparse.ArgumentParser):
+    comment = (ROOT / "launch" / parser.prog).read_text().partition("\nset -euo pipefail")[0].splitlines()[1:]
+    text = parser.format_help()
+    assert "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment) in text
+    assert "Exit status:" in text and "--render" in text
