@@ -234,24 +234,20 @@ class HostState:
     def of(cls, state: LearnerState) -> HostState:
         """Copy a state, which may then be donated."""
         leaves, tree = jax.tree.flatten(state)
-        return cls(
-            [(x.shape, x.sharding, {_bounds(s.index): np.array(s.data) for s in x.addressable_shards}) for x in leaves],
-            tree,
-        )
+        shards = [{_bounds(shard.index): np.array(shard.data) for shard in x.addressable_shards} for x in leaves]
+        return cls([(x.shape, x.sharding, own) for x, own in zip(leaves, shards, strict=True)], tree)
 
     def on_device(self) -> LearnerState:
         """Place the state on its devices again."""
-        return jax.tree.unflatten(
-            self.tree,
-            [
-                jax.make_array_from_callback(shape, sharding, lambda index, shards=shards: shards[_bounds(index)])
-                for shape, sharding, shards in self.arrays
-            ],
-        )
+        places = [
+            jax.make_array_from_callback(shape, sharding, lambda index, shards=shards: shards[_bounds(index)])
+            for shape, sharding, shards in self.arrays
+        ]
+        return jax.tree.unflatten(self.tree, places)
 
 
 _Bounds = tuple[tuple[int | None, int | None], ...]
 
 
-def _bounds(index: tuple[slice, ...]) -> _Bounds:
-    return tuple((part.start, part.stop) for part in index)
+def _bounds(index: tuple[slice, ...] | None) -> _Bounds:
+    return tuple((part.start, part.stop) for part in index or ())

@@ -330,15 +330,15 @@ def run_command(
     rollout = config.rollout
     trainer = next(t for t in POLICIES.values() if t["mode"] == config.trainer.mode)
     cache = assumptions.kv_cache
-    variants: Mapping[str, Sequence[Any]]
+    variants: dict[str, dict[str, Any]]  # further arguments of simulate()
     if rollout.max_in_flight_per_server is not None:
         what, size = _BUSY, cache.size(policy="expected_return", offloading_tokens=cache.offloading_tokens or 0)
-        variants = {name: (trainer, size, rule) for name, rule in BUSY_RULES.items()}
+        variants = {name: {"trainer": trainer, "kv_cache": size, "moves": rule} for name, rule in BUSY_RULES.items()}
     elif cache.tokens is not None:
-        what = _KV_CACHE
-        variants = {name: (trainer, size) for name, size in _kv_caches(config, assumptions).items()}
+        what, caches = _KV_CACHE, _kv_caches(config, assumptions)
+        variants = {name: {"trainer": trainer, "kv_cache": size} for name, size in caches.items()}
     else:
-        what, variants = _TRAINER, {name: (trainer,) for name, trainer in POLICIES.items()}
+        what, variants = _TRAINER, {name: {"trainer": trainer} for name, trainer in POLICIES.items()}
     console.print(
         f"{rollout.prompts_per_step} x {rollout.group_size} trajectories a step, {assumptions.engines.count} engines "
         f"of {assumptions.engines.slots} slots; {assumptions.steps} steps of each {what}",
@@ -347,7 +347,7 @@ def run_command(
     outcomes = []
     for policy, variant in variants.items():
         console.print(f"  {policy}", highlight=False)
-        outcomes.append(simulate(config, assumptions, policy, *variant))
+        outcomes.append(simulate(config, assumptions, policy, **variant))
     columns = [name for name in _COLUMNS if name not in _NOT_IN[what]]
     console.print(_tabulate(what, columns, outcomes))
     for name in columns:
