@@ -33,6 +33,7 @@ from gpu_backend.weights import Checkpoint
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
+    BROADCAST,
     BackendMetrics,
     Capabilities,
     GenerateRequest,
@@ -102,7 +103,8 @@ class VllmBackend:
             sleep=self._settings.sleep and cuda,
             precision=served_precision(self._settings, self._started),
             weight_dtype=weight_dtype(self._settings, self._started),
-            weight_payloads=self._updater.kinds if self._started else frozenset({FILES}),
+            # What is broadcast needs a sender beside it: RayBackend has one.
+            weight_payloads=self._updater.kinds - {BROADCAST} if self._started else frozenset({FILES}),
         )
 
     @property

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gpu_backend.settings import VllmSettings
 from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensor_samples import TensorSample
-from jax_agent_rl.rollout.protocol import CUDA_IPC, WeightUpdate
+from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
 from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ class WeightUpdater:
         self._limits = settings.tolerances(cpu=cpu)
         self._fixed = fixed
         self._tpu = tpu
-        self.kinds = frozenset({FILES, CUDA_IPC} if cuda else {FILES} if fixed is None else ())
+        self.kinds = frozenset()
+        if fixed is None:
+            self.kinds = frozenset({FILES} if tpu else {FILES, BROADCAST, CUDA_IPC} if cuda else {FILES, BROADCAST})
         # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
         # parameters have other forms.
         readable = settings.tensor_parallel_size == 1 and not tpu
@@ -116,6 +119,8 @@ class WeightUpdater:
                 await self._transfer({"paths": paths})
             if self.placements:
                 _all_landed(await engine.collective_rpc("weights_not_landed", args=(paths, self.placements)))
+        elif update.kind == BROADCAST:
+            await self._transfer({"broadcast": asdict(update.payload)})
         else:
             update_info, copies = await asyncio.to_thread(export_tensors, update.payload)
             await self._transfer(update_info)
@@ -179,6 +184,8 @@ def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
         paths = [str(path) for path in update.payload]
         check_files(paths, update.digests)
         return read_update(paths)
+    if update.kind == BROADCAST:
+        return {name: shape for name, (_, shape) in update.payload.tensors.items()}, update.probe
     return {name: tuple(array.shape) for name, array in update.payload.items()}, update.probe
 
 

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from gpu_backend import tpu
+from gpu_backend import broadcast, tpu
 from gpu_backend.settings import TRANSFER
 from jax_agent_rl.models.tensor_samples import TensorSample
 
@@ -41,12 +41,14 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         paths: safetensors files; or, instead:
         handles: tensors in the memory of a GPU of this machine, by name; see ``gpu_backend.updates.plain_handle``.
-        device_uuid: that GPU.
+        device_uuid: that GPU; or, instead:
+        broadcast: fields of a :class:`~gpu_backend.broadcast.Announcement`.
     """
 
     paths: list[str] = field(default_factory=list)
     handles: dict[str, list[Any]] = field(default_factory=dict)
     device_uuid: str = ""
+    broadcast: dict[str, Any] = field(default_factory=dict)
 
 
 class InPlaceTransferEngine(WeightTransferEngine[InPlaceInitInfo, InPlaceUpdateInfo]):
@@ -62,13 +64,16 @@ class InPlaceTransferEngine(WeightTransferEngine[InPlaceInitInfo, InPlaceUpdateI
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InPlaceInitInfo) -> None:
-        """Do nothing: files need no connection."""
+        """Do nothing: each update brings what it needs."""
 
     def start_weight_update(self) -> None:
         """Do nothing: the model stays as it is."""
 
     def receive_weights(self, update_info: InPlaceUpdateInfo) -> None:
-        tensors = _opened(update_info) if update_info.handles else _tensors(update_info.paths)
+        if update_info.broadcast:
+            tensors = broadcast.receive(update_info.broadcast)
+        else:
+            tensors = _opened(update_info) if update_info.handles else _tensors(update_info.paths)
         with torch.no_grad():
             self.model.load_weights(tensors)
 

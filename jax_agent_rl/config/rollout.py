@@ -213,11 +213,14 @@ class RolloutConfig(Section):
             "machines. With weight_transport: tensorstore also a bucket, gs://bucket/path.",
         )
     )
-    weight_transport: Annotated[Literal["files", "tensorstore"], WhenKey("rollout.backend", "remote")] = Field(
+    weight_transport: Annotated[
+        Literal["files", "tensorstore", "broadcast"], WhenKey("rollout.backend", "remote", "vllm")
+    ] = Field(
         default="files",
         description="How weights reach other processes. files: one process writes safetensors. tensorstore: each "
         "learner process writes its own shards to weight_dir, and each jetstream server reads those of its devices "
-        "(backend: remote).",
+        "(backend: remote). broadcast: from the learner's device to those of each engine, by NCCL or, between CPUs, "
+        "gloo (backend: vllm with placement: separate; a trusted network).",
     )
     full_weights_every: Annotated[
         Positive, WhenKey("rollout.backend", "remote") & WhenKey("rollout.weight_transport", "files")
@@ -353,6 +356,12 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield (
             f"rollout.weight_transport=tensorstore with rollout.backend={rollout.backend} and rollout.weight_dir="
             f"{weight_dir}: it is for remote servers that see a folder or bucket; set rollout.weight_dir, or "
+            "rollout.weight_transport=files"
+        )
+    if rollout.weight_transport == "broadcast" and (rollout.backend, rollout.placement) != ("vllm", "separate"):
+        yield (
+            f"rollout.weight_transport=broadcast with rollout.backend={rollout.backend} and rollout.placement="
+            f"{rollout.placement}: it is for vllm engines in Ray actors; set rollout.placement=separate, or "
             "rollout.weight_transport=files"
         )
     is_bucket = weight_dir is not None and "://" in weight_dir

@@ -166,6 +166,8 @@ class TokenChunk:
 
 CUDA_IPC = "cuda_ipc"
 """Kind of an update that stays in the memory of a GPU."""
+BROADCAST = "broadcast"
+"""Kind of an update that is sent from device to device, between hosts, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +181,8 @@ class WeightUpdate:
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
             :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"cuda_ipc"``: Hugging Face names to arrays of
-            this process on one GPU of the machine. ``"mesh"``: None; every process of the
+            this process on one GPU of the machine. ``"broadcast"``: the same on one device, which are sent while the
+            engine takes the update. ``"mesh"``: None; every process of the
             learner keeps a copy of this version for its engine.
         payload: see ``kind``. Opaque to everything between the learner and the engine.
         partial: only some parameters are named; the others stay.

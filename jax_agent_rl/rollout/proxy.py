@@ -70,10 +70,14 @@ class TransportBackend:
         backend: the engine's.
         kind: kind of the updates it takes.
         receive: the receiving end of the transport.
+        passes: kinds that go to the engine as they are.
     """
 
-    def __init__(self, backend: RolloutBackend, kind: str, receive: Receive) -> None:
+    def __init__(
+        self, backend: RolloutBackend, kind: str, receive: Receive, *, passes: frozenset[str] = frozenset()
+    ) -> None:
         self._backend = backend
+        self._passes = passes
         self._kind = kind
         self._receive = receive
 
@@ -82,6 +86,8 @@ class TransportBackend:
         return replace(self._backend.capabilities, weight_payloads=frozenset({self._kind}))
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        if update.kind in self._passes:
+            return await self._backend.update_weights(update)
         if update.kind != self._kind:
             raise WeightUpdateError(f"this engine takes weights of kind {self._kind!r}, got {update.kind!r}")
         async with self._receive(update) as received:

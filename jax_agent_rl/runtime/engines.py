@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config import Config
+from jax_agent_rl.config import Config, RolloutConfig
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
@@ -31,7 +32,7 @@ from jax_agent_rl.models.peft import blank_adapter, read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.pool import BackendFactory
-from jax_agent_rl.rollout.protocol import RolloutBackend
+from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, resolve_engine_mesh
 from jax_agent_rl.utils.hub import model_folder
@@ -298,6 +299,15 @@ def _vllm(config: Config, codec: ChatCodec, version: int) -> RolloutBackend:
     return VllmBackend(
         settings, version=version, decode_text=_decoder(codec), tokenizer_eos_ids=frozenset(codec.eos_token_ids)
     )
+
+
+def send_weights(rollout: RolloutConfig, update: WeightUpdate) -> AbstractAsyncContextManager[WeightUpdate]:
+    """Return a context that yields a broadcast as a vLLM engine in a Ray actor takes it, and sends the tensors."""
+    import ray
+
+    from gpu_backend.broadcast import sending
+
+    return sending(update, receivers=rollout.vllm.tensor_parallel_size, host=ray.util.get_node_ip_address())
 
 
 def _decoder(codec: ChatCodec) -> DecodeText:

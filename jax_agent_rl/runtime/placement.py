@@ -26,9 +26,9 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.pool import BackendFactory
-from jax_agent_rl.rollout.protocol import BackendMetrics, RolloutBackend
+from jax_agent_rl.rollout.protocol import BROADCAST, BackendMetrics, RolloutBackend
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.engines import UNTRAINED, connect, make_engine
+from jax_agent_rl.runtime.engines import UNTRAINED, connect, make_engine, send_weights
 from jax_agent_rl.runtime.multihost_engines import on_every_host
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.utils.hub import absolute_model_path
@@ -158,7 +158,9 @@ def _in_actors(config: Config, places: Sequence[Mapping[str, Any]], *, first: in
 def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBackend:
     from jax_agent_rl.rollout.ray.backend import RayBackend
 
-    return RayBackend(functools.partial(make_engine, config, version=UNTRAINED), name=name, options=options)
+    make = functools.partial(make_engine, config, version=UNTRAINED)
+    send = functools.partial(send_weights, config.rollout) if config.rollout.weight_transport == BROADCAST else None
+    return RayBackend(make, name=name, options=options, send_weights=send)
 
 
 def _from_store(make: BackendFactory) -> RolloutBackend:

@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 import jax
 
 from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import device_tensors
 from jax_agent_rl.models.probe import score_probe
-from jax_agent_rl.rollout.protocol import CUDA_IPC, WeightUpdate
+from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
 from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
@@ -97,13 +98,14 @@ class FilePublisher:
 
 
 class DevicePublisher:
-    """Publishes tensors in the memory of a GPU, to vLLM engines of this machine; files while an engine takes no others.
+    """Publishes tensors on one device, to vLLM engines; files while an engine takes no others.
 
     The device holds a copy of the weights, in the engines' precision, so that an engine that is restarted can take it.
 
     Args:
         model: the policy's hyperparameters.
-        files: publishes to engines that cannot read the GPU's memory.
+        kind: ``cuda_ipc``, for engines of this machine, or ``broadcast``.
+        files: publishes to engines that do not take this kind.
         find_dtype: see :data:`FindDtype`.
         find_payloads: returns the kinds of payload that all engines take.
         score_probe: see :class:`ScoreProbe`.
@@ -112,12 +114,14 @@ class DevicePublisher:
     def __init__(
         self,
         model: DecoderConfig,
-        files: FilePublisher,
+        kind: str,
+        files: Publisher,
         find_dtype: FindDtype,
         find_payloads: Callable[[], frozenset[str]],
         score_probe: ScoreProbe,
     ) -> None:
         self._model = model
+        self._kind = kind
         self._files = files
         self._find_dtype = find_dtype
         self._find_payloads = find_payloads
@@ -127,13 +131,13 @@ class DevicePublisher:
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         self._newest.clear()  # the version before, to which the newest update may still refer
         dtype = self._find_dtype()
-        takes = CUDA_IPC in self._find_payloads()
+        takes = self._kind in self._find_payloads()
         tensors = device_tensors(self._model, learner.params, dtype=dtype) if takes else None
         if tensors is None:
             return self._files.make(learner, version)
         self._newest = tensors
         probe = self._score_probe(learner.params, dtype=dtype)
-        return WeightUpdate(version=version, kind=CUDA_IPC, payload=tensors, lasting=True, dtype=dtype, probe=probe)
+        return WeightUpdate(version=version, kind=self._kind, payload=tensors, lasting=True, dtype=dtype, probe=probe)
 
     def close(self) -> None:
         self._newest.clear()
@@ -253,7 +257,7 @@ def make_publisher(
         weight_buffer: this process's buffer, where every process of the learner has an engine.
 
     Raises:
-        ConfigError: ``rollout.weight_dir`` does not exist.
+        ConfigError: ``rollout.weight_dir`` does not exist, or a learner of several processes should broadcast.
     """
     if weight_buffer is not None:
         return MeshPublisher(weight_buffer)
@@ -266,7 +270,17 @@ def make_publisher(
         arrays, colocated = ArrayPublisher(), config.rollout.placement == "colocated"
         return arrays if colocated else ObjectStorePublisher(arrays, find_dtype, score)
     form = _form(config, model, probe, score, find_dtype, find_payloads)
-    return form if config.rollout.placement == "colocated" else ObjectStorePublisher(form, find_dtype)
+    if config.rollout.placement == "colocated":
+        return form
+    stored_files = ObjectStorePublisher(form, find_dtype)
+    if config.rollout.weight_transport != BROADCAST:
+        return stored_files
+    if score is None:
+        raise ConfigError(
+            f"rollout.weight_transport={BROADCAST} sends from a learner of one process, this one has "
+            f"{jax.process_count()}; set rollout.weight_transport=files"
+        )
+    return DevicePublisher(model, BROADCAST, stored_files, find_dtype, find_payloads, score)
 
 
 def _form(
@@ -286,7 +300,7 @@ def _form(
     is_sent = config.rollout.weight_dir is None and not all(map(_is_here, config.rollout.urls))
     publisher = FilePublisher(files, find_dtype, full_every=config.rollout.full_weights_every if is_sent else 1)
     if config.rollout.backend == "vllm" and config.rollout.placement == "colocated" and score is not None:
-        return DevicePublisher(model, publisher, find_dtype, find_payloads, score)
+        return DevicePublisher(model, CUDA_IPC, publisher, find_dtype, find_payloads, score)
     return publisher
 
 

@@ -9,21 +9,33 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gpu_backend import broadcast
 from jax_agent_rl.config import load
 from jax_agent_rl.runtime.train import train
 
 VLLM = ("rollout.backend=vllm", "rollout.jetstream={}")
 
 
-@pytest.mark.parametrize("placement", ["colocated", "separate"])
-def test_a_run_needs_only_another_backend(recipe: Path, tmp_path: Path, placement: str):
-    config = load(recipe, [*VLLM, "trainer.steps=2", f"rollout.placement={placement}"])
+@pytest.mark.parametrize(
+    "placed",
+    [["placement=colocated"], ["placement=separate"], ["placement=separate", "weight_transport=broadcast"]],
+    ids=" ".join,
+)
+def test_a_run_needs_only_another_backend(
+    recipe: Path, tmp_path: Path, placed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    broadcasts, send = [], broadcast._Sender.run
+    monkeypatch.setattr(broadcast._Sender, "run", lambda self: broadcasts.append(self.announcement) or send(self))
+    config = load(recipe, [*VLLM, "trainer.steps=2", *(f"rollout.{setting}" for setting in placed)])
     summary = asyncio.run(train(config, resume=False, console=Console(quiet=True)))
     assert summary["trained"] == summary["started"] == 8 and summary["token_drift"] == 0
     assert summary["max_logprob_gap"] < 1e-3
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(step["weight_update_seconds"] > 0 for step in steps if step["kind"] == "step")
     assert len(list((tmp_path / "run").rglob("vllm.log"))) == 1
+    versions = 3  # that of the beginning, and one a step
+    assert len(broadcasts) == (versions if "weight_transport=broadcast" in placed else 0)
+    assert all(one.backend == "gloo" and "model.norm.weight" in one.tensors for one in broadcasts)
 
 
 def test_eval_needs_only_another_backend(recipe: Path, tmp_path: Path):

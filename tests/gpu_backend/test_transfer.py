@@ -1,8 +1,10 @@
-"""Weights from a learner's GPU to vLLM's workers, up to the device: CUDA's own export and import are stood in for."""
+"""Weights from a learner's device to vLLM's workers. CUDA's export and import are stood in for; broadcasts are real."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_backend import updates
+from gpu_backend import broadcast, updates
 from gpu_backend.settings import TRANSFER
+from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
 
 worker = pytest.importorskip("gpu_backend.worker", reason="vLLM is not installed (third_party/vllm.md says how)")
 UUID = "GPU-1"
@@ -96,3 +100,50 @@ def test_a_worker_that_does_not_see_the_learners_gpu_says_so(monkeypatch: pytest
 def test_an_update_of_unknown_fields_is_refused():
     with pytest.raises(ValueError, match="Invalid update_info for InPlaceTransferEngine"):
         receiver(Model()).parse_update_info({"names": ["a"]})
+
+
+# --- broadcast --------------------------------------------------------------------------------------------------------
+
+
+def sent(arrays: dict[str, Any]) -> WeightUpdate:
+    return WeightUpdate(version=1, kind=BROADCAST, payload=arrays)
+
+
+async def test_a_broadcast_reaches_every_worker_of_an_engine_bit_by_bit():
+    numbers = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    arrays = {"b": jnp.asarray(numbers[0]), "a": jnp.asarray(numbers, jnp.bfloat16), "one": jnp.float32(3).reshape(1)}
+    models = [Model(), Model()]
+
+    def take(model: Model, info: dict[str, Any]) -> None:
+        engine = receiver(model)
+        engine.start_weight_update()
+        engine.receive_weights(engine.parse_update_info(info))
+        engine.finish_weight_update()
+
+    async with broadcast.sending(sent(arrays), receivers=2, host="127.0.0.1") as update:
+        info = {"broadcast": asdict(update.payload)}
+        json.dumps(info)  # plain values
+        assert list(update.payload.tensors) == list(arrays), "in one order everywhere"
+        await asyncio.gather(*(asyncio.to_thread(take, model, info) for model in models))
+    for model in models:
+        assert model.loaded["a"].dtype == torch.bfloat16
+        np.testing.assert_array_equal(model.loaded["a"].view(torch.int16), np.asarray(arrays["a"]).view(np.int16))
+        np.testing.assert_array_equal(model.loaded["b"], numbers[0])
+        assert model.loaded["one"].tolist() == [3]
+
+
+async def test_workers_that_do_not_come_end_the_broadcast_with_their_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(broadcast, "JOIN_SECONDS", 0.3)
+    with pytest.raises(WeightUpdateError, match=r"0 of 2 workers of the engine came to 127.0.0.1:\d+ for new weights"):
+        async with broadcast.sending(sent({"a": jnp.ones(3)}), receivers=2, host="127.0.0.1"):
+            pass
+
+
+async def test_an_update_that_the_engine_refuses_ends_the_broadcast_at_once():
+    with pytest.raises(WeightUpdateError, match="refused"):
+        async with broadcast.sending(sent({"a": jnp.ones(3)}), receivers=1, host="127.0.0.1"):
+            raise WeightUpdateError("refused")
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    await loop.shutdown_default_executor()  # waits for its threads
+    assert loop.time() - begin < broadcast.JOIN_SECONDS / 2

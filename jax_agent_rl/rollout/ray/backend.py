@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.protocol import (
+    BROADCAST,
     BackendMetrics,
+    Capabilities,
     GenerateRequest,
     Health,
     RolloutBackend,
@@ -37,12 +41,19 @@ class RayBackend(ProxyBackend):
         make: builds the backend, inside the actor; it is sent there.
         name: shown in messages.
         options: Ray options of the actor: resources, placement and environment.
+        send_weights: yields a ``broadcast`` as it goes to the actor, and sends the weights; None: there are none.
     """
 
     def __init__(
-        self, make: Callable[[], RolloutBackend], *, name: str = "engine", options: Mapping[str, Any] | None = None
+        self,
+        make: Callable[[], RolloutBackend],
+        *,
+        name: str = "engine",
+        options: Mapping[str, Any] | None = None,
+        send_weights: Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]] | None = None,
     ) -> None:
         super().__init__(name)
+        self._send_weights = send_weights
         self._make = make
         self._options = {"num_cpus": 0, **(options or {})}
         self._actor: Any = None
@@ -88,6 +99,12 @@ class RayBackend(ProxyBackend):
         finally:
             ray.kill(self._actor, no_restart=True)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        found = super().capabilities
+        more = frozenset() if self._send_weights is None else frozenset({BROADCAST})
+        return replace(found, weight_payloads=found.weight_payloads | more)
+
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
@@ -111,8 +128,10 @@ class RayBackend(ProxyBackend):
     # --- weights and state ------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Send the reference; the actor reads the weights from its node's object store and checks them."""
-        await self._call("update_weights", update=update)
+        """Send the update; the actor reads the weights from its node's object store, or takes part in a broadcast."""
+        send = nullcontext if self._send_weights is None or update.kind != BROADCAST else self._send_weights
+        async with send(update) as sent:
+            await self._call("update_weights", update=sent)
 
     async def health(self) -> Health:
         """Never raise: an engine that cannot be reached is not ok."""

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import BROADCAST, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
@@ -100,7 +100,8 @@ async def await_reference(reference: Any) -> Any:
 
 def from_object_store(backend: RolloutBackend, fetch: Fetch = await_reference) -> RolloutBackend:
     """Return the backend with weights from the object store; ``fetch`` returns an object by its reference."""
-    return cast(RolloutBackend, TransportBackend(backend, KIND, functools.partial(fetched, fetch=fetch)))
+    receive = functools.partial(fetched, fetch=fetch)
+    return cast(RolloutBackend, TransportBackend(backend, KIND, receive, passes=frozenset({BROADCAST})))
 
 
 @asynccontextmanager

@@ -197,7 +197,7 @@ def test_differences_are_of_all_ids_and_nan_is_infinite():
 def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder: Path, tmp_path: Path):
     whole = str(folder / "model.safetensors")
     for update, message in [
-        (WeightUpdate(version=3, kind="arrays", payload={}), r"kind \['safetensors'\], got kind='arrays'"),
+        (WeightUpdate(version=3, kind="arrays", payload={}), r"kind \['broadcast', 'safetensors'\], got kind='arrays'"),
         (WeightUpdate(version=2, kind="safetensors", payload=[whole]), "not newer than 2"),
         (WeightUpdate(version=3, kind="safetensors", payload=[whole]), "no log-prob probe"),
         (WeightUpdate(version=3, kind="safetensors", payload=whole), "list of file paths"),

@@ -192,11 +192,30 @@ async def test_an_engine_that_takes_other_weights_waits_for_the_next_ones():
             "tensorstore with rollout.backend=jetstream",
         ),
         ({"weight_dir": "gs://bucket/weights"}, "gs://bucket/weights is no folder .*=tensorstore"),
+        ({"weight_transport": "broadcast"}, "broadcast with rollout.backend=remote .*; set rollout.placement=separate"),
     ],
 )
 def test_a_transport_that_cannot_reach_the_engines_is_refused(rollout: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         configured(**rollout)
+
+
+def test_what_is_broadcast_are_tensors_on_one_device_with_a_probe():
+    publisher = make_publisher(
+        configured(backend="vllm", urls=[], placement="separate", weight_transport="broadcast"),
+        TINY,
+        probe_ids=PROMPT,
+        find_dtype=lambda: "bfloat16",
+        find_payloads=lambda: frozenset({"object_store", "broadcast"}),
+    )
+    params = tiny_params()
+    update = publisher.make(Parameters(params), 1)
+    assert update.kind == "broadcast" and update.lasting and update.probe is not None
+    assert {array.dtype.name for array in update.payload.values()} == {"bfloat16"}
+    expected = {name: np.shape(array) for name, array in hf_tensors(TINY, params)}
+    assert {name: array.shape for name, array in update.payload.items()} == expected
+    publisher.close()
+    assert not update.payload
 
 
 def test_an_engine_that_reads_gpu_memory_gets_tensors_and_no_files(tmp_path: Path):
