@@ -12,7 +12,8 @@
                   fail                            return the server                                 moving it pays
 
 Moving a session pays where its context is computed in less time than its server needs to get to it. Both are estimated
-from the requests that have ended; before the first of them, no room stays empty while a request waits.
+from the requests that have ended; before the first of them, no room stays empty while a request waits. A session whose
+server takes several times as long as expected, because it hangs, say, waits for any server.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from jax_agent_rl.rollout.server import AsyncServer
 
 MoveRule = Callable[[float, float], bool]
 """Takes the seconds of computing a context and of waiting for the server that has it; returns whether to move."""
+
+_PATIENCE, _MIN_PATIENCE_SECONDS = 4.0, 10.0  # the first is a multiple of the expected wait: single requests vary
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -155,7 +158,13 @@ class RequestQueue:
         if not self.is_open:
             raise self._closed(request)
         waiter = _Waiter(request=request, chain=chain, server=asyncio.get_running_loop().create_future())
-        self._push(home, (request.priority, next(self._arrivals), waiter))
+        item = (request.priority, next(self._arrivals), waiter)
+        self._push(home, item)
+        patience = None
+        if home is not None:
+            prefill, wait = self._costs_of_moving(request, len(self._queues[home]))
+            seconds = prefill + max(_PATIENCE * wait, _MIN_PATIENCE_SECONDS)
+            patience = asyncio.get_running_loop().call_later(seconds, self._leave, home, item)
         self._check_outage()
         try:
             return await waiter.server
@@ -164,6 +173,9 @@ class RequestQueue:
             if given and (server := waiter.server.result()) is not None:
                 self.release(server)  # its turn had just come
             raise
+        finally:
+            if patience is not None:
+                patience.cancel()
 
     def release(self, server: AsyncServer) -> None:
         """Record that a request has left a server, which may be gone by now."""
@@ -219,8 +231,21 @@ class RequestQueue:
 
     def _moving_pays(self, request: GenerateRequest, turns: int) -> bool:
         """Return whether computing a request's context elsewhere pays, rather than waiting so many turns."""
+        return self.moves(*self._costs_of_moving(request, turns))
+
+    def _costs_of_moving(self, request: GenerateRequest, turns: int) -> tuple[float, float]:
+        """Return the seconds of computing a request's context, and of waiting so many turns of its server's queue."""
         wait = turns * self.costs.request_seconds / self._max_in_flight
-        return self.moves(self.costs.prefill_seconds(len(request.prompt_ids)), wait)
+        return self.costs.prefill_seconds(len(request.prompt_ids)), wait
+
+    def _leave(self, home: str, item: tuple[int, int, _Waiter]) -> None:
+        """Let a request that has waited for its server wait for any."""
+        if item in (queue := self._queues.get(home, [])):
+            queue.remove(item)
+            heapq.heapify(queue)
+            self._push(None, item)
+            for server in self.servers:
+                self._fill(server)
 
     def _waiters(self) -> list[_Waiter]:
         return [waiter for queue in self._queues.values() for *_, waiter in queue if not waiter.server.done()]

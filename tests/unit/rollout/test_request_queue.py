@@ -104,6 +104,26 @@ def test_a_session_waits_for_its_full_server_where_computing_its_context_takes_l
     in_virtual_time(main, **LIMITED)
 
 
+def test_a_session_does_not_wait_for_ever_for_a_server_that_hangs():
+    async def main(fleet):
+        await fleet.start("a", "b")
+        await fleet.ask(1, session_id="s")
+        fleet.client.queue.costs = Costs(request=10, prompt=6)
+        held = [fleet.ask(500), fleet.ask(1), fleet.ask(500)]  # a: r2, r4; b: r3
+        await asyncio.sleep(10)
+        waiting = fleet.ask(1, session_id="s")  # a turn is expected to come after 5 s
+        await asyncio.sleep(25)
+        assert fleet.client.waiting == 1
+        await asyncio.sleep(2)
+        assert fleet.client.waiting == 0 and asked(fleet, "b") == ["r3", "r5"]
+        await waiting
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+    in_virtual_time(main, **LIMITED)
+
+
 def test_room_elsewhere_takes_a_waiting_session_only_where_that_pays():
     async def main(fleet, prompt: float) -> list[str]:
         await fleet.start("a", "b")
