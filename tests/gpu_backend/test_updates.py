@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gpu_backend import broadcast
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
 from jax_agent_rl.learner.export import WeightFiles
-from jax_agent_rl.models.hf import save_hf
+from jax_agent_rl.models.hf import device_tensors, save_hf
+from jax_agent_rl.models.probe import score_probe
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
 from jax_agent_rl.runtime.publishers import FilePublisher
 from jax_agent_rl.types import PauseMode
 from tests.gpu_backend.conftest import PROBE, SMALL, Engine, Reference, prompt_of, request, small_params
@@ -192,6 +194,39 @@ async def test_weights_that_are_not_the_learners_are_never_served(engine: Engine
         await engine.backend.update_weights(engine.update(1, partial=True))
     await engine.serve(1)
     assert (await engine.backend.health()).ok
+    await assert_serves(engine, 1)
+
+
+async def send(engine: Engine, tensors: dict) -> None:
+    """Broadcasts tensors with the probe of weights 1."""
+    probe = score_probe(SMALL, small_params(1), PROBE, dtype="float32")
+    version = engine.backend.policy_version + 1
+    update = WeightUpdate(version=version, kind=BROADCAST, payload=tensors, probe=probe)
+    async with broadcast.sending(update, receivers=1, host="127.0.0.1") as sent:
+        await engine.backend.update_weights(sent)
+
+
+async def test_what_is_broadcast_is_served_if_it_is_whole(engine: Engine):
+    tensors = device_tensors(SMALL, small_params(1))
+    assert tensors is not None
+    await send(engine, tensors)
+    await assert_serves(engine, 1)
+    version = engine.backend.policy_version
+    missing = dict(tensors)
+    del missing["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(WeightUpdateError, match=r"model.layers.0.mlp.up_proj.weight"):
+        await send(engine, missing)
+    assert engine.backend.policy_version == version
+    await assert_serves(engine, 1)
+
+
+@pytest.mark.parametrize("spoil", [stale, renamed, unwritten])
+async def test_what_is_broadcast_and_not_the_learners_is_never_served(engine: Engine, spoil):
+    with pytest.raises(WeightUpdateError, match=r"not the learner's: they differ by up to"):
+        await send(engine, spoil(device_tensors(SMALL, small_params(1)), {})[0])
+    with pytest.raises(EngineDiedError, match="send a whole update"):
+        await engine.backend.generate(request("s", prompt_of(1, 8)))
+    await engine.serve(1)
     await assert_serves(engine, 1)
 
 
