@@ -294,7 +294,8 @@ def _tool_server(file: str, group: Any, attempt: int) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        ray.kill(actors[-1])
+        for actor in actors:
+            ray.kill(actor)
 
 
 def _plain(resources: Mapping[str, float]) -> str:
