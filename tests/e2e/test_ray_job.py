@@ -121,9 +121,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    # A job agent takes the same port in every cluster, unless it is told one.
+    cluster = Cluster(initialize_head=True, head_node_args=head | {"dashboard_agent_listen_port": free_port()})
     for _ in range(3):
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, dashboard_agent_listen_port=free_port())
     yield cluster
     cluster.shutdown()
 
@@ -158,7 +159,7 @@ def test_nodes_that_stall_die_and_come_late_cost_a_learner_on_two_nodes_no_traje
     cluster.remove_node(next(node for node in learners if node != cluster.head_node), allow_graceful=False)
     lines = read_until(process, "waiting for room")
     assert any("a process of the learner was lost (1 of 3 times)" in line for line in lines)
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=1, dashboard_agent_listen_port=free_port())
     output = process.communicate()[0]
     assert process.returncode == 0 and "resumed after step" in output, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

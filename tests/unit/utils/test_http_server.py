@@ -276,6 +276,7 @@ def test_an_address_others_can_reach_needs_a_token():
 def test_no_module_listens_by_other_means():
     """A server that is added has to come through here, or be named with its reason."""
     others = {
+        "gpu_backend/broadcast.py": "torch.distributed's store, in the cluster's own network, for one transfer",
         "jax_agent_rl/agents/command/runner.py": "runs inside the sandbox, on its own loopback",
         "jax_agent_rl/testing/chaos/proxy.py": "breaks the connections of chaos tests",
         "jax_agent_rl/tool_server/worker.py": "a Unix socket in a private folder of the server's",
