@@ -146,7 +146,7 @@ class Driver:
                     reported = elapsed
                     _print_line(
                         f"waiting for room: {self.count} node(s) for the learner with {_plain(bundle)} each, and "
-                        f"{_plain(needs)} for the engines; free are {_plain(free)}"
+                        f"{_plain(needs)} for the engines; free: {_plain(free)}"
                     )
                 if elapsed > self.arguments.start_timeout:
                     raise LaunchError(f"no room after {elapsed:.0f} s (--start-timeout), see the line above; add nodes")
@@ -299,7 +299,8 @@ def _tool_server(file: str, group: Any, attempt: int) -> Iterator[None]:
 
 
 def _plain(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources[name]:g} {name}s" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
+    named = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
+    return ", ".join(f"{count:g} {name}{'s' * (count != 1)}" for name, count in named.items() if count) or "nothing"
 
 
 def _print_line(line: str) -> None:
