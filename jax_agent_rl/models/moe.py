@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
+from jax_agent_rl.models.grouped_product import grouped_product
 from jax_agent_rl.models.mesh import ROWS
-from jax_agent_rl.models.quantized import grouped_product, split_weight
+from jax_agent_rl.models.quantized import split_weight
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 """From the products with ``expert_gate`` and ``expert_up`` to hidden units."""

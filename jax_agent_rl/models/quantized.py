@@ -67,18 +67,3 @@ def product(weight: Any, x: jax.Array) -> jax.Array:
         return jnp.einsum("...od,db->...ob", weight, x)
     out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)
     return out * weight.scale.astype(x.dtype)
-
-
-def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array) -> jax.Array:
-    """Multiply each row of x [N, in] with the matrix of its group in [E, out, in] -> [N, out].
-
-    Args:
-        x: rows ordered by group.
-        weight: matrices, quantized or not.
-        sizes: int32 [E], rows of each group.
-        group: int32 [N], group of each row; rows past the last group are undefined.
-    """
-    if isinstance(weight, jax.Array):
-        return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
-    out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype).swapaxes(1, 2), sizes)
-    return out * weight.scale[..., 0].at[group].get(mode="clip").astype(x.dtype)

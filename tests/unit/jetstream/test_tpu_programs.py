@@ -14,8 +14,9 @@ from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS
 from jax_agent_rl.jetstream.kv_cache import LayerKV, to_cache
 from jax_agent_rl.models.attention import sharded_tree_attention
+from jax_agent_rl.models.grouped_product import grouped_product
 from jax_agent_rl.models.mesh import MESH_AXES
-from jax_agent_rl.models.quantized import Quantized, grouped_product
+from jax_agent_rl.models.quantized import Quantized
 from jax_agent_rl.models.tree_mask import TreeMask
 
 # What is kept of programs cannot be read again where the chips are not.
@@ -144,3 +145,19 @@ def test_a_product_with_experts_compiles_to_two_kernels(devices: np.ndarray, dty
         "lite" in devices.flat[0].device_kind
     ):  # v5e, v6e: experts are read as they are kept; v5p turns them around first
         assert program.memory_analysis().temp_size_in_bytes < 0.05 * math.prod(numbers.shape)
+
+
+def test_gradients_of_a_product_with_experts_compute_each_row_once(devices: np.ndarray):
+    """XLA's own gradient with respect to the weights multiplies all rows for every expert."""
+    mesh = mesh_of(devices, data=4)
+    tokens, experts, hidden, inputs = 2048, 16, 768, 2048
+    weight = described(mesh, (experts, hidden, inputs), jnp.bfloat16)
+    x, d_out = (described(mesh, (tokens, size), jnp.bfloat16) for size in (inputs, hidden))
+    sizes, group = (described(mesh, (size,), jnp.int32) for size in (experts, tokens))
+
+    def gradients(x, weight, sizes, group, d_out):
+        return jax.vjp(lambda x, weight: grouped_product(x, weight, sizes, group), x, weight)[1](d_out)
+
+    whole = jax.shard_map(gradients, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    program = jax.jit(whole).lower(x, weight, sizes, group, d_out).compile()
+    assert kernels(program) == 3 and f"[{experts},{tokens}," not in program.as_text()

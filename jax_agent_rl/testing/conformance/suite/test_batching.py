@@ -90,7 +90,9 @@ async def test_priorities(probe: Probe) -> None:
         fillers = []
     else:
         fillers = [probe.begin(prompt, max_tokens=probe.room - 8) for _ in range(slots)]
-    early, late = ([(f"{when} {i}", 5) for i in range(count)] for when, count in (("early", slots), ("late", 2 * slots)))
+    early, late = (
+        [(f"{when} {i}", 5) for i in range(count)] for when, count in (("early", slots), ("late", 2 * slots))
+    )
     wanted = [*early, ("last", 9), ("first", 1), *late, ("last", 9), ("first", 1)]
     tasks = [asyncio.create_task(run(name, priority)) for name, priority in wanted]
     try:
