@@ -20,7 +20,7 @@ from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import load_balancing_loss
 
-TARGETS_PER_CHUNK = {"cpu": 256, "accelerator": 2048}
+TARGETS_PER_CHUNK = {"cpu": 256, "accelerator": 4096}
 """Targets of a row whose logits are computed together. Each chunk reads and writes the head's whole gradient, which
 accelerators take longer for than for the products of a small chunk; on a CPU a chunk stays in the cache."""
 KEPT_LOGITS = 2**30  # bytes that a micro-batch may keep on a CPU
