@@ -94,10 +94,10 @@ class AsyncServer:
         await self.close_quietly(timeout=_CLOSE_TIMEOUT_SECONDS)
 
     def abandon(self, why: str) -> None:
-        """Fail every call that waits for the backend, now and later, with ``EngineDiedError``."""
-        self._abandoned = f"server {self.name} is lost: {why}"
-        for deadline in self._waits:
-            deadline.reschedule(0.0)
+        """Fail every call that waits for the backend, now and later, with ``EngineDiedError`` for the first reason."""
+        self._abandoned = self._abandoned or f"server {self.name} is lost: {why}"
+        while self._waits:  # each once: a deadline that is about to fire takes no other
+            self._waits.pop().reschedule(0.0)
 
     @contextlib.asynccontextmanager
     async def _until_abandoned(self) -> AsyncIterator[None]:

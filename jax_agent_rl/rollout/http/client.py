@@ -101,8 +101,8 @@ class RemoteBackend(ProxyBackend):
     async def close(self) -> None:
         """Disconnect; requests in flight fail and are aborted on the server, which keeps running."""
         self._closed = True
-        for deadline in self._waits:
-            deadline.reschedule(0.0)
+        while self._waits:  # each once: a deadline that is about to fire takes no other
+            self._waits.pop().reschedule(0.0)
         if self._session is not None:
             await self._session.close()
 

@@ -395,6 +395,19 @@ async def test_an_abandoned_server_lets_go_of_its_requests_whatever_its_engine_d
         await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
 
 
+async def test_a_server_that_is_lost_twice_at_once_costs_no_request():
+    fleet = Fleet(2)
+    fleet.backends[0].unpaused.clear()
+    task = fleet.ask()
+    await asyncio.sleep(0)
+    fleet.servers[0].abandon("it does nothing")
+    await asyncio.sleep(0)  # its request is about to notice
+    fleet.servers[0].abandon("it left")
+    with pytest.raises(EngineDiedError, match="server s0 is lost: it does nothing$"):
+        await fleet.servers[0].update_weights(WeightUpdate(version=1, kind="arrays", payload=None))
+    assert (await task).token_ids == fleet.whole
+
+
 async def test_tokens_of_weights_that_should_have_been_replaced_are_counted():
     class Forgetful(ScriptedBackend):
         async def update_weights(self, update):
