@@ -16,8 +16,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
 from jax_agent_rl.models.mesh import by_platform
 
-ROWS, COLUMNS = 512, 1024
-"""Largest tile of the kernel: rows of the operands, and each dimension of the result."""
+TILE_ROWS, TILE_COLUMNS = 512, 1024
+"""Tile of the kernel: rows of the operands, and at most so much of each dimension of the result."""
 
 
 def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array) -> jax.Array:
@@ -62,6 +62,6 @@ def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _outer_kernel(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    d_out, x = (jnp.pad(rows, ((0, -len(rows) % ROWS), (0, 0))) for rows in (d_out, x))  # whole tiles
-    tiling = (ROWS, min(COLUMNS, d_out.shape[1]), min(COLUMNS, x.shape[1]))
+    d_out, x = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (d_out, x))  # whole tiles
+    tiling = (TILE_ROWS, min(TILE_COLUMNS, d_out.shape[1]), min(TILE_COLUMNS, x.shape[1]))
     return tgmm(d_out.T, x, sizes, preferred_element_type=x.dtype, tiling=tiling)

@@ -27,7 +27,7 @@ def expected(x: np.ndarray, weight: np.ndarray, d_out: np.ndarray) -> tuple[np.n
 def test_output_and_gradients_are_those_of_a_loop_over_groups(monkeypatch: pytest.MonkeyPatch, columns: int | None):
     if columns is not None:
         monkeypatch.setattr(module, "by_platform", lambda *args, tpu, default: tpu(*args))
-        monkeypatch.setattr(module, "COLUMNS", columns)
+        monkeypatch.setattr(module, "TILE_COLUMNS", columns)
     rows, count = sum(SIZES), sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
     x, weight, d_out = draw((count, 48)), draw((len(SIZES), 40, 48)), draw((count, 40))
