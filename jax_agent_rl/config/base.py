@@ -67,4 +67,5 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon, added to the root of the second moment.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")

@@ -11,6 +11,7 @@
     programs           everything that is compiled, from shapes alone
       objective        the policy's loss; linear_logprobs: its log-probs; critic: values and their loss
       parameterization trained and frozen parameters, adapters, mixed precision
+    sequence_learner   training on given sequences instead of groups: one call each for forward, gradient and update
     optimized_params   parameters with their optimizer: gradients and updates
       optimizer        AdamW, learning-rate schedules, undoing an update
     cancellation       whether an interrupted step is undone or finished

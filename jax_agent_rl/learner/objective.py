@@ -162,6 +162,30 @@ def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
     return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
 
 
+def scored_terms(
+    objective: ObjectiveConfig, model: Decoder, batch: Arrays, active: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return log-prob and entropy of every active term, float32 [R, K], and the load of the experts as :func:`routed`.
+
+    Args:
+        objective: its constants.
+        model: the policy.
+        batch: a micro-batch.
+        active: bool [R, K]. Other terms get 0: what a loss makes of that is finite, and its weight is 0.
+    """
+    hidden, load = routed(objective, model, batch)
+    scored = _at_targets(objective, model.head, batch, hidden)
+    logprob, entropy = (jnp.where(active, jnp.take_along_axis(x, batch["term_target"], axis=1), 0.0) for x in scored)
+    return logprob, entropy, load
+
+
+def router_balance(batch: Arrays, load: jax.Array | None) -> Arrays:
+    """Return the load-balancing loss of a mixture of experts under its statistic's name; empty without one."""
+    if load is None:
+        return {}
+    return {"router_aux": load_balancing_loss(load[1], batch["router_share"], batch["router_tokens"])}
+
+
 def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
     """Return the micro-batch's share of the loss: policy loss, minus entropy bonus, plus KL to the reference.
 
@@ -169,14 +193,9 @@ def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tu
         scalar loss (a plain sum over terms; their weights make it the mean of the whole update), and statistics as
         :class:`~jax_agent_rl.learner.optimized_params.UpdatePrograms` defines them.
     """
-    hidden, load = routed(objective, model, batch)
-    logprob, entropy = _at_targets(objective, model.head, batch, hidden)
     weight = batch["term_weight"]
     active = weight > 0
-    # Zeros at padding: what a loss makes of them is finite, and its weight is 0.
-    logprob, entropy = (
-        jnp.where(active, jnp.take_along_axis(x, batch["term_target"], axis=1), 0.0) for x in (logprob, entropy)
-    )
+    logprob, entropy, load = scored_terms(objective, model, batch, active)
     terms = _terms(objective, batch, logprob, active)
     policy = POLICY_LOSSES[objective.loss.own.loss_mode](terms, objective.loss)
     per_term = policy.loss * batch.get("term_importance", 1.0) - objective.entropy_coeff * entropy
@@ -185,10 +204,8 @@ def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tu
     if objective.kl_estimator is not None:
         distance = jnp.where(active, kl_penalty(objective.kl_estimator, logprob, batch["term_ref_logprob"]), 0.0)
         total += jnp.sum(batch["term_kl_weight"] * distance)
-    balance = {}
-    if load is not None:
-        balance["router_aux"] = load_balancing_loss(load[1], batch["router_share"], batch["router_tokens"])
-        total += objective.router_aux_loss_coef * balance["router_aux"]
+    balance = router_balance(batch, load)
+    total += objective.router_aux_loss_coef * sum(balance.values())
     gap = jnp.where(active, jnp.abs(terms.rollout_logprob - _learner_logprob(objective, terms)), 0.0)
     compared = active & (batch["term_comparable"] > 0) & ~jnp.isnan(gap)
     same_weights = jnp.where(compared, jnp.minimum(gap, INFINITE), 0.0)

@@ -95,7 +95,7 @@ class UpdatePrograms:
             out_shardings=(shardings, everywhere),
         )
         self.apply = jax.jit(
-            functools.partial(_apply, optimizer, rate),
+            functools.partial(apply_update, optimizer, rate),
             donate_argnums=(0,),
             out_shardings=(self.places, everywhere, everywhere, everywhere),
         )
@@ -171,9 +171,21 @@ class OptimizedParams:
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
 
-def _apply(
+def apply_update(
     config: OptimizerSection, schedule: optax.Schedule, state: TrainState, gradients: Params, step: jax.Array
 ) -> tuple[TrainState, jax.Array, jax.Array, jax.Array]:
+    """Run the optimizer on traced arrays; a gradient that is not finite changes nothing.
+
+    Args:
+        config: of the optimizer; its numbers may be traced, too.
+        schedule: the learning rate, a function of ``step``.
+        state: before the update.
+        gradients: one per parameter.
+        step: training steps that are finished.
+
+    Returns:
+        the next state, the gradients' global norm, whether that is finite, and the learning rate.
+    """
     norm, rate = optax.tree.norm(gradients), jnp.asarray(schedule(step), jnp.float32)
     finite = jnp.isfinite(norm)
 

@@ -53,7 +53,14 @@ def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.G
 
     return optax.chain(
         optax.stateless(clip),
-        optax.adamw(rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, mask=decayed),
+        optax.adamw(
+            rate,
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        ),
     )
 
 
@@ -84,10 +91,6 @@ def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Sc
     # From peak / warm_up, not 0: no step is wasted, and the last one of the warm-up has the peak.
     rise = optax.linear_schedule(peak / warm_up, peak, warm_up - 1) if warm_up > 1 else optax.constant_schedule(peak)
     return optax.join_schedules([rise, after], [warm_up])
-
-
-EPSILON = 1e-8
-"""Optax's, of AdamW."""
 
 
 def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> Params | None:
@@ -124,4 +127,4 @@ def _decay(path: Any, weight_decay: float) -> float:
 def _direction(moments: optax.ScaleByAdamState, config: OptimizerSection) -> Any:
     count = jnp.asarray(moments.count, jnp.float32)
     first, second = 1 - config.adam_b1**count, 1 - config.adam_b2**count
-    return jax.tree.map(lambda mu, nu: (mu / first) / (jnp.sqrt(nu / second) + EPSILON), moments.mu, moments.nu)
+    return jax.tree.map(lambda mu, nu: (mu / first) / (jnp.sqrt(nu / second) + config.adam_eps), moments.mu, moments.nu)

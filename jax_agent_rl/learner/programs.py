@@ -15,7 +15,7 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import Critic, state_values, value_loss
 from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
-from jax_agent_rl.learner.optimized_params import UpdatePrograms, View
+from jax_agent_rl.learner.optimized_params import Arrays, Statistics, UpdatePrograms, View
 from jax_agent_rl.learner.parameterization import Parameterization, compute_model
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import replicated
@@ -54,6 +54,7 @@ class LearnerPrograms:
         mesh: Mesh,
         rate: optax.Schedule,
         scored: bool = False,
+        loss: Callable[[ObjectiveConfig, Any, Arrays], tuple[jax.Array, Statistics]] = policy_loss,
     ) -> LearnerPrograms:
         """Return the programs of one configuration.
 
@@ -66,6 +67,7 @@ class LearnerPrograms:
             mesh: of the learner; its devices need not be present.
             rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.optimizer`.
             scored: old log-probs come from elsewhere.
+            loss: the policy's.
 
         Raises:
             ConfigError: a router is to be balanced in a model without experts.
@@ -97,7 +99,7 @@ class LearnerPrograms:
                 everywhere=everywhere,
                 optimizer=config,
                 rate=rate,
-                loss=functools.partial(policy_loss, objective),
+                loss=functools.partial(loss, objective),
             ),
             score=reading(functools.partial(term_logprobs, objective), policy.view),
             route=reading(functools.partial(router_loads, objective), policy.view),

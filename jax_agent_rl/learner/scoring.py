@@ -92,41 +92,32 @@ class Scorer:
             self._compiled.add(program)
             yield from map(self._placed, blanks(next(batch.micro_batches(self.rows)), self._images))
 
-    def run(self, program: Callable[..., jax.Array], weights: Weights, batch: Batch) -> np.ndarray:
-        """Run a program over all rows of a batch's layout and return its stacked results."""
+    def _run(self, program: Callable[..., jax.Array], weights: Weights, batch: Batch) -> list[np.ndarray]:
+        """Run a program over all rows of a batch's layout and return its result for each micro-batch."""
         layout = replace(batch, terms={})
         for arrays in self.blanks(layout, program):
             program(*weights, batch=arrays)
-        length = batch.token_ids.shape[1]
-        parts = [
-            np.pad(part, ((0, 0), (0, part.shape[1] * (length // width - 1))))
-            for part, width in self._each(program, weights, layout)
-        ]
-        return np.concatenate(parts)[: batch.num_rows]
+        return list(self._each(program, weights, layout))
 
-    def _each(
-        self, program: Callable[..., jax.Array], weights: Weights, layout: Batch
-    ) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield each micro-batch's result and the length of its rows."""
+    def _each(self, program: Callable[..., jax.Array], weights: Weights, layout: Batch) -> Iterator[np.ndarray]:
         for arrays in self.micro_batches(layout):
-            width = arrays["token_ids"].shape[1]
-            self._widths[program].add(width)
-            yield np.asarray(program(*weights, batch=arrays)), width
+            self._widths[program].add(arrays["token_ids"].shape[1])
+            yield np.asarray(program(*weights, batch=arrays))
 
     def logprobs(self, weights: Weights, batch: Batch) -> PerTerm:
         """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
-        return batch.gather_terms(self.run(self._programs.score, weights, batch))
+        return batch.gather_terms(stack(self._run(self._programs.score, weights, batch), batch.term_target.shape))
 
     def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
         """Return the critic's values of each trajectory's states, float64 [L + 1]."""
-        return batch.gather_states(self.run(self._programs.values, weights, batch))
+        return batch.gather_states(stack(self._run(self._programs.values, weights, batch), batch.token_ids.shape))
 
     def router_balance(self, weights: Weights, batch: Batch) -> Arrays:
         """Return how a whole update's tokens are routed, for its load-balancing loss; empty without one."""
         if not self._programs.objective.router_aux_loss_coef:
             return {}
         parts = self._each(self._programs.route, weights, replace(batch, terms={}))
-        chosen = sum(part.astype(np.float64) for part, _ in parts)
+        chosen = sum(part.astype(np.float64) for part in parts)
         tokens = self._programs.model.num_layers * batch.copies.sum()
         numbers = {"router_share": np.float32(chosen / tokens), "router_tokens": np.float32(tokens)}
         return {name: place(value, replicated(self._mesh)) for name, value in numbers.items()}
@@ -139,3 +130,13 @@ class Scorer:
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         return {name: place(value, row_sharding(self._mesh)) for name, value in arrays.items()}
+
+
+def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the results [rows, n] of a batch's micro-batches as one array [R, N].
+
+    Args:
+        parts: in order; of halved rows, n is N / 2.
+        shape: [R, N]; rows beyond are padding.
+    """
+    return np.concatenate([np.pad(part, ((0, 0), (0, shape[1] - part.shape[1]))) for part in parts])[: shape[0]]

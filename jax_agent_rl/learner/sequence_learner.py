@@ -1,0 +1,378 @@
+"""Training on given sequences, without a rollout: supervised, on preferences, or as a client of a service says.
+
+::
+
+    sequences ─► forward ──────────────► log-probs of their scored tokens
+    sequences ─► forward_backward ─────► the same, and the loss; its gradient is added to those since the last update
+                 optim_step ───────────► AdamW with the numbers of this call; a non-finite gradient changes nothing
+
+Rows are packed, and prefixes shared, as those of the RL learner. Losses are sums over tokens, so that the gradient does
+not depend on how a batch is split into calls. All losses run in one program; which one, and its constants, are its
+arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.config.algorithm import PolicyLossConfig
+from jax_agent_rl.learner.batch import Batch
+from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
+from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_terms
+from jax_agent_rl.learner.optimized_params import (
+    Applied,
+    Arrays,
+    LearnerState,
+    OptimizedParams,
+    Statistics,
+    apply_update,
+)
+from jax_agent_rl.learner.parameterization import Parameterization
+from jax_agent_rl.learner.programs import LearnerPrograms
+from jax_agent_rl.learner.scoring import Scorer, stack
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.sharding import make_mesh, place, replicated
+from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
+
+LOSSES = {
+    "cross_entropy": "gpg",
+    "importance_sampling": "vanilla",
+    "ppo": "vanilla",
+    "cispo": "cispo",
+    "dro": "dro",
+}
+"""The policy loss that computes each loss: cross-entropy is a policy gradient of advantage 1, importance sampling PPO
+without a clip."""
+_BRANCHES = sorted(set(LOSSES.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSequence:
+    """A context and what is trained on in it. S tokens are scored: those of the loss mask.
+
+    Attributes:
+        token_ids: int32 [n].
+        loss_mask: bool [n], tokens whose log-prob is computed; not the first one, which follows nothing.
+        weight: float [S], what each counts in the loss, a sum; None: 1 each.
+        advantage: float [S], for all losses but ``cross_entropy``.
+        old_logprob: float [S], log-probs under the policy that sampled them, for the same losses.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    weight: np.ndarray | None = None
+    advantage: np.ndarray | None = None
+    old_logprob: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.loss_mask):
+            raise ValueError(f"{len(self.token_ids)} token ids, but a loss mask of {len(self.loss_mask)}")
+        if not np.any(self.loss_mask) or self.loss_mask[0]:
+            raise ValueError(
+                "a sequence needs a token to train on, and one before it: the loss mask of "
+                f"{len(self.loss_mask)} tokens has {int(np.sum(self.loss_mask))}, the first "
+                f"{'among' if self.loss_mask[0] else 'not among'} them"
+            )
+        for name in ("weight", "advantage", "old_logprob"):
+            values = getattr(self, name)
+            if values is not None and np.shape(values) != (self.num_scored,):
+                raise ValueError(f"{name} has shape {np.shape(values)}; there are {self.num_scored} scored tokens")
+
+    @property
+    def num_scored(self) -> int:
+        """S."""
+        return int(np.sum(self.loss_mask))
+
+    def trajectory(self, number: int) -> Trajectory:
+        """Return it as what the learner packs: one turn, of which only the scored tokens carry loss.
+
+        Args:
+            number: of the sequence in its batch, for messages.
+        """
+        begin = int(np.argmax(self.loss_mask))
+        ids, scored = self.token_ids.tolist(), np.asarray(self.loss_mask, bool)[begin:].tolist()
+        output = TokenOutput(
+            token_ids=tuple(ids[begin:]),
+            log_probs=(0.0,) * len(scored),
+            policy_versions=(0,) * len(scored),
+            stop_reason=StopReason.EOS,
+            context_digest="",
+            constrained=tuple(not mark for mark in scored),
+        )
+        return Trajectory.from_turns(
+            prompt_ids=ids[:begin],
+            turns=(Turn(output=output),),
+            trajectory_id=f"sequence {number}",
+            group_id="",
+            agent_name="",
+            finish_reason=FinishReason.ANSWER,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackward:
+    """The result of one pass.
+
+    Attributes:
+        loss: the sum over all tokens.
+        logprobs: of each sequence's scored tokens, float64 [S].
+        metrics: ``clip_fraction`` of the weighted tokens, ``ratio_mean``, ``entropy`` in nats; ``router_aux`` of a
+            mixture whose routers are balanced.
+    """
+
+    loss: float
+    logprobs: list[np.ndarray]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamParams:
+    """The numbers of one update; the names are Tinker's. ``grad_clip_norm`` 0 does not clip."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class SequenceLearner:
+    """A policy, or its adapters, and an optimizer.
+
+    Args:
+        model: the model's hyperparameters.
+        params: initial parameters; copied.
+        config: batching, precision, adapters and mesh. The optimizer's numbers come with each :meth:`optim_step`.
+        temperature: divides the logits.
+        reference: keep a copy of the initial parameters for :meth:`forward`; adapters need none.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params: Params,
+        *,
+        config: LearnerConfig,
+        temperature: float = 1.0,
+        reference: bool = False,
+    ) -> None:
+        self.model = model
+        self._mesh = make_mesh(config.mesh)
+        policy = Parameterization.policy(model, params, config, mesh=self._mesh)
+        self._programs = LearnerPrograms.of(
+            model,
+            policy,
+            algorithm=AlgorithmConfig(),
+            config=config,
+            temperature=temperature,
+            mesh=self._mesh,
+            rate=optax.constant_schedule(0.0),
+            loss=sequence_loss,
+        )
+        self._scorer = Scorer(self._programs, None)
+        self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
+        self._merge = policy.merge
+        self._reference = policy.reference() if reference or config.lora else None
+        self._gradients: Params | None = None
+        places, everywhere = self._programs.policy.places, self._programs.policy.everywhere
+
+        def apply(state: Any, gradients: Params, numbers: Arrays) -> Any:
+            own = config.model_copy(update=numbers)
+            return apply_update(own, lambda _: numbers["learning_rate"], state, gradients, jnp.int32(0))
+
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(places, everywhere, everywhere, everywhere))
+
+    @property
+    def state(self) -> LearnerState:
+        """The state to checkpoint, in the form of the RL learner's; the next :meth:`optim_step` donates its buffers."""
+        numbers = (np.float32(0), np.int32(self._policy.state.updates), np.int32(0))
+        return LearnerState(self._policy.state, None, *(place(x, replicated(self._mesh)) for x in numbers))
+
+    @state.setter
+    def state(self, state: LearnerState) -> None:
+        self._policy.state, self._gradients = state.policy, None
+
+    @property
+    def params(self) -> Params:
+        """The current parameters on device, adapters merged; valid until the next :meth:`optim_step`."""
+        return self._merge(*self._policy.weights)
+
+    @property
+    def trained(self) -> Params:
+        """The trained parameters alone, e.g. adapters; valid until the next :meth:`optim_step`."""
+        return self._policy.state.params
+
+    @property
+    def programs_compiled(self) -> int:
+        """Distinct programs compiled so far; constant once warm."""
+        return self._scorer.programs_compiled + self._policy.programs_compiled + self._apply._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def twin(self, trained: Params | None = None) -> SequenceLearner:
+        """Return a learner with the same programs and frozen parameters and an optimizer of its own.
+
+        Args:
+            trained: its trained parameters; None: a copy of this one's.
+        """
+        twin = copy.copy(self)
+        initial = self.trained if trained is None else trained
+        twin._policy = OptimizedParams(initial, frozen=self._policy.frozen, programs=self._programs.policy)
+        twin._gradients = None
+        return twin
+
+    def forward(self, data: Sequence[TrainingSequence], *, reference: bool = False) -> list[np.ndarray]:
+        """Return the log-prob of each sequence's scored tokens, float64 [S].
+
+        Args:
+            data: at least one sequence.
+            reference: under the initial parameters instead of the current ones.
+
+        Raises:
+            ValueError: a sequence is longer than a packed row, or no reference was kept.
+        """
+        weights = self._reference if reference else self._policy.weights
+        if weights is None:
+            raise ValueError("no reference was kept: construct the learner with reference=True")
+        return self._scorer.logprobs(weights, self._pack(data))
+
+    def forward_backward(
+        self, data: Sequence[TrainingSequence], *, loss: str = "cross_entropy", **constants: float
+    ) -> ForwardBackward:
+        """Compute a loss and add its gradient to those since the last :meth:`optim_step`.
+
+        Args:
+            data: at least one sequence.
+            loss: one of :data:`LOSSES`.
+            constants: of ``ppo`` and ``cispo`` the bounds of the ratio, ``clip_low_threshold`` (0.8) and
+                ``clip_high_threshold`` (1.2); of ``dro`` ``beta`` (0.05).
+
+        Raises:
+            ValueError: an unknown loss or constant, a sequence without what the loss reads, or one that is longer than
+                a packed row. The gradients are as they were.
+        """
+        numbers = _numbers(loss, constants)
+        batch = self._pack(data).with_terms(**_terms(loss, data))
+        balance = self._scorer.router_balance(self._policy.weights, batch)
+        programs, parameters = self._programs.policy, self._policy.state.params
+        gradients = programs.zeros(parameters) if self._gradients is None else self._gradients
+        self._gradients, results = None, []  # donated
+        for arrays in self._scorer.micro_batches(batch):
+            programs.widths.add(arrays["token_ids"].shape[1])
+            numbered = arrays | balance | {name: place(x, programs.everywhere) for name, x in numbers.items()}
+            gradients, statistics = programs.accumulate(parameters, self._policy.frozen, gradients, numbered)
+            results.append(statistics)
+        self._gradients = gradients
+        results = jax.device_get(results)
+        totals = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *(r["sum"] for r in results))
+        count = max(totals.pop("tokens"), 1.0)
+        value = totals.pop("loss")
+        logprobs = stack([r["terms"]["logprob"] for r in results], batch.term_target.shape)
+        metrics = {name: total if name == "router_aux" else total / count for name, total in totals.items()}
+        return ForwardBackward(loss=value, logprobs=batch.gather_terms(logprobs), metrics=metrics)
+
+    def optim_step(self, numbers: AdamParams) -> Applied:
+        """Update the parameters by the gradients since the last update, and forget those.
+
+        A gradient that is not finite changes nothing. Without any, AdamW's momentum and weight decay still apply.
+        """
+        traced = {
+            "learning_rate": numbers.learning_rate,
+            "adam_b1": numbers.beta1,
+            "adam_b2": numbers.beta2,
+            "adam_eps": numbers.eps,
+            "weight_decay": numbers.weight_decay,
+            "max_grad_norm": numbers.grad_clip_norm or np.inf,
+        }
+        programs = self._programs.policy
+        placed = {name: place(np.float32(x), programs.everywhere) for name, x in traced.items()}
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            gradients = programs.zeros(self._policy.state.params)
+        self._policy.state, norm, finite, rate = self._apply(self._policy.state, gradients, placed)
+        return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
+
+    def _pack(self, data: Sequence[TrainingSequence]) -> Batch:
+        return self._scorer.pack_one([sequence.trajectory(number) for number, sequence in enumerate(data)])
+
+
+def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
+    """Return the micro-batch's share of the loss that ``batch["loss"]`` numbers, and statistics.
+
+    Statistics are sums, and float32 [R, K] under ``terms``. Terms of weight 0 are scored, too.
+    """
+    weight, scored = batch["term_weight"], batch["term_scored"] > 0
+    logprob, entropy, load = scored_terms(objective, model, batch, scored)
+    counted = jnp.float32(weight != 0)
+    terms = Terms(
+        logprob=logprob,
+        old_logprob=batch["term_old_logprob"],
+        rollout_logprob=batch["term_old_logprob"],
+        advantage=batch["term_advantage"],
+        active=jnp.float32(scored),
+        sequence=batch["term_sequence"],
+        chosen=jnp.zeros_like(logprob),
+    )
+    config = LossConfig(
+        low=1 - batch["clip_low_threshold"],  # pyright: ignore[reportArgumentType]  # traced: no clip compiles anew
+        high=batch["clip_high_threshold"] - 1,  # pyright: ignore[reportArgumentType]
+        dual=None,
+        own=PolicyLossConfig.model_construct(dro_beta=batch["beta"]),
+    )
+    per_term = jax.lax.switch(
+        batch["loss"], [lambda name=name: POLICY_LOSSES[name](terms, config) for name in _BRANCHES]
+    )
+    balance = router_balance(batch, load)
+    total = jnp.sum(weight * per_term.loss) + objective.router_aux_loss_coef * sum(balance.values())
+    sums = {
+        "loss": total,
+        "tokens": jnp.sum(counted),
+        "clip_fraction": jnp.sum(counted * per_term.clipped),
+        "ratio_mean": jnp.sum(counted * per_term.ratio),
+        "entropy": jnp.sum(counted * entropy),
+        **balance,
+    }
+    return total, jax.lax.stop_gradient({"sum": sums, "terms": {"logprob": logprob}})
+
+
+def _numbers(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]:
+    """Return what a loss is told beside its batch; raise ValueError if it does not know a constant."""
+    if loss not in LOSSES:
+        raise ValueError(f"no loss is called {loss!r}; choose one of {', '.join(LOSSES)}")
+    clipped = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    known = {"ppo": clipped, "cispo": clipped, "dro": {"beta": 0.05}}.get(loss, {})
+    if unknown := sorted(constants.keys() - known.keys()):
+        raise ValueError(f"{loss} has no constant {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    unclipped = {"clip_low_threshold": -np.inf, "clip_high_threshold": np.inf, "beta": 0.0}
+    numbers = {name: np.float32(value) for name, value in (unclipped | known | dict(constants)).items()}
+    return {**numbers, "loss": np.int32(_BRANCHES.index(LOSSES[loss]))}
+
+
+def _terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, list[np.ndarray]]:
+    """Return the terms of a batch by name, [S] per sequence."""
+
+    def values(name: str, default: float, needed: bool) -> Iterator[np.ndarray]:
+        for number, sequence in enumerate(data):
+            given = getattr(sequence, name)
+            if given is None and needed:
+                raise ValueError(f"the loss {loss} needs {name} of every sequence, which sequence {number} lacks")
+            yield np.full(sequence.num_scored, default) if given is None else np.asarray(given)
+
+    off_policy = loss != "cross_entropy"
+    return {
+        "weight": list(values("weight", 1.0, False)),
+        "scored": [np.ones(sequence.num_scored) for sequence in data],
+        "advantage": list(values("advantage", 1.0, off_policy))
+        if off_policy
+        else [np.ones(s.num_scored) for s in data],
+        "old_logprob": list(values("old_logprob", 0.0, off_policy)),
+    }

@@ -1,0 +1,231 @@
+"""Training on given sequences. Expected losses, gradients and updates are PyTorch's, in float64."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_agent_rl.config import LearnerConfig, LoraConfig
+from jax_agent_rl.learner.sequence_learner import LOSSES, AdamParams, SequenceLearner, TrainingSequence
+from jax_agent_rl.models.hf import save_hf
+from tests.tiny import TINY, tiny_params
+
+torch = pytest.importorskip("torch")
+
+NAMES = {
+    "embed": lambda peer: peer.model.embed_tokens.weight,
+    "final_norm": lambda peer: peer.model.norm.weight,
+    "q": lambda peer: peer.model.layers[1].self_attn.q_proj.weight,
+    "down": lambda peer: peer.model.layers[0].mlp.down_proj.weight,
+}
+
+
+@functools.cache
+def first_learner(pack_length: int, lora: LoraConfig | None) -> SequenceLearner:
+    config = LearnerConfig(pack_length=pack_length, remat="none", lora=lora)
+    return SequenceLearner(TINY, tiny_params(), config=config, reference=True)
+
+
+def learner(pack_length: int = 48, lora: LoraConfig | None = None) -> SequenceLearner:
+    """Return a new learner; all with the same arguments run the same programs."""
+    return first_learner(pack_length, lora).twin()
+
+
+def named(params) -> dict[str, np.ndarray]:
+    chosen = {"q": params["layers"]["q"][1], "down": params["layers"]["down"][0]}
+    return {name: np.asarray(params[name] if name in params else chosen[name]) for name in NAMES}
+
+
+def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[TrainingSequence]:
+    """Sequences that begin alike, some of their tokens scored, of these some with weight 0 or less."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(1, TINY.vocab_size, 7)
+    made = []
+    for _ in range(count):
+        ids = np.concatenate([common, rng.integers(1, TINY.vocab_size, rng.integers(3, 20))]).astype(np.int32)
+        mask = rng.random(len(ids)) < scored
+        mask[0], mask[-1] = False, True
+        size = int(mask.sum())
+        weight, advantage = rng.choice([-0.5, 0.0, 1.0, 2.0], size), rng.normal(size=size)
+        old = np.log(1 / TINY.vocab_size) + rng.normal(scale=0.4, size=size)
+        made.append(
+            TrainingSequence(token_ids=ids, loss_mask=mask, weight=weight, advantage=advantage, old_logprob=old)
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory):
+    """The same model in transformers, float64."""
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_hf(folder, TINY, tiny_params())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def peer_logprobs(peer, sequence: TrainingSequence):
+    ids = torch.tensor(sequence.token_ids.astype(np.int64))
+    logprobs = torch.log_softmax(peer(ids[None]).logits[0], -1)
+    return logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(sequence.loss_mask[1:])]
+
+
+def peer_loss(peer, loss: str, sequence: TrainingSequence):
+    """The losses as Tinker's documentation defines them."""
+    logprob = peer_logprobs(peer, sequence)
+    weight, advantage, old = (torch.tensor(x) for x in (sequence.weight, sequence.advantage, sequence.old_logprob))
+    ratio = torch.exp(logprob - old)
+    per_token = {
+        "cross_entropy": lambda: -logprob,
+        "importance_sampling": lambda: -ratio * advantage,
+        "ppo": lambda: -torch.min(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage),
+        "cispo": lambda: -(ratio.clamp(0.9, 1.3).detach() * logprob * advantage),
+        "dro": lambda: -(logprob * advantage - 0.5 * 0.3 * (logprob - old) ** 2),
+    }[loss]()
+    return (weight * per_token).sum()
+
+
+CONSTANTS = {name: {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3} for name in ("ppo", "cispo")} | {
+    "dro": {"beta": 0.3}
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
+    data, made = sequences(), learner()
+    parts = [made.forward_backward(part, loss=loss, **CONSTANTS.get(loss, {})) for part in (data[:3], data[3:])]
+    peer.zero_grad()
+    expected = sum(peer_loss(peer, loss, sequence) for sequence in data)
+    expected.backward()
+    assert sum(part.loss for part in parts) == pytest.approx(float(expected), rel=1e-5)
+    gradients = named(made._gradients)
+    for name, weight in NAMES.items():
+        truth = weight(peer).grad.numpy()
+        np.testing.assert_allclose(gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
+    for sequence, logprobs in zip(data, [x for part in parts for x in part.logprobs], strict=True):
+        np.testing.assert_allclose(logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5)
+
+
+def test_forward_returns_the_log_probs_that_the_gradient_pass_does():
+    made, data = learner(), sequences()
+    for forward, backward in zip(made.forward(data), made.forward_backward(data).logprobs, strict=True):
+        np.testing.assert_allclose(forward, backward, rtol=1e-5)
+
+
+def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer):
+    made, data = learner(), sequences()
+    peer.zero_grad()
+    before = {name: parameter.detach().clone() for name, parameter in peer.named_parameters()}
+    decayed, norms = ([p for n, p in peer.named_parameters() if ("norm" in n) == is_norm] for is_norm in (False, True))
+    try:
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": norms}], betas=(0.8, 0.9), eps=1e-6)
+        for number, rate in enumerate((1e-2, 3e-3, 1e-3)):
+            made.forward_backward(data)
+            numbers = AdamParams(
+                learning_rate=rate, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=float(number)
+            )
+            applied = made.optim_step(numbers)
+            optimizer.zero_grad()
+            sum(peer_loss(peer, "cross_entropy", sequence) for sequence in data).backward()
+            norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), float(number) or float("inf"))
+            for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
+                group.update(lr=rate, weight_decay=decay)
+            optimizer.step()
+            assert applied.norm == pytest.approx(float(norm), rel=1e-4)
+        params = named(made.params)
+        for name, weight in NAMES.items():
+            np.testing.assert_allclose(params[name], weight(peer).detach().numpy(), atol=1e-4, err_msg=name)
+    finally:
+        with torch.no_grad():
+            for name, parameter in peer.named_parameters():
+                parameter.copy_(before[name])
+
+
+def test_nothing_compiles_for_another_loss_another_constant_or_another_rate():
+    made, data = learner(), sequences()
+    made.forward(data)
+    made.forward_backward(data)
+    made.optim_step(AdamParams())
+    warm = made.programs_compiled
+    for loss in LOSSES:
+        made.forward_backward(data, loss=loss, **{name: value / 2 for name, value in CONSTANTS.get(loss, {}).items()})
+        made.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=0.5, weight_decay=0.1, beta1=0.5, eps=1e-4))
+    assert made.programs_compiled == warm
+
+
+def test_rows_that_are_halved_give_the_same_log_probs():
+    data = sequences(9)
+    whole, halved = learner(pack_length=64), learner(pack_length=512)
+    for a, b in zip(whole.forward_backward(data).logprobs, halved.forward_backward(data).logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_an_update_forgets_the_gradient_and_one_that_is_not_finite_changes_nothing():
+    made, data = learner(), sequences(2)
+    made.forward_backward(data)
+    made.optim_step(AdamParams(learning_rate=1e-2))
+    assert made.optim_step(AdamParams()).norm == 0
+    before = jax.device_get(made.trained)
+    made.forward_backward([TrainingSequence(**vars(data[0]) | {"weight": np.full(data[0].num_scored, np.inf)})])
+    assert not made.optim_step(AdamParams(learning_rate=1.0)).finite
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made.trained)))
+    assert made.optim_step(AdamParams()).finite
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+def test_the_reference_is_the_policy_of_the_beginning(lora):
+    made, data = learner(lora=lora), sequences(3)
+    first = made.forward(data)
+    made.forward_backward(data)
+    made.optim_step(AdamParams(learning_rate=0.1))
+    assert np.abs(np.concatenate(made.forward(data)) - np.concatenate(first)).max() > 1e-3
+    for now, then in zip(made.forward(data, reference=True), first, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_twins_share_programs_and_frozen_parameters_but_no_update():
+    made, data = learner(lora=LoraConfig(rank=2)), sequences(3)
+    made.forward_backward(data)
+    made.optim_step(AdamParams())
+    twin, warm = made.twin(), made.programs_compiled
+    np.testing.assert_array_equal(np.concatenate(twin.forward(data)), np.concatenate(made.forward(data)))
+    warm = made.programs_compiled
+    twin.forward_backward(data)
+    twin.optim_step(AdamParams(learning_rate=0.1))
+    assert twin.programs_compiled == made.programs_compiled == warm
+    assert np.abs(np.concatenate(twin.forward(data)) - np.concatenate(made.forward(data))).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss": "pop"}, "no loss is called 'pop'; choose one of cross_entropy"),
+        ({"loss": "ppo", "beta": 1.0}, "ppo has no constant beta; it has clip_low_threshold, clip_high_threshold"),
+        ({"loss": "ppo", "drop": "old_logprob"}, "needs old_logprob of every sequence, which sequence 0 lacks"),
+        ({"loss": "dro", "drop": "advantage"}, "needs advantage of every sequence"),
+    ],
+)
+def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, message):
+    made, data = learner(), sequences(2)
+    made.forward_backward(data)
+    before = jax.device_get(made._gradients)
+    dropped = changed.pop("drop", None)
+    wrong = [TrainingSequence(**vars(s) | ({dropped: None} if dropped else {})) for s in data]
+    with pytest.raises(ValueError, match=message):
+        made.forward_backward(wrong, **changed)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made._gradients)))
+
+
+def test_a_sequence_is_checked_when_it_is_made():
+    ids = np.arange(4, dtype=np.int32)
+    for mask in ([True] * 4, [False] * 4):
+        with pytest.raises(ValueError, match="needs a token to train on, and one before it"):
+            TrainingSequence(token_ids=ids, loss_mask=np.array(mask))
+    with pytest.raises(ValueError, match="4 token ids, but a loss mask of 3"):
+        TrainingSequence(token_ids=ids, loss_mask=np.array([False, True, True]))
+    with pytest.raises(ValueError, match=r"weight has shape \(2,\); there are 1 scored tokens"):
+        TrainingSequence(token_ids=ids, loss_mask=np.array([False, False, False, True]), weight=np.ones(2))
