@@ -45,7 +45,7 @@ def encoded_questions(count: int) -> list[tuple[int, ...]]:
     """Return the prompts of training questions as ids."""
     tokenizer = AutoTokenizer.from_pretrained(fetch_quickstart_model())
     with tempfile.TemporaryDirectory() as folder:
-        rows, _ = prepare_shop(Path(folder), train=count, heldout=1)
+        rows, *_ = prepare_shop(Path(folder), train=count, heldout=1)
         messages = [json.loads(line)["prompt"] for line in rows.read_text().splitlines()]
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
     return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]

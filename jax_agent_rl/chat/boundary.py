@@ -24,10 +24,10 @@ from jax_agent_rl.chat.template import ChatTemplate, Message
 from jax_agent_rl.errors import TemplateError
 
 CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
-_QUESTION = {"role": "user", "content": "question"}
+ASKED = {"role": "user", "content": "question"}
 _ANSWER = {"role": "assistant", "content": "answer"}
 _RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "0" * CALL_ID_LENGTH}
-_WORD = unused_word("anchor", _QUESTION, _ANSWER, _RESULT)
+_WORD = unused_word("anchor", ASKED, _ANSWER, _RESULT)
 
 Anchor = Callable[[Sequence[Message], Sequence[Mapping], str], str]
 """From messages, tools and the word to the text that follows an assistant turn."""
@@ -90,8 +90,8 @@ class TurnBoundary:
     def ends(self) -> frozenset[int]:
         """Ids that the template ends a turn with, whatever follows it."""
         asked, said = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
-        pairs = [([asked], [asked, _ANSWER]), ([_QUESTION, said], [_QUESTION, said, _QUESTION])]
-        calling = [_QUESTION, _calling_message([_RESULT], _WORD)]
+        pairs = [([asked], [asked, _ANSWER]), ([ASKED, said], [ASKED, said, ASKED])]
+        calling = [ASKED, _calling_message([_RESULT], _WORD)]
         ids = [self._common_end(last, followed) for last, followed in pairs]
         ids.append(self._common_end(calling, [*calling, _RESULT], before_another=True))
         return frozenset(i for i in ids if i is not None)
@@ -100,7 +100,7 @@ class TurnBoundary:
     def openings(self) -> frozenset[int]:
         """Ids that the template writes right after an assistant turn to open the next message."""
         ids = set()
-        for message in (_QUESTION, _RESULT):
+        for message in (ASKED, _RESULT):
             try:
                 addition = self.addition([message], [message])
             except TemplateError:
@@ -114,7 +114,7 @@ class TurnBoundary:
     def generation_prompt(self) -> str:
         """What the template writes between a question and the assistant's turn; "" if it refuses one."""
         try:
-            return self.addition([_QUESTION], [_QUESTION]).rpartition(_QUESTION["content"])[2]
+            return self.addition([ASKED], [ASKED]).rpartition(ASKED["content"])[2]
         except TemplateError:
             return ""
 
@@ -160,7 +160,7 @@ class TurnBoundary:
 
     def _plain_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
         """Return the text after an assistant turn without calls."""
-        anchor = [_QUESTION, {"role": "assistant", "content": word}]
+        anchor = [ASKED, {"role": "assistant", "content": word}]
         before, found, after = self._template.render([*anchor, *messages], tools, generation_prompt=True).rpartition(
             word
         )
@@ -171,7 +171,7 @@ class TurnBoundary:
     def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
         """Return the text after an assistant turn with calls, for templates that require one before a tool result."""
         results = [message for message in messages if message["role"] == "tool"]
-        anchor = [_QUESTION, _calling_message(results or [_RESULT], word)]
+        anchor = [ASKED, _calling_message(results or [_RESULT], word)]
         text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
         rest = self._after_call(text[text.rindex(word) :] if word in text else "")
         if (end := self._control.first(rest)) is None:

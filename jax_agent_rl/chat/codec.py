@@ -19,14 +19,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chat.boundary import CALL_ID_LENGTH, TurnBoundary
+from jax_agent_rl.chat.boundary import ASKED, CALL_ID_LENGTH, TurnBoundary
 from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS
 from jax_agent_rl.chat.formats.syntax import CallSyntax, TurnGrammar
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError
 from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
-from jax_agent_rl.errors import ConfigError, ModelError
+from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
 from jax_agent_rl.models.vision.image_processor import Pixels
 from jax_agent_rl.types import digest_ids
 from jax_agent_rl.utils.hub import model_folder
@@ -123,6 +124,40 @@ class ChatCodec:
         """
         messages, tools, mark = self._marked(messages, tools)
         return self._control.encode_rendered(self._template.render(messages, tools, generation_prompt=True), mark)
+
+    def encode_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the ids of an assistant message as the model would have sampled them, with the id that ends its turn.
+
+        Where the generation prompt opens a think block, the turn begins with ``reasoning_content`` and closes it. A
+        template that ends a turn by opening the next message (GLM's) gives no id for that; :meth:`encode_append` does.
+
+        Args:
+            message: with ``content``, ``tool_calls``, or what else the template shows of it.
+            tools: as in :meth:`encode_prompt`.
+
+        Raises:
+            TemplateError: the template refuses the message, or writes a turn otherwise than it asks for one.
+        """
+        (message,), tools, mark = self._marked([message], tools)
+        begin = self._template.render([ASKED], tools, generation_prompt=True)
+        text = self._template.render([ASKED, message], tools, generation_prompt=False)
+        if not text.startswith(begin) and (tag := self._boundary.think_tag):
+            said = text.removeprefix(begin.rpartition(tag)[0])
+            close = dict(ALL_THINK_TAGS)[tag]
+            text = begin + (
+                said.removeprefix(tag)
+                if said.startswith(tag)
+                else f"{message.get('reasoning_content') or ''}{close}\n\n{said}"
+            )
+        if not text.startswith(begin):
+            raise TemplateError(
+                f"the chat template writes an assistant turn as {text[-80:]!r}, which does not begin as its generation "
+                f"prompt ends: {begin[-40:]!r}"
+            )
+        ids = self._control.encode_rendered(text.removeprefix(begin), mark)
+        ends = {*self.eos_token_ids, *self._boundary.ends}
+        last = next((number for number, token in enumerate(ids) if token in ends), None)
+        return ids if last is None else ids[: last + 1]
 
     def encode_append(
         self,

@@ -19,6 +19,7 @@ from jax_agent_rl.cli.evaluate import register as register_eval
 from jax_agent_rl.cli.evaluate import register_look
 from jax_agent_rl.cli.options import JsonOption, Overrides, Panel, command, key_completer
 from jax_agent_rl.cli.serve import register as register_servers
+from jax_agent_rl.cli.supervised import register as register_supervised
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -68,6 +69,7 @@ def train(
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run
     from jax_agent_rl.runtime.multihost import initialize
+    from jax_agent_rl.runtime.policy import with_resolved_model
     from jax_agent_rl.runtime.train import train as run
     from jax_agent_rl.utils.interrupt import EXIT_CODE, exit_within
 
@@ -78,11 +80,13 @@ def train(
     exit_soon = functools.partial(exit_within, console.print)
     try:
         how = "if_any" if auto_resume else resume
+        settings = with_resolved_model(settings)
         asyncio.run(run(settings, resume=how, from_step=step, console=console, exit_within=exit_soon))
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise typer.Exit(EXIT_CODE) from None
 
 
+register_supervised(app)
 register_look(app)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,7 +33,8 @@ app = typer.Typer(
     help="Explain keys, show a resolved configuration, print the schema for editors.", no_args_is_help=True
 )
 
-ToolServerOption = Annotated[bool, typer.Option("--tool-server", help="The settings of `jax-agent-rl tool-server`.")]
+CommandName = Literal["train", "sft", "dpo", "tool-server"]
+CommandOption = Annotated[CommandName, typer.Option("--command", help="Whose configuration.")]
 
 
 def register(parent: typer.Typer) -> None:
@@ -59,7 +60,7 @@ def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, st
     """Complete the keys and sections of the chosen tree."""
     from jax_agent_rl.config.reference import list_keys
 
-    keys = list_keys(_model(bool(context.params.get("tool_server"))))
+    keys = list_keys(_model(context.params.get("command") or "train"))
     return [(path, key.description) for path, key in keys.items() if path.startswith(incomplete)]
 
 
@@ -69,14 +70,14 @@ def explain_key(
         str | None,
         typer.Argument(help="A key or a section: group_size, learner.lora.", autocompletion=complete_path),
     ] = None,
-    tool_server: ToolServerOption = False,
+    command: CommandOption = "train",
 ) -> None:
     """Explain a key: what it does, accepted values, default. For a section, list its keys; by default, all sections."""
     from rich.console import Console
 
     from jax_agent_rl.config.reference import find, list_keys
 
-    keys, console = list_keys(_model(tool_server)), Console()
+    keys, console = list_keys(_model(command)), Console()
     if key is None:
         _print_section("", keys, console)
         return
@@ -99,14 +100,14 @@ def show(
 
 
 @command(app, Panel.CHECK, "config schema > configs/schema.json")
-def schema(tool_server: ToolServerOption = False) -> None:
+def schema(command: CommandOption = "train") -> None:
     """Print the JSON Schema with which editors complete and check YAML files."""
     import json
 
     from jax_agent_rl.config.reference import editor_schema
 
-    title = "jax-agent-rl tool-server" if tool_server else "jax-agent-rl train"
-    print(json.dumps(editor_schema(_model(tool_server), title=title), indent=1, ensure_ascii=False))
+    title = f"jax-agent-rl {command}"
+    print(json.dumps(editor_schema(_model(command), title=title), indent=1, ensure_ascii=False))
 
 
 @command(app, Panel.CHECK, "config reference > docs/config.md")
@@ -117,11 +118,13 @@ def reference() -> None:
     print(
         reference(
             [
-                ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe.", _model(False)),
+                ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe.", _model("train")),
+                ("Supervised fine-tuning", "Keys of `jax-agent-rl sft`.", _model("sft")),
+                ("Preferences", "Keys of `jax-agent-rl dpo`.", _model("dpo")),
                 (
                     "The tool server",
                     "Keys of `jax-agent-rl tool-server`; `--config` names a YAML file with them.",
-                    _model(True),
+                    _model("tool-server"),
                 ),
             ]
         ),
@@ -165,11 +168,12 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
     console.print(Padding(table, (1, 2)))
 
 
-def _model(tool_server: bool) -> type[BaseModel]:
+def _model(command: str) -> type[BaseModel]:
     from jax_agent_rl.config import Config
+    from jax_agent_rl.config.supervised import DpoConfig, SftConfig
     from jax_agent_rl.config.tool_server import ToolServerSettings
 
-    return ToolServerSettings if tool_server else Config
+    return {"train": Config, "sft": SftConfig, "dpo": DpoConfig, "tool-server": ToolServerSettings}[command]
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -97,30 +97,16 @@ class LoraConfig(Section):
     seed: NonNegative = Field(default=0, description="Seed of the adapters' initial values.")
 
 
-class LearnerConfig(OptimizerSection):
-    """The optimizer step."""
+class RowsConfig(OptimizerSection):
+    """Rows, precision, adapters and devices of a learner, whatever it learns from."""
 
-    num_minibatches: Positive = Field(
-        default=1, description="Number of mini-batches (optimizer updates) per rollout batch."
-    )
-    ppo_epochs: Positive = Field(default=1, description="Passes over each rollout batch.")
     pack_length: Positive = Field(
         default=1024,
         description="Tokens per packed row, the unit of gradient micro-batches. On a CPU, rows of 512 tokens "
         "or more that are at most half full are halved.",
     )
     micro_batch_size: Positive = Field(default=1, description="Packed rows in one forward/backward (per data shard).")
-    share_prefixes: bool = Field(
-        default=True, description="Compute tokens shared by several trajectories of a row once."
-    )
-    row_patches: Annotated[Positive | None, WhenModelHasVision()] = Field(
-        default=None,
-        description="Maximum number of image patches in a packed row, for vision models; null: as many as its tokens "
-        "can show. Fewer save memory, but a trajectory with more ends the run.",
-    )
-    freeze_vision: Annotated[bool, WhenModelHasVision()] = Field(
-        default=False, description="Freeze the vision tower and train the decoder alone."
-    )
+    share_prefixes: bool = Field(default=True, description="Compute tokens shared by several sequences of a row once.")
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
         description="What the backward pass recomputes. none: nothing. dots: all but matrix products (and attention, "
@@ -142,10 +128,9 @@ class LearnerConfig(OptimizerSection):
         default=None, description="Train adapters and freeze the model; null trains the whole model."
     )
     mesh: MeshConfig = Field(default_factory=MeshConfig)
-    multihost: MultihostConfig = Field(default_factory=MultihostConfig)
 
     @model_validator(mode="after")
-    def _context_shards_divide_rows(self) -> LearnerConfig:
+    def _context_shards_divide_rows(self) -> Self:
         rest = -self.pack_length % self.mesh.context
         if rest:
             raise ValueError(
@@ -153,3 +138,21 @@ class LearnerConfig(OptimizerSection):
                 f"set learner.pack_length={self.pack_length + rest}, or lower learner.mesh.context"
             )
         return self
+
+
+class LearnerConfig(RowsConfig):
+    """The optimizer step."""
+
+    num_minibatches: Positive = Field(
+        default=1, description="Number of mini-batches (optimizer updates) per rollout batch."
+    )
+    ppo_epochs: Positive = Field(default=1, description="Passes over each rollout batch.")
+    row_patches: Annotated[Positive | None, WhenModelHasVision()] = Field(
+        default=None,
+        description="Maximum number of image patches in a packed row, for vision models; null: as many as its tokens "
+        "can show. Fewer save memory, but a trajectory with more ends the run.",
+    )
+    freeze_vision: Annotated[bool, WhenModelHasVision()] = Field(
+        default=False, description="Freeze the vision tower and train the decoder alone."
+    )
+    multihost: MultihostConfig = Field(default_factory=MultihostConfig)

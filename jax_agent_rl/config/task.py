@@ -11,13 +11,18 @@ from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenKey, WhenModelHasVision
 
 
-class ModelConfig(Section):
-    """The policy's weights and processor."""
+class ModelPathConfig(Section):
+    """Weights and tokenizer to start from."""
 
     path: str = Field(
-        description="Folder with config.json, model.safetensors and tokenizer files, or owner/name[@revision] on the "
-        "Hugging Face Hub, downloaded into its cache."
+        description="Folder with config.json, model.safetensors and tokenizer files; owner/name[@revision] on the "
+        "Hugging Face Hub, downloaded into its cache; or a run folder, whose newest checkpoint is exported into it."
     )
+
+
+class ModelConfig(ModelPathConfig):
+    """The policy's weights and processor."""
+
     min_pixels: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
         description="Minimum number of pixels an image or frame is scaled to; null: from the model's processor files. "

@@ -85,7 +85,7 @@ class JsonLines:
     """
 
     def __init__(self, file: Path, checks: RowChecks, *, limit: int | None = None) -> None:
-        read = (checks.read(row, file, where) for where, row in _json_lines(file))
+        read = (checks.read(row, file, where) for where, row in json_lines(file))
         self._rows = list(itertools.islice(read, limit))
         self.modalities = frozenset[str]().union(*map(media_kinds, self._rows))
         self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
@@ -101,7 +101,8 @@ class JsonLines:
         return iter(self._rows)
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what each line holds and where it stands; raise DataError for one that is no JSON."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():

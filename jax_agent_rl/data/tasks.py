@@ -29,7 +29,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_agent_rl.data.rows import write_rows
 from jax_agent_rl.tools.builtin.shop import PRICES, WEIGHTS
@@ -41,15 +41,23 @@ SHOWN = ("mug", "fan")
 HELDOUT_SHARE = 0.25
 """Share of the other items that only held-out questions name."""
 
-Question = tuple[str, str, tuple[int, ...]]
-"""Kind, text, results of its calls; the last result is the answer."""
 Message = dict[str, str]
+
+
+class Question(NamedTuple):
+    """A question about the shop; ``calls`` are those that answer it, each with its result, the last with the answer."""
+
+    kind: str
+    text: str
+    calls: tuple[tuple[str, int], ...]
 
 
 def prepare_shop(
     out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
-) -> tuple[Path, Path]:
-    """Write ``train.jsonl`` and ``heldout.jsonl`` (disjoint questions) and return their paths.
+) -> tuple[Path, Path, Path]:
+    """Write ``train.jsonl``, ``heldout.jsonl`` (disjoint questions) and ``demonstrations.jsonl``; return their paths.
+
+    Demonstrations are the training questions with their answers, rows of ``jax-agent-rl sft``.
 
     Args:
         out: folder to write to.
@@ -67,9 +75,11 @@ def prepare_shop(
     files = (out / "heldout.jsonl", out / "train.jsonl")
     for file, count, named in zip(files, (heldout, train), (items[:kept], items[kept:]), strict=True):
         questions = _questions(rng, named, seen)
-        rows = [_row(*next(questions), agent_name) for _ in range(count)]
-        write_rows(file, rows)
-    return files[1], files[0]
+        chosen = [next(questions) for _ in range(count)]
+        write_rows(file, [_row(question, agent_name) for question in chosen])
+    demonstrations = out / "demonstrations.jsonl"
+    write_rows(demonstrations, [{"prompt": _prompt(one), "completion": _answered(one)} for one in chosen])
+    return files[1], files[0], demonstrations
 
 
 def _questions(rng: random.Random, items: Sequence[str], seen: set[str]) -> Iterator[Question]:
@@ -86,55 +96,65 @@ def _question(rng: random.Random, kind: str, items: Sequence[str]) -> Question:
     match kind:
         case "sum":
             a, b = rng.randint(1000, 9999), rng.randint(1000, 9999)
-            return kind, f"What is {a} plus {b}?", (a + b,)
+            return _arithmetic(kind, f"What is {a} plus {b}?", f"{a} + {b}", a + b)
         case "difference":
             a, b = rng.randint(1000, 9999), rng.randint(100, 999)
-            return kind, f"What is {a} minus {b}?", (a - b,)
+            return _arithmetic(kind, f"What is {a} minus {b}?", f"{a} - {b}", a - b)
         case "product":
             a, b = rng.randint(112, 999), rng.randint(12, 98)
-            return kind, f"What is {a} × {b}?", (a * b,)
+            return _arithmetic(kind, f"What is {a} × {b}?", f"{a} * {b}", a * b)
         case _:
-            count, item = rng.randint(12, 98), rng.choice(items)
-            one = TABLES[kind][item]
-            return kind, f"What is the {kind} of {count} × {item}?", (one, count * one)
+            return _lookup(kind, rng.randint(12, 98), rng.choice(items))
 
 
-def _row(kind: str, question: str, results: Sequence[int], agent_name: str) -> dict[str, Any]:
-    return {
-        "data_source": f"shop/{kind}",
-        "agent_name": agent_name,
-        "prompt": [
-            {"role": "system", "content": SYSTEM},
-            *_worked_lookup("weight", 12, "fan"),
-            *_worked("What is 46 plus 27?", (_call("calculator", expression="46 + 27"), 73)),
-            *_worked_lookup("price", 64, "mug"),
-            {"role": "user", "content": question},
-        ],
-        "reward_model": {"ground_truth": str(results[-1])},
-        "extra_info": {"results": [str(result) for result in results]},
-    }
+def _arithmetic(kind: str, text: str, expression: str, result: int) -> Question:
+    return Question(kind, text, ((_call("calculator", expression=expression), result),))
 
 
-def _worked_lookup(kind: str, count: int, item: str) -> list[Message]:
+def _lookup(kind: str, count: int, item: str) -> Question:
     one = TABLES[kind][item]
-    return _worked(
-        f"What is the {kind} of {count} × {item}?",
-        (_call(kind, item=item), one),
-        (_call("calculator", expression=f"{count} * {one}"), count * one),
-    )
-
-
-def _worked(question: str, *calls: tuple[str, int]) -> list[Message]:
-    """Return a question answered with calls, each with its result, as the policy should."""
-    messages = [{"role": "user", "content": question}]
-    for call, result in calls:
-        messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}]
-    return [*messages, {"role": "assistant", "content": f"= {calls[-1][1]}"}]
+    calls = (_call(kind, item=item), one), (_call("calculator", expression=f"{count} * {one}"), count * one)
+    return Question(kind, f"What is the {kind} of {count} × {item}?", calls)
 
 
 def _call(name: str, **argument: str) -> str:
     """Format a call in agent.tool_format ``pythonic``."""
     return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in argument.items())})]"
+
+
+_WORKED = (
+    _lookup("weight", 12, "fan"),
+    _arithmetic("sum", "What is 46 plus 27?", "46 + 27", 73),
+    _lookup("price", 64, "mug"),
+)
+
+
+def _row(question: Question, agent_name: str) -> dict[str, Any]:
+    results = [str(result) for _, result in question.calls]
+    return {
+        "data_source": f"shop/{question.kind}",
+        "agent_name": agent_name,
+        "prompt": _prompt(question),
+        "reward_model": {"ground_truth": results[-1]},
+        "extra_info": {"results": results},
+    }
+
+
+def _prompt(question: Question) -> list[Message]:
+    worked = [message for one in _WORKED for message in (_asked(one), *_answered(one))]
+    return [{"role": "system", "content": SYSTEM}, *worked, _asked(question)]
+
+
+def _asked(question: Question) -> Message:
+    return {"role": "user", "content": question.text}
+
+
+def _answered(question: Question) -> list[Message]:
+    """Return the calls that answer a question, each with its result, and the answer, as the policy should."""
+    messages = []
+    for call, result in question.calls:
+        messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}]
+    return [*messages, {"role": "assistant", "content": f"= {question.calls[-1][1]}"}]
 
 
 # --- calculator -------------------------------------------------------------------------------------------------------

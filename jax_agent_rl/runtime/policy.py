@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 
 import jax
 
-from jax_agent_rl.config import Config, MeshConfig, build, load
-from jax_agent_rl.config.loading import read_tree
+from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, build, load
+from jax_agent_rl.config.loading import build_tree, read_tree
+from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.parameterization import Parameterization
@@ -28,6 +30,8 @@ from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.peft import save_peft
 from jax_agent_rl.models.sharding import make_mesh
 from jax_agent_rl.utils.tempdirs import make_folder, remove_folder
+
+logger = logging.getLogger(__name__)
 
 NO_ROWS = ""
 """``data.train`` of a model that is only served."""
@@ -79,7 +83,7 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
         ConfigError: a file, a key or the combination is wrong.
         CheckpointError: there is no such checkpoint.
     """
-    config = choose(choice)
+    config = with_resolved_model(choose(choice))
     if choice.run is None:
         yield ServedPolicy(config=config, recorded=config, name=config.model.path, step=0)
         return
@@ -157,16 +161,16 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
             adapters.
     """
     target = named_dtype(dtype)
-    config = run_config(run)
-    lora = config.learner.lora
+    trained = trained_run(run)
+    lora, base = trained.learner.lora, trained.model_path
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
-    names = sorted(set(config.agent.role_adapters.values()))
+    names = trained.adapters
     if names and not adapter:
         raise ConfigError(f"{run} trained the adapters {names} over one model; export them with --adapter")
-    model, params = load_hf(config.model.path)
-    start = Parameterization.policy(model, params, config.learner, mesh=make_mesh(MeshConfig.model_validate({})))
-    checkpointer = Checkpointer(_checkpoints(run, config), keep=config.trainer.keep_checkpoints)
+    model, params = load_hf(base)
+    start = Parameterization.policy(model, params, trained.learner, mesh=make_mesh(MeshConfig.model_validate({})))
+    checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)
         part = {"policy": {"params": placed}}
@@ -175,20 +179,68 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
         checkpointer.close()
     if adapter and lora is not None:
         for folder, state in [(out / name, saved[name]) for name in names] or [(out, saved)]:
-            save_peft(folder, lora, model, state["policy"]["params"], base=config.model.path)
+            save_peft(folder, lora, model, state["policy"]["params"], base=base)
         return out
-    trained = saved["policy"]["params"]
-    params = jax.tree.map(lambda x: x.astype(target), start.merge(trained, start.frozen))
-    save_hf(out, model, params, tokenizer_from=config.model.path)
+    params = jax.tree.map(lambda x: x.astype(target), start.merge(saved["policy"]["params"], start.frozen))
+    save_hf(out, model, params, tokenizer_from=base)
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """What a run's checkpoints hold.
+
+    Attributes:
+        model_path: the model that it started from.
+        learner: what was trained of it.
+        adapters: names of the adapters, if it trained several.
+        checkpoints: their folder.
+        keep_checkpoints: as configured.
+    """
+
+    model_path: str
+    learner: LearnerConfig
+    adapters: list[str]
+    checkpoints: Path | str
+    keep_checkpoints: int
+
+
+def trained_run(run: Path) -> TrainedRun:
+    """Describe a run of ``train``, ``sft`` or ``dpo``; raises CheckpointError if the folder is not a run's."""
+    tree = _recorded(run)
+    if (command := tree.pop("command", None)) is None:
+        config = run_config(run)
+        learner, adapters = config.learner, sorted(set(config.agent.role_adapters.values()))
+    else:
+        config = build_tree(DpoConfig if command == "dpo" else SftConfig, tree)
+        learner, adapters = LearnerConfig(**dict(config.learner)), []
+    elsewhere = config.trainer.checkpoint_dir if isinstance(config, Config) else None
+    return TrainedRun(
+        model_path=config.model.path,
+        learner=learner,
+        adapters=adapters,
+        checkpoints=elsewhere or run / "checkpoints",
+        keep_checkpoints=config.trainer.keep_checkpoints,
+    )
+
+
 def run_config(run: Path) -> Config:
-    """Return the configuration of a run; raises CheckpointError if the folder is not a run's."""
+    """Return the configuration of a run of ``train``.
+
+    Raises:
+        CheckpointError: the folder is not a run's.
+        ConfigError: the run had no agents.
+    """
+    if command := _recorded(run).get("command"):
+        raise ConfigError(f"{run} is a run of {command}, which has no agents; give a YAML configuration, too")
+    return load(run / "config.json")
+
+
+def _recorded(run: Path) -> dict[str, Any]:
     file = run / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{run} is not a run folder (config.json is missing)")
-    return load(file)
+    return read_tree(file)
 
 
 def saved_step(run: Path, step: int | None) -> int:
@@ -197,11 +249,38 @@ def saved_step(run: Path, step: int | None) -> int:
     Raises:
         CheckpointError: not a run folder, or no such checkpoint.
     """
-    steps = complete_steps(_checkpoints(run, run_config(run)))
+    steps = complete_steps(trained_run(run).checkpoints)
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; there are {steps}")
     return steps[-1] if step is None else step
 
 
-def _checkpoints(run: Path, config: Config) -> Path | str:
-    return config.trainer.checkpoint_dir or run / "checkpoints"
+def resolve_model(path: str) -> str:
+    """Return the Hugging Face folder of ``model.path``: of a run folder its newest checkpoint's, exported once.
+
+    Raises:
+        CheckpointError: the run has no complete checkpoint.
+    """
+    run = Path(path).expanduser()
+    if not (run / "checkpoints").is_dir():
+        return path
+    step = saved_step(run, None)
+    folder = run / "exports" / f"step-{step}"
+    if not folder.is_dir():
+        logger.info("exporting step %d of %s", step, run)
+        unfinished = make_folder("weights-", run)
+        try:
+            export_run(run, unfinished, step=step)
+            folder.parent.mkdir(exist_ok=True)
+            unfinished.rename(folder)
+        except BaseException:
+            remove_folder(unfinished)
+            raise
+    return str(folder)
+
+
+def with_resolved_model(config: Config) -> Config:
+    """Return a configuration whose ``model.path`` is no run folder, see :func:`resolve_model`."""
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"path": resolve_model(config.model.path)})}
+    )

@@ -15,6 +15,7 @@ from jax_agent_rl.cli import app
 from jax_agent_rl.cli.options import Panel, config_or_key
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.config.loading import valid_keys
+from jax_agent_rl.config.supervised import load_dpo, load_sft
 from jax_agent_rl.config.tool_server import load_settings
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.tool_server.plugins import tool_classes
@@ -62,6 +63,9 @@ def test_examples_name_recipes_and_settings_that_there_are(example: str, monkeyp
     name, given = understood(example)
     if name == "tool-server":
         tool_classes(load_settings(given["config"], given["settings"] or []))
+        return
+    if name in ("sft", "dpo"):
+        {"sft": load_sft, "dpo": load_dpo}[name](given["config"], given["overrides"] or [])
         return
     config = given.get("config")
     config, overrides = config_or_key(config and str(config), given.get("overrides"))
@@ -131,7 +135,7 @@ def test_keys_and_values_complete_wherever_they_may_stand(begun: str):
     ("line", "words"),
     [
         ("config explain rollout.back", ["rollout.backend"]),
-        ("config explain --tool-server wor", ["workers"]),
+        ("config explain --command tool-server wor", ["workers"]),
         ("config explain learner.lo", ["learner.lora"]),
         ("tool-server wor", ["workers="]),
         ("tool-server port=1 sandbox=", ["bubblewrap", "unsafe_local"]),

@@ -243,39 +243,51 @@ def _other_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
-    """Draw reward per step and held-out accuracy to a PNG.
-
-    Args:
-        records: records of ``metrics.jsonl``.
-        file: the file to write.
-        title: title of the plot.
+    """Draw reward per step and held-out accuracy, of ``metrics.jsonl``, to a PNG.
 
     Raises:
         StorageError: the file cannot be written.
     """
+    lines = (("reward_mean", "training reward"), ("accuracy", "held-out accuracy"))
+    _plot(records, file, lines=lines, form="{:.0%}", ylabel="reward / accuracy", ylim=(-0.03, 1.08), title=title)
+
+
+def loss_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
+    """Draw the losses of steps and of held-out rows; for the arguments see :func:`reward_plot`."""
+    lines = (("loss", "training loss"), ("loss", "held-out loss"))
+    _plot(records, file, lines=lines, form="{:.2f}", ylabel="loss [nats]", title=title)
+
+
+def _plot(
+    records: Sequence[Mapping[str, Any]],
+    file: Path,
+    *,
+    lines: Sequence[tuple[str, str]],
+    form: str,
+    **axes_settings: Any,
+) -> None:
+    """Draw one number of the steps, plain and smoothed, and one of the evaluations, each written in a form."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    (of_steps, label), (of_evaluations, heldout_label) = lines
     steps = [r for r in records if r["kind"] == "step"]
     evaluations = [r for r in records if r["kind"] == "evaluation"]
     figure = Figure(figsize=(8, 4.5), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     if steps:
-        x = [r["step"] for r in steps]
-        axes.plot(
-            x, [r["reward_mean"] for r in steps], color="#9bbcd8", marker=".", label="training reward (step mean)"
-        )
-        axes.plot(x, _smooth([r["reward_mean"] for r in steps]), color="#1f6fb2", label="training reward (smoothed)")
+        x, y = [r["step"] for r in steps], [r[of_steps] for r in steps]
+        axes.plot(x, y, color="#9bbcd8", marker=".", label=f"{label} (step mean)")
+        axes.plot(x, _smooth(y), color="#1f6fb2", label=f"{label} (smoothed)")
     if evaluations:
-        x = [r["step"] for r in evaluations]
-        y = [r["accuracy"] for r in evaluations]
-        axes.plot(x, y, "o--", color="#d1495b", label="held-out accuracy")
-        for step, accuracy in zip(x, y, strict=True):
-            axes.annotate(f"{accuracy:.0%}", (step, accuracy), textcoords="offset points", xytext=(6, 6))
-    axes.set(xlabel="training step", ylabel="reward / accuracy", ylim=(-0.03, 1.08), title=title)
+        x, y = [r["step"] for r in evaluations], [r[of_evaluations] for r in evaluations]
+        axes.plot(x, y, "o--", color="#d1495b", label=heldout_label)
+        for step, value in zip(x, y, strict=True):
+            axes.annotate(form.format(value), (step, value), textcoords="offset points", xytext=(6, 6))
+    axes.set(xlabel="training step", **axes_settings)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend()
     figure.tight_layout()
     with writing(file):
         figure.savefig(file)

@@ -15,6 +15,7 @@ from jax_agent_rl.cli.config import app
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.config.loading import read_tree, valid_keys
 from jax_agent_rl.config.reference import describe_type, find, list_keys
+from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 
@@ -43,7 +44,9 @@ def complaints(tree: dict) -> list[str]:
     ("file", "command"),
     [
         ("configs/schema.json", ["schema"]),
-        ("configs/tool_server.schema.json", ["schema", "--tool-server"]),
+        ("configs/tool_server.schema.json", ["schema", "--command", "tool-server"]),
+        ("configs/supervised/sft.schema.json", ["schema", "--command", "sft"]),
+        ("configs/supervised/dpo.schema.json", ["schema", "--command", "dpo"]),
         ("docs/config.md", ["reference"]),
     ],
 )
@@ -58,8 +61,9 @@ def test_an_editor_finds_the_schema_of_every_recipe_and_nothing_wrong_in_it(path
     assert complaints(yaml.safe_load(path.read_text())) == []
 
 
-def test_the_tool_servers_recipe_has_its_own_schema():
-    path = ROOT / "configs" / "tool_server.yaml"
+@pytest.mark.parametrize("name", ["tool_server", "supervised/sft", "supervised/dpo"])
+def test_recipes_of_other_commands_have_schemas_of_their_own(name: str):
+    path = ROOT / "configs" / f"{name}.yaml"
     named = path.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
     jsonschema.validate(read_tree(path), json.loads((path.parent / named).read_text()))
 
@@ -83,14 +87,15 @@ def test_an_editor_accepts_texts_where_the_configuration_does():
 
 def test_the_page_has_every_key_once():
     rows = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
-    wanted = [k.path for model in (Config, ToolServerSettings) for k in list_keys(model).values() if not k.is_section]
+    models = (Config, SftConfig, DpoConfig, ToolServerSettings)
+    wanted = [k.path for model in models for k in list_keys(model).values() if not k.is_section]
     assert sorted(rows) == sorted(wanted)
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_a_recipe_comments_each_key_it_sets(path: Path):
     lines = path.read_text().splitlines()
     sets = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:\s+[^\s#]", line)]
@@ -108,7 +113,7 @@ def test_a_shown_configuration_is_the_same_when_it_is_loaded(path: Path, tmp_pat
 # --- explanations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Config, ToolServerSettings])
+@pytest.mark.parametrize("model", [Config, SftConfig, DpoConfig, ToolServerSettings])
 def test_every_key_and_section_is_described_and_says_what_it_takes(model):
     keys = list_keys(model)
     assert [k.path for k in keys.values() if not k.description or "anything" in k.type or "``" in k.description] == []
@@ -124,7 +129,7 @@ def test_a_key_is_explained_with_its_type_its_default_and_what_it_may_be():
 def test_a_section_is_explained_by_the_keys_in_it_and_nothing_by_the_sections():
     assert {"rank", "alpha", "targets"} <= set(printed("explain", "learner.lora").split())
     assert "group_size" not in printed("explain")
-    assert "learner" in printed("explain") and "sandbox" in printed("explain", "--tool-server")
+    assert "learner" in printed("explain") and "sandbox" in printed("explain", "--command", "tool-server")
 
 
 @given(st.sampled_from(sorted(KEYS)))

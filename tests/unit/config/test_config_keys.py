@@ -152,7 +152,7 @@ EFFECTS = {
         f"learner.{name}": "unit/learner/test_optimizer_keys.py::test_a_key_changes_what_is_learnt"
         for name in (
             "learning_rate", "lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio", "weight_decay", "adam_b1",
-            "adam_b2", "max_grad_norm",
+            "adam_b2", "adam_eps", "max_grad_norm",
         )
     },
     "learner.num_minibatches": "unit/learner/test_learner.py::test_old_logprobs_are_those_of_plain_full_passes",

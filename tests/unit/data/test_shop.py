@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[list[dict]]:
-    return [load_rows(file) for file in prepare_shop(tmp_path_factory.mktemp("shop"), train=300, heldout=60)]
+    return [load_rows(file) for file in prepare_shop(tmp_path_factory.mktemp("shop"), train=300, heldout=60)[:2]]
 
 
 def question(row: dict) -> str:
@@ -77,3 +77,19 @@ def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Pat
 
     assert text("a", 0) == text("b", 0) != text("c", 1)
     assert json.loads(text("a", 0)[0].splitlines()[0])["agent_name"] == "tool_agent"
+
+
+async def test_demonstrations_answer_the_training_questions_with_calls_that_give_their_results(tmp_path: Path):
+    from jax_agent_rl.tools.builtin import shop
+
+    train, _, demonstrations = prepare_shop(tmp_path, train=40, heldout=4)
+    lines = [json.loads(line) for line in demonstrations.read_text().splitlines()]
+    for row, line in zip(load_rows(train), lines, strict=True):
+        assert line["prompt"] == row["prompt"]
+        *calls, answer = line["completion"]
+        results = [message["content"] for message in calls if message["role"] == "tool"]
+        assert results == row["extra_info"]["results"]
+        assert answer["content"] == f"= {row['reward_model']['ground_truth']}"
+        for message, result in zip(calls[::2], results, strict=True):
+            (call,) = get_format("pythonic").parse(message["content"], ()).tool_calls
+            assert await getattr(shop, call.name).execute("", call.arguments) == result

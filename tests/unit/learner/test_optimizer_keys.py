@@ -34,6 +34,7 @@ def trained(**keys: object) -> np.ndarray:
         ("weight_decay", 0.5),
         ("adam_b1", 0.5),
         ("adam_b2", 0.5),
+        ("adam_eps", 1.0),
         ("max_grad_norm", 0.1),
     ],
 )

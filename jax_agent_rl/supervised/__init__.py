@@ -1,0 +1,1 @@
+"""Training without rollouts: ``conversations`` from rows to ids and loss masks · ``train`` the loop of sft and dpo."""

@@ -1,0 +1,305 @@
+"""One run of ``jax-agent-rl sft`` or ``dpo``, from configuration to summary.
+
+::
+
+    rows ─► Encoder ─► batches of examples or pairs ─► gradient ─► AdamW ─► metrics.jsonl, checkpoints
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.config.supervised import DpoConfig, SftConfig
+from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.errors import NonFiniteError
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.optimizer import learning_rate
+from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner, TrainingSequence
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.observe.progress import Progress, duration, print_line
+from jax_agent_rl.observe.report.charts import loss_plot
+from jax_agent_rl.observe.run_dir import RunDir, read_metrics
+from jax_agent_rl.runtime.policy import resolve_model
+from jax_agent_rl.runtime.train import free_folder, newest_run
+from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
+from jax_agent_rl.utils.interrupt import ExitWithin, Interruption
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft:
+    """Supervised fine-tuning: the mean cross-entropy of a batch's tokens with loss."""
+
+    learner: SequenceLearner
+
+    def step(self, batch: Sequence[Example]) -> Metrics:
+        """Accumulate the gradient of a batch."""
+        sequences = [sequence for example in batch for sequence in example]
+        tokens = sum(sequence.num_scored for sequence in sequences)
+        weighted = [replace(s, weight=np.full(s.num_scored, 1 / tokens)) for s in sequences]
+        result = self.learner.forward_backward(weighted)
+        return {"loss": result.loss, "entropy": result.metrics["entropy"], **_counts(sequences)}
+
+    def evaluate(self, examples: Sequence[Example]) -> Metrics:
+        """Return the mean loss per token."""
+        logprobs = np.concatenate(self.learner.forward([sequence for example in examples for sequence in example]))
+        return {"loss": -float(logprobs.mean())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo:
+    """Direct preference optimization: the mean loss of a batch's pairs.
+
+    A pair's loss depends on its sequences' log-probs only, so its gradient is that of log-probs weighted by the loss's
+    derivatives, which take a forward pass to know.
+
+    References: Rafailov et al. 2023, arXiv 2305.18290; label smoothing: Mitchell 2023, cDPO.
+    """
+
+    learner: SequenceLearner
+    beta: float
+    label_smoothing: float
+
+    def step(self, batch: Sequence[Pair]) -> Metrics:
+        """Accumulate the gradient of a batch."""
+        metrics, slopes = self._losses(batch)
+        weighted = [
+            replace(sequence, weight=np.full(sequence.num_scored, sign * slope / len(batch)))
+            for pair, slope in zip(batch, slopes, strict=True)
+            for sign, example in ((1.0, pair.chosen), (-1.0, pair.rejected))
+            for sequence in example
+        ]
+        self.learner.forward_backward(weighted)
+        return metrics | _counts(weighted)
+
+    def evaluate(self, pairs: Sequence[Pair]) -> Metrics:
+        """Return the mean loss, and how often the chosen one has the higher reward."""
+        return self._losses(pairs)[0]
+
+    def _losses(self, pairs: Sequence[Pair]) -> tuple[Metrics, np.ndarray]:
+        """Return metrics, and of each pair minus the loss's derivative by the log-prob of what was chosen."""
+        chosen, rejected = (
+            self.beta * (self._logprobs(examples) - self._logprobs(examples, reference=True))
+            for examples in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
+        )
+        margin, smoothing = chosen - rejected, self.label_smoothing
+        losses = (1 - smoothing) * np.logaddexp(0, -margin) + smoothing * np.logaddexp(0, margin)
+        slopes = self.beta * ((1 - smoothing) / (1 + np.exp(margin)) - smoothing / (1 + np.exp(-margin)))
+        metrics = {
+            "loss": float(losses.mean()),
+            "accuracy": float((margin > 0).mean()),
+            "reward_margin": float(margin.mean()),
+            "reward_chosen": float(chosen.mean()),
+            "reward_rejected": float(rejected.mean()),
+        }
+        return metrics, slopes
+
+    def _logprobs(self, examples: Sequence[Example], *, reference: bool = False) -> np.ndarray:
+        """Return the log-prob of each example, float64 [N]."""
+        scored = iter(self.learner.forward([s for example in examples for s in example], reference=reference))
+        return np.array([sum(next(scored).sum() for _ in example) for example in examples])
+
+
+def _counts(sequences: Sequence[TrainingSequence]) -> Metrics:
+    return {
+        "trained_tokens": sum(sequence.num_scored for sequence in sequences),
+        "batch_tokens": sum(len(sequence.token_ids) for sequence in sequences),
+    }
+
+
+async def train(config: SftConfig, *, resume: bool, console: Console, exit_within: ExitWithin) -> dict[str, Any]:
+    """Train to the end, or until interrupted, and return the summary, which is also written to ``summary.json``.
+
+    Args:
+        config: of ``sft`` or ``dpo``; a number is added to its ``run_dir`` if that folder exists, unless resuming.
+        resume: continue from the newest checkpoint.
+        console: shows progress and results.
+        exit_within: as :func:`jax_agent_rl.runtime.train.train` calls it.
+
+    Raises:
+        asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
+        ConfigError, DataError, ModelError, CheckpointError: the user has to fix something.
+        NonFiniteError: gradients were not finite several times in a row.
+    """
+    with Interruption(console.print, exit_within) as interruption:
+        run = _open(config, resume, console)
+        interruption.training_begins()
+        work = asyncio.ensure_future(asyncio.to_thread(run.run, resume))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            run.stopping.set()
+            await work
+            interruption.saved(run.step)
+            raise
+        interruption.training_ended()
+    return run.conclude()
+
+
+def _open(config: SftConfig, resume: bool, console: Console) -> _Run:
+    """Read rows and model."""
+    wanted = Path(config.run_dir)
+    folder = RunDir(newest_run(wanted) if resume else free_folder(wanted))
+    print_line(console, f"run folder: {folder.path}")
+    start = config.model.model_copy(update={"path": resolve_model(config.model.path)})
+    config = config.model_copy(update={"run_dir": str(folder.path), "model": start})
+    template = config.agent
+    codec = ChatCodec.from_pretrained(start.path, tool_format=template.tool_format, tool_prompt=template.tool_prompt)
+    encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
+    read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples
+    rows = read(config.data.train)
+    heldout = read(config.data.eval) if config.data.eval else []
+    model, params = load_hf(start.path)
+    learner_config = LearnerConfig(**dict(config.learner))
+    learner = SequenceLearner(model, params, config=learner_config, reference=isinstance(config, DpoConfig))
+    method: Sft | Dpo = Sft(learner=learner)
+    if isinstance(config, DpoConfig):
+        method = Dpo(learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
+    folder.write_json(folder.config, {"command": type(method).__name__.lower(), **config.model_dump(mode="json")})
+    return _Run(config, folder, method, rows, heldout, console)
+
+
+class _Run:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        config: SftConfig,
+        folder: RunDir,
+        method: Any,
+        rows: Sequence[Any],
+        heldout: Sequence[Any],
+        console: Console,
+    ) -> None:
+        self._config, self._folder, self._console = config, folder, console
+        self._learner: SequenceLearner = method.learner
+        self._method, self._heldout = method, heldout
+        self.stopping = threading.Event()
+        self._cursor = DataCursor(rows, seed=config.seed)
+        trainer = config.trainer
+        self._last_row = trainer.epochs * len(rows)
+        steps = math.ceil(self._last_row / trainer.batch_size)
+        self._steps = min(steps, trainer.steps or steps)
+        self._rate = learning_rate(config.learner, self._steps)
+        self.step = self._evaluated = self._nonfinite = 0
+        self._checkpointer = Checkpointer(folder.checkpoints, keep=trainer.keep_checkpoints)
+
+    def run(self, resume: bool) -> None:
+        """Train until the last step, or until it is told to stop; the last finished step is saved."""
+        trainer = self._config.trainer
+
+        def due(every: int) -> bool:
+            return self.step == self._steps or bool(every) and self.step % every == 0
+
+        with Progress(self._console, total_steps=self._steps) as self._progress:
+            try:
+                if resume:
+                    self._restore()
+                elif self._heldout:
+                    self._evaluate()
+                while self.step < self._steps and not self.stopping.is_set():
+                    self._train_step()
+                    if self._heldout and due(trainer.eval_every):
+                        self._evaluate()
+                    if due(trainer.checkpoint_every):
+                        self._save()
+                self._save()
+            finally:
+                self._checkpointer.close()
+
+    def _train_step(self) -> None:
+        """Compute the gradient of the next batch, apply it, and record both."""
+        began = time.perf_counter()
+        self._progress.phase(f"step {self.step + 1}")
+        batch_size = self._config.trainer.batch_size
+        batch = self._cursor.next_rows(min(batch_size, self._last_row - self.step * batch_size))
+        metrics = self._method.step(batch)
+        section = self._config.learner
+        applied = self._learner.optim_step(
+            AdamParams(
+                learning_rate=float(self._rate(self.step)),
+                beta1=section.adam_b1,
+                beta2=section.adam_b2,
+                eps=section.adam_eps,
+                weight_decay=section.weight_decay,
+                grad_clip_norm=section.max_grad_norm,
+            )
+        )
+        self.step += 1
+        seconds = time.perf_counter() - began
+        line = {"kind": "step", "step": self.step, **metrics, "grad_norm": applied.norm, "learning_rate": applied.rate}
+        line |= {"step_seconds": seconds, "learner_tokens_per_second": metrics["batch_tokens"] / seconds}
+        self._folder.add_metrics(line)
+        left = (self._steps - self.step) * seconds
+        shown = "  ".join(f"{name} {line[name]:.3f}" for name in ("loss", "accuracy", "reward_margin") if name in line)
+        self._progress.print_line(
+            f"{self.step:>4}/{self._steps}  {shown}  gradient {applied.norm:.2f}  "
+            f"{line['learner_tokens_per_second']:.0f} tokens/s  {duration(left)} left"
+        )
+        self._check_finite(applied.finite)
+
+    def _check_finite(self, finite: bool) -> None:
+        self._nonfinite = 0 if finite else self._nonfinite + 1
+        if self._nonfinite >= self._config.learner.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._nonfinite} updates in a row had non-finite gradients, the last in step {self.step}; the "
+                "parameters are those before them. Lower learner.learning_rate, or look at the rows"
+            )
+
+    def _evaluate(self) -> None:
+        self._progress.phase(f"evaluation after step {self.step}")
+        line = {"kind": "evaluation", "step": self.step, **self._method.evaluate(self._heldout)}
+        self._folder.add_metrics(line)
+        shown = "  ".join(f"{name} {line[name]:.3f}" for name in ("loss", "accuracy") if name in line)
+        self._progress.print_line(f"  held-out rows after step {self.step}: {shown}")
+        self._evaluated = self.step
+
+    def _save(self) -> None:
+        notes = {"step": self.step, "evaluated": self._evaluated, "cursor": self._cursor.state()}
+        self._checkpointer.save(self.step, self._learner.state, notes)
+
+    def _restore(self) -> None:
+        self.step, self._learner.state, notes = self._checkpointer.restore(self._learner.state)
+        self._cursor.restore(notes["cursor"])
+        self._evaluated = notes["evaluated"]
+        self._folder.cut_back(self.step, evaluated=self._evaluated)
+        self._progress.resumed(self.step)
+
+    def conclude(self) -> dict[str, Any]:
+        """Write the summary and the plot, and print the main results."""
+        metrics = list(read_metrics(self._folder.metrics))
+        steps = [line for line in metrics if line["kind"] == "step"]
+        evaluations = [line for line in metrics if line["kind"] == "evaluation"]
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "loss_first": steps[0]["loss"],
+            "loss_last": steps[-1]["loss"],
+            "train_seconds": sum(line["step_seconds"] for line in steps),
+            "trained_tokens": sum(line["trained_tokens"] for line in steps),
+        }
+        if evaluations:
+            summary |= {"heldout_before": evaluations[0]["loss"], "heldout_after": evaluations[-1]["loss"]}
+        self._folder.write_json(self._folder.summary, summary)
+        plot = self._folder.path / "loss.png"
+        loss_plot(metrics, plot, title=self._folder.path.name)
+        heldout = f", held-out {evaluations[0]['loss']:.3f} -> {evaluations[-1]['loss']:.3f}" if evaluations else ""
+        print_line(
+            self._console,
+            f"loss: {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}{heldout} after {self.step} steps, "
+            f"{duration(summary['train_seconds'])}\nrun folder: {self._folder.path}\nloss plot:  {plot}\n"
+            f"use it:     jax-agent-rl train CONFIG model.path={self._folder.path}",
+        )
+        return summary
