@@ -230,7 +230,7 @@ class _Run:
         section = self._config.learner
         applied = self._learner.optim_step(
             AdamParams(
-                learning_rate=float(self._rate(self.step)),
+                learning_rate=float(np.asarray(self._rate(self.step))),
                 beta1=section.adam_b1,
                 beta2=section.adam_b2,
                 eps=section.adam_eps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -25,14 +26,15 @@ NAMES = {
 
 
 @functools.cache
-def first_learner(pack_length: int, lora: LoraConfig | None) -> SequenceLearner:
+def first_learner(pack_length: int, rank: int | None) -> SequenceLearner:
+    lora = None if rank is None else LoraConfig(rank=rank)
     config = LearnerConfig(pack_length=pack_length, remat="none", lora=lora)
     return SequenceLearner(TINY, tiny_params(), config=config, reference=True)
 
 
-def learner(pack_length: int = 48, lora: LoraConfig | None = None) -> SequenceLearner:
+def learner(pack_length: int = 48, rank: int | None = None) -> SequenceLearner:
     """Return a new learner; all with the same arguments run the same programs."""
-    return first_learner(pack_length, lora).twin()
+    return first_learner(pack_length, rank).twin()
 
 
 def named(params) -> dict[str, np.ndarray]:
@@ -99,7 +101,7 @@ def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
     data, made = sequences(), learner()
     parts = [made.forward_backward(part, loss=loss, **CONSTANTS.get(loss, {})) for part in (data[:3], data[3:])]
     peer.zero_grad()
-    expected = sum(peer_loss(peer, loss, sequence) for sequence in data)
+    expected = torch.stack([peer_loss(peer, loss, sequence) for sequence in data]).sum()
     expected.backward()
     assert sum(part.loss for part in parts) == pytest.approx(float(expected), rel=1e-5)
     gradients = named(made._gradients)
@@ -130,7 +132,7 @@ def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer)
             )
             applied = made.optim_step(numbers)
             optimizer.zero_grad()
-            sum(peer_loss(peer, "cross_entropy", sequence) for sequence in data).backward()
+            torch.stack([peer_loss(peer, "cross_entropy", sequence) for sequence in data]).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), float(number) or float("inf"))
             for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
                 group.update(lr=rate, weight_decay=decay)
@@ -170,15 +172,15 @@ def test_an_update_forgets_the_gradient_and_one_that_is_not_finite_changes_nothi
     made.optim_step(AdamParams(learning_rate=1e-2))
     assert made.optim_step(AdamParams()).norm == 0
     before = jax.device_get(made.trained)
-    made.forward_backward([TrainingSequence(**vars(data[0]) | {"weight": np.full(data[0].num_scored, np.inf)})])
+    made.forward_backward([replace(data[0], weight=np.full(data[0].num_scored, np.inf))])
     assert not made.optim_step(AdamParams(learning_rate=1.0)).finite
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made.trained)))
     assert made.optim_step(AdamParams()).finite
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
-def test_the_reference_is_the_policy_of_the_beginning(lora):
-    made, data = learner(lora=lora), sequences(3)
+@pytest.mark.parametrize("rank", [None, 2], ids=["full", "lora"])
+def test_the_reference_is_the_policy_of_the_beginning(rank):
+    made, data = learner(rank=rank), sequences(3)
     first = made.forward(data)
     made.forward_backward(data)
     made.optim_step(AdamParams(learning_rate=0.1))
@@ -188,7 +190,7 @@ def test_the_reference_is_the_policy_of_the_beginning(lora):
 
 
 def test_twins_share_programs_and_frozen_parameters_but_no_update():
-    made, data = learner(lora=LoraConfig(rank=2)), sequences(3)
+    made, data = learner(rank=2), sequences(3)
     made.forward_backward(data)
     made.optim_step(AdamParams())
     twin, warm = made.twin(), made.programs_compiled
@@ -214,7 +216,7 @@ def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, message
     made.forward_backward(data)
     before = jax.device_get(made._gradients)
     dropped = changed.pop("drop", None)
-    wrong = [TrainingSequence(**vars(s) | ({dropped: None} if dropped else {})) for s in data]
+    wrong = [replace(sequence, **({dropped: None} if dropped else {})) for sequence in data]
     with pytest.raises(ValueError, match=message):
         made.forward_backward(wrong, **changed)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made._gradients)))
