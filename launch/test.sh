@@ -54,7 +54,7 @@ make_sky_environment() {
 }
 
 test_main() {
-  make_environment clients,dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb
+  make_environment clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb
   # Where both parts run, vLLM's environment is installed meanwhile. What goes wrong in that is shown when the second part
   # asks for it again.
   if [ "$PARTS" = "main vllm" ] && [ "$DRY_RUN" = 0 ]; then

@@ -33,7 +33,7 @@ app = typer.Typer(
     help="Explain keys, show a resolved configuration, print the schema for editors.", no_args_is_help=True
 )
 
-CommandName = Literal["train", "sft", "dpo", "tool-server"]
+CommandName = Literal["train", "sft", "dpo", "tool-server", "tinker-server"]
 CommandOption = Annotated[CommandName, typer.Option("--command", help="Whose configuration.")]
 
 
@@ -126,6 +126,11 @@ def reference() -> None:
                     "Keys of `jax-agent-rl tool-server`; `--config` names a YAML file with them.",
                     _model("tool-server"),
                 ),
+                (
+                    "The Tinker server",
+                    "Keys of `jax-agent-rl tinker-server`; `--config` names a YAML file with them.",
+                    _model("tinker-server"),
+                ),
             ]
         ),
         end="",
@@ -171,9 +176,11 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
 def _model(command: str) -> type[BaseModel]:
     from jax_agent_rl.config import Config
     from jax_agent_rl.config.supervised import DpoConfig, SftConfig
+    from jax_agent_rl.config.tinker_server import TinkerServerSettings
     from jax_agent_rl.config.tool_server import ToolServerSettings
 
-    return {"train": Config, "sft": SftConfig, "dpo": DpoConfig, "tool-server": ToolServerSettings}[command]
+    models = {"train": Config, "sft": SftConfig, "dpo": DpoConfig}
+    return {**models, "tool-server": ToolServerSettings, "tinker-server": TinkerServerSettings}[command]
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

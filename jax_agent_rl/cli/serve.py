@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,10 +20,13 @@ from jax_agent_rl.cli.options import (
     add_group,
     command,
     config_or_key,
+    key_completer,
 )
 from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from jax_agent_rl.runtime.policy import PolicyChoice
 
 engines = typer.Typer(help="List, add and remove the engines of a run that trains.", no_args_is_help=True)
@@ -47,6 +50,13 @@ def register(app: typer.Typer) -> None:
         "train configs/quickstart.yaml rollout.backend=remote rollout.urls=[http://127.0.0.1:8100]",
         name="rollout-server",
     )(rollout_server)
+    command(
+        app,
+        Panel.SERVE,
+        "tinker-server model.path=~/.cache/jax_agent_rl/models/smollm2-135m-instruct",
+        "tinker-server model.path=runs/sft port=8001 lora.rank=8",
+        name="tinker-server",
+    )(tinker_server)
     add_group(
         app,
         engines,
@@ -57,6 +67,37 @@ def register(app: typer.Typer) -> None:
         name="engines",
     )
     command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 8 --json")(diagnose)
+
+
+def _tinker_settings() -> Mapping[str, type[BaseModel]]:
+    from jax_agent_rl.config.tinker_server import TinkerServerSettings
+
+    return {"": TinkerServerSettings}
+
+
+def tinker_server(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings as key=value, e.g. port=8000 lora.rank=8.", autocompletion=key_completer(_tinker_settings)
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+) -> None:
+    """Serve the Tinker API: clients sample, compute gradients and update models through its SDK."""
+    from jax_agent_rl.config.tinker_server import load_settings
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.utils.interrupt import run_server
+
+    chosen = load_settings(config, settings or [])
+    try:
+        from jax_agent_rl.tinker_server.serve import serve as run
+    except ModuleNotFoundError as error:
+        from jax_agent_rl.errors import ConfigError
+
+        raise ConfigError("tinker-server needs the extra `tinker`: pip install jax_agent_rl[tinker]") from error
+    use_compilation_cache()
+    run_server(run(chosen, print_line=print))
 
 
 def rollout_server(

@@ -348,7 +348,10 @@ class EngineCore:
         scheduler = self.scheduler
         try:
             old = None if self._weights_lost else scheduler.params
-            params = jax.block_until_ready(scheduler.engine.load_params(update.payload, old))
+            if update.partial and old is not None:  # of adapters alone
+                params = old
+            else:
+                params = jax.block_until_ready(scheduler.engine.load_params(update.payload, old))
             if update.adapters:
                 scheduler.engine.load_adapters(update.adapters)
         except Exception as error:

@@ -113,14 +113,16 @@ class ServedWeights:
         Raises:
             WeightUpdateError: it cannot.
         """
-        if update.kind != "arrays" or update.partial:
+        adapters_alone = update.adapters and not update.payload
+        if update.kind != "arrays" or update.partial and not adapters_alone:
             kind = f"kind={update.kind!r}, partial={update.partial}"
             raise WeightUpdateError(
                 f"the jetstream backend takes whole updates of {sorted(WEIGHT_PAYLOADS)}, got {kind}"
             )
         if update.version <= version:
             raise WeightUpdateError(f"version {update.version} is not newer than {version}, which is served")
-        self._check_structure(update.payload)
+        if not update.partial:
+            self._check_structure(update.payload)
 
     def _check_structure(self, params: Params) -> None:
         structure = jax.tree.map(lambda x: (x.shape, x.dtype), params)

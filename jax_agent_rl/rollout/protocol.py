@@ -198,7 +198,7 @@ class WeightUpdate:
         probe: log-probs of a few sequences, which the weights have to give where they arrive. Those of ``safetensors``
             are in the files' metadata.
         adapters: the LoRA adapters in training by name (:class:`~jax_agent_rl.models.peft.PeftAdapter`), which change
-            together with the weights; only with ``kind="arrays"``.
+            together with the weights, or with ``partial`` and an empty payload alone; only with ``kind="arrays"``.
     """
 
     version: int

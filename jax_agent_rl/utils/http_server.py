@@ -71,6 +71,8 @@ class HttpServer:
         open_paths: paths that need no token.
         max_body_bytes: limit of a JSON body.
         body_key: setting of that limit, for messages.
+        body_types: content types that bodies of POST may have besides JSON; such as a page of another origin cannot
+            send without a preflight.
         keep_alive: seconds an idle connection stays open.
         around: middlewares that see every request, refused ones too.
         max_connections: maximum open connections; further ones are closed. The process's limit may lower it.
@@ -92,6 +94,7 @@ class HttpServer:
         open_paths: Sequence[str] = (),
         max_body_bytes: int,
         body_key: str,
+        body_types: Sequence[str] = (),
         keep_alive: float = 75.0,
         around: Sequence[Any] = (),
         max_connections: int = MAX_CONNECTIONS,
@@ -108,6 +111,7 @@ class HttpServer:
         self._open_paths = open_paths
         self._refuse = refuse
         self._body_key = body_key
+        self._body_types = body_types
         self._keep_alive = keep_alive
         self._max_connections = max_connections
         self._head_seconds = head_seconds
@@ -205,7 +209,7 @@ class HttpServer:
             if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), b"Bearer " + self._token.encode()):
                 raise Refused(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
         wanted = CONTENT_TYPES.get(request.method)
-        if wanted is not None and request.content_type != wanted:
+        if wanted is not None and request.content_type not in (wanted, *self._body_types):
             raise Refused(415, f"send Content-Type: {wanted}, not {request.content_type}")
 
 

@@ -16,6 +16,7 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.config.loading import read_tree, valid_keys
 from jax_agent_rl.config.reference import describe_type, find, list_keys
 from jax_agent_rl.config.supervised import DpoConfig, SftConfig
+from jax_agent_rl.config.tinker_server import TinkerServerSettings
 from jax_agent_rl.config.tool_server import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 
@@ -87,7 +88,7 @@ def test_an_editor_accepts_texts_where_the_configuration_does():
 
 def test_the_page_has_every_key_once():
     rows = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
-    models = (Config, SftConfig, DpoConfig, ToolServerSettings)
+    models = (Config, SftConfig, DpoConfig, ToolServerSettings, TinkerServerSettings)
     wanted = [k.path for model in models for k in list_keys(model).values() if not k.is_section]
     assert sorted(rows) == sorted(wanted)
 
@@ -113,7 +114,7 @@ def test_a_shown_configuration_is_the_same_when_it_is_loaded(path: Path, tmp_pat
 # --- explanations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Config, SftConfig, DpoConfig, ToolServerSettings])
+@pytest.mark.parametrize("model", [Config, SftConfig, DpoConfig, ToolServerSettings, TinkerServerSettings])
 def test_every_key_and_section_is_described_and_says_what_it_takes(model):
     keys = list_keys(model)
     assert [k.path for k in keys.values() if not k.description or "anything" in k.type or "``" in k.description] == []

@@ -133,11 +133,15 @@ async def test_adapters_in_training_change_with_an_update_and_compile_nothing(fo
         update = WeightUpdate(version=2, kind="arrays", payload=tiny_params(), adapters=trained)
         await backend.update_weights(update)
         solver, checker = [await ask(backend, name) for name in ("solver", "checker")]
+        alone = WeightUpdate(version=3, kind="arrays", payload={}, partial=True, adapters=adapters)
+        await backend.update_weights(alone)
+        again = await ask(backend, "solver", name="again")
         assert (await backend.metrics()).recompilations == compiled
     finally:
         await backend.close()
     assert set(solver.policy_versions) == {2} and solver.cached_tokens == 0
     assert checker.token_ids == blank.token_ids, "it was not trained"
+    assert again.token_ids == blank.token_ids and set(again.policy_versions) == {3}, "adapters change alone"
     np.testing.assert_allclose(blank.log_probs, logprobs_of(tiny_params(), PROMPT, blank.token_ids), atol=1e-4)
     expected = peft_logprobs(folders, "math", [*PROMPT, *solver.token_ids], 8)
     np.testing.assert_allclose(solver.log_probs, expected, atol=1e-4)

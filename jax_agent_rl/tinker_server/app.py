@@ -1,0 +1,372 @@
+"""The HTTP side: routes of the Tinker API, futures, and the queue of training requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from jax_agent_rl.config.tinker_server import TinkerServerSettings
+from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.sampling import Sampler
+from jax_agent_rl.tinker_server.training import Models
+from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, sampling_params, write_samples
+from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 30.0
+"""How long a request for a result waits before the client asks again."""
+PROTOBUF = "application/x-protobuf"
+_TRAINING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights", "unload_model")
+
+
+class TinkerServer:
+    """The service, from :meth:`start` to :meth:`close`.
+
+    Args:
+        settings: of the server.
+        models: computes training requests.
+        sampler: samples.
+        database: of both.
+        training: one thread, in which ``models`` runs.
+        token: API key that clients must send, or None.
+    """
+
+    def __init__(
+        self,
+        settings: TinkerServerSettings,
+        models: Models,
+        sampler: Sampler,
+        database: Database,
+        *,
+        training: ThreadPoolExecutor,
+        token: str | None,
+    ) -> None:
+        self._settings, self._models, self._sampler, self._database = settings, models, sampler, database
+        self._training = training
+        self._name = settings.model_name or settings.model.path
+        self._queue: asyncio.Queue[Request] = asyncio.Queue()
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._samples: dict[str, asyncio.Task[None]] = {}
+        self._worker: asyncio.Task[None] | None = None
+        routes = {
+            "GET": {
+                "healthz": self._healthy,
+                "get_server_capabilities": self._capabilities,
+                "training_runs": self._training_runs,
+                "training_runs/{model}": self._training_run,
+                "training_runs/{model}/checkpoints": self._checkpoints,
+                "checkpoints": self._checkpoints,
+            },
+            "POST": {
+                "client/config": self._client_config,
+                "client/dynamic_config": self._dynamic_config,
+                "create_session": self._create_session,
+                "session_heartbeat": self._heartbeat,
+                "telemetry": self._telemetry,
+                "get_info": self._info,
+                "weights_info": self._weights_info,
+                "create_sampling_session": self._create_sampler,
+                "forward_backward": self._forward_backward,
+                "asample": self._sample,
+                "retrieve_future": self._retrieve,
+                "cancel_future": self._cancel,
+                **{kind: self._accept(kind) for kind in _TRAINING},
+            },
+        }
+        self.http = HttpServer(
+            [
+                web.route(method, f"/api/v1/{path}", handler)
+                for method, handlers in routes.items()
+                for path, handler in handlers.items()
+            ],
+            refuse=lambda request, status, message: web.json_response({"detail": message}, status=status),
+            host=settings.host,
+            port=settings.port,
+            token=token,
+            token_key="token_env",
+            max_body_bytes=settings.max_body_mb << 20,
+            body_key="max_body_mb",
+            body_types=(PROTOBUF,),
+        )
+
+    async def start(self) -> None:
+        """Serve, first what was not done when the server last ended."""
+        for request in self._database.queued():
+            self._schedule(request)
+        self._worker = asyncio.create_task(self._work())
+        await self.http.start()
+
+    async def close(self) -> None:
+        """Stop; what is not done is done after the next start."""
+        await self.http.close()
+        tasks = [*self._samples.values(), *([self._worker] if self._worker else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- futures ------------------------------------------------------------------------------------------------
+
+    def _submit(self, request_id: str, owner: str, kind: str, body: bytes, **more: Any) -> web.Response:
+        """Record a request and schedule it, unless it is known; return its future."""
+        request = self._database.add_request(request_id, owner, kind, body)
+        if request is not None:
+            self._schedule(request)
+        return web.json_response({"request_id": request_id, "model_id": owner, **more})
+
+    def _schedule(self, request: Request) -> None:
+        self._waiting[request.id] = asyncio.Event()
+        if request.kind != "sample":
+            self._queue.put_nowait(request)
+            return
+        task = self._samples[request.id] = asyncio.create_task(self._finish(request, self._run_sample))
+        task.add_done_callback(lambda _: self._samples.pop(request.id, None))
+
+    async def _work(self) -> None:
+        """Run training requests one after another, in order of arrival."""
+        loop = asyncio.get_running_loop()
+        while True:
+            request = await self._queue.get()
+            await self._finish(request, lambda one: loop.run_in_executor(self._training, self._models.run, one))
+
+    async def _finish(self, request: Request, run: Callable[[Request], Awaitable[bytes]]) -> None:
+        """Run a request and record its result, or why there is none."""
+        try:
+            self._database.finish(request, await run(request))
+        except asyncio.CancelledError:
+            raise
+        except BadRequest as error:
+            self._database.finish(request, _failure(str(error), "user"), failed=True)
+        except Exception as error:
+            logger.exception("%s failed", request.id)
+            self._database.finish(request, _failure(f"{type(error).__name__}: {error}", "server"), failed=True)
+        self._waiting.pop(request.id).set()
+
+    async def _retrieve(self, http: web.Request) -> web.Response:
+        request_id = (await read_json(http))["request_id"]
+        if (event := self._waiting.get(request_id)) is not None:
+            try:
+                await asyncio.wait_for(event.wait(), POLL_SECONDS)
+            except TimeoutError:
+                return web.json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        request = self._database.request(request_id)
+        if request is None:
+            raise Refused(404, f"there is no request {request_id!r}")
+        if request.result is None:
+            raise Refused(410, f"the result of {request_id!r} is not kept any more")
+        is_binary = request.state == "done" and request.kind in ("forward_backward", "sample")
+        return web.Response(body=request.result, content_type=PROTOBUF if is_binary else "application/json")
+
+    async def _cancel(self, http: web.Request) -> web.Response:
+        request_id = (await read_json(http))["request_id"]
+        if (task := self._samples.get(request_id)) is not None:
+            task.cancel()
+            if (request := self._database.request(request_id)) is not None:
+                self._database.finish(request, _failure("the request was cancelled", "user"), failed=True)
+            self._waiting.pop(request_id).set()
+        return web.json_response({})
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def _accept(self, kind: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def accept(http: web.Request) -> web.Response:
+            body = await read_json(http)
+            if kind == "create_model":
+                return self._create_model(body)
+            if kind == "load_weights" and body.get("session_id"):
+                return self._create_by_load(body)
+            model = self._known(body.get("model_id"))
+            number = body.get("seq_id")
+            request_id = f"{model}:{uuid.uuid4().hex if number is None else number}"
+            return self._submit(request_id, model, kind, json.dumps(body).encode())
+
+        return accept
+
+    def _create_model(self, body: dict[str, Any]) -> web.Response:
+        lora, wanted = self._settings.lora, body.get("lora_config")
+        self._require_base(body.get("base_model"))
+        if body.get("optimizer_config", {}).get("type", "adamw") != "adamw":
+            raise Refused(400, "only AdamW is computed")
+        if (lora is None) != (wanted is None):
+            asked, own = ("adapters", "whole models") if wanted else ("a whole model", "adapters")
+            raise Refused(400, f"this server trains {own}, not {asked}; start one with another `lora`")
+        if lora is None or wanted is None:
+            return self._add_model(body)
+        if wanted["rank"] != lora.rank:
+            raise Refused(400, f"this server trains adapters of rank {lora.rank}, not {wanted['rank']}")
+        if not (wanted.get("train_mlp", True) and wanted.get("train_attn", True)):
+            raise Refused(400, f"this server's adapters cover {', '.join(lora.targets)}")
+        return self._add_model(body, seed=wanted.get("seed") or 0)
+
+    def _add_model(self, body: dict[str, Any], *, seed: int = 0, kind: str = "create_model") -> web.Response:
+        if not self._database.has_session(body["session_id"]):
+            raise Refused(404, f"there is no session {body['session_id']!r}")
+        model = f"{body['session_id']}:train:{body['model_seq_id']}"
+        settings = {"base_model": self._name, "seed": seed, "user_metadata": body.get("user_metadata")}
+        self._database.add_model(model, body["session_id"], settings)
+        return self._submit(f"{model}:0", model, kind, json.dumps(body).encode())
+
+    def _create_by_load(self, body: dict[str, Any]) -> web.Response:
+        if self._database.checkpoint(body["path"]) is None:
+            raise Refused(404, f"there is no checkpoint {body['path']!r}")
+        return self._add_model(body, kind="load_weights")
+
+    async def _forward_backward(self, http: web.Request) -> web.Response:
+        body = await http.read()
+        try:
+            model, number, _ = parse_batch(body)
+        except BadRequest as error:
+            raise Refused(400, str(error)) from error
+        return self._submit(f"{self._known(model)}:{number}", model, "forward_backward", body)
+
+    def _known(self, model: str | None) -> str:
+        if model is None or self._database.model(model) is None:
+            raise Refused(404, f"there is no model {model!r}")
+        return model
+
+    def _require_base(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            raise Refused(404, f"this server has the model {self._name!r}, not {name!r}")
+
+    # --- sampling -----------------------------------------------------------------------------------------------
+
+    async def _create_sampler(self, http: web.Request) -> web.Response:
+        body = await read_json(http)
+        path = body.get("model_path")
+        if path is None:
+            self._require_base(body.get("base_model"))
+        elif self._database.checkpoint(path) is None:
+            raise Refused(404, f"there is no checkpoint {path!r}")
+        sampler = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
+        self._database.add_sampler(sampler, path)
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def _sample(self, http: web.Request) -> web.Response:
+        body = await read_json(http)
+        for key in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
+            if body.get(key):
+                raise Refused(400, f"{key} is not computed by this server")
+        sampler, number = body.get("sampling_session_id"), body.get("seq_id")
+        if sampler is not None and self._database.sampler(sampler) is None:
+            raise Refused(404, f"there is no sampling session {sampler!r}")
+        owner = sampler or "sample"
+        request_id = f"{owner}:{uuid.uuid4().hex if number is None else number}"
+        count = int(body.get("num_samples", 1))
+        names = [f"{request_id}/{sample}" for sample in range(count)]
+        return self._submit(request_id, owner, "sample", json.dumps(body).encode(), sample_sequence_ids=names)
+
+    async def _run_sample(self, request: Request) -> bytes:
+        body = json.loads(request.body or b"{}")
+        session = self._database.sampler(request.owner)
+        path = session[0] if session else body.get("model_path")
+        chunks = body["prompt"]["chunks"]
+        if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
+            raise BadRequest("the prompt holds images or audio; this server takes text only")
+        ids = [token for chunk in chunks for token in chunk["tokens"]]
+        room = self._sampler.longest - len(ids)
+        if not ids or room < 1:
+            raise BadRequest(f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}")
+        count = range(int(body.get("num_samples", 1)))
+        params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
+        outputs = await self._sampler.sample(path, request.id, ids, params)
+        return write_samples(outputs, await self._prompt_logprobs(path, ids) if body.get("prompt_logprobs") else None)
+
+    async def _prompt_logprobs(self, path: str | None, ids: list[int]) -> np.ndarray:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._training, self._models.logprobs, path, ids)
+
+    # --- everything else ----------------------------------------------------------------------------------------
+
+    async def _healthy(self, http: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _capabilities(self, http: web.Request) -> web.Response:
+        model = {"model_name": self._name, "max_context_length": self._settings.max_model_len}
+        return web.json_response({"supported_models": [model | {"trainable": True, "sampleable": True}]})
+
+    async def _client_config(self, http: web.Request) -> web.Response:
+        # Chunks of a batch come one after another; results are fetched one by one.
+        return web.json_response({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False})
+
+    async def _dynamic_config(self, http: web.Request) -> web.Response:
+        return web.json_response({"sample_cancel_enabled": True})
+
+    async def _create_session(self, http: web.Request) -> web.Response:
+        session = uuid.uuid4().hex[:12]
+        self._database.add_session(session)
+        covers = "" if self._settings.lora is None else f"adapters cover {', '.join(self._settings.lora.targets)}"
+        note = f"{covers}; train_unembed is not supported" if covers else ""
+        return web.json_response({"type": "create_session", "session_id": session, "info_message": note or None})
+
+    async def _heartbeat(self, http: web.Request) -> web.Response:
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def _telemetry(self, http: web.Request) -> web.Response:
+        return web.json_response({"status": "accepted"})
+
+    async def _info(self, http: web.Request) -> web.Response:
+        model = self._known((await read_json(http)).get("model_id"))
+        data = {"model_name": self._name, "tokenizer_id": self._name}
+        return web.json_response({"type": "get_info", "model_data": data, "model_id": model, **self._lora_fields()})
+
+    async def _weights_info(self, http: web.Request) -> web.Response:
+        path = (await read_json(http)).get("tinker_path")
+        if self._database.checkpoint(str(path)) is None:
+            raise Refused(404, f"there is no checkpoint {path!r}")
+        return web.json_response({"base_model": self._name, **self._lora_fields()})
+
+    def _lora_fields(self) -> dict[str, Any]:
+        lora = self._settings.lora
+        return {"is_lora": lora is not None, "lora_rank": lora and lora.rank}
+
+    async def _training_runs(self, http: web.Request) -> web.Response:
+        begin, count = int(http.query.get("offset", 0)), int(http.query.get("limit", 20))
+        names = self._database.models()
+        runs = [self._described(name) for name in names[begin : begin + count]]
+        cursor = {"offset": begin, "limit": count, "total_count": len(names)}
+        return web.json_response({"training_runs": runs, "cursor": cursor})
+
+    async def _training_run(self, http: web.Request) -> web.Response:
+        return web.json_response(self._described(self._known(http.match_info["model"])))
+
+    def _described(self, model: str) -> dict[str, Any]:
+        settings = self._database.model(model) or {}
+        return {
+            "training_run_id": model,
+            "base_model": self._name,
+            "model_owner": "local",
+            "last_request_time": _time(settings["used"]),
+            "user_metadata": settings.get("user_metadata"),
+            **self._lora_fields(),
+        }
+
+    async def _checkpoints(self, http: web.Request) -> web.Response:
+        found = self._database.checkpoints(http.match_info.get("model"))
+        listed = [
+            {
+                "checkpoint_id": "/".join(one["path"].split("/")[-2:]),
+                "checkpoint_type": one["kind"],
+                "time": _time(one["created"]),
+                "tinker_path": one["path"],
+                "size_bytes": one["bytes"],
+            }
+            for one in found
+        ]
+        return web.json_response({"checkpoints": listed})
+
+
+def _failure(message: str, category: str) -> bytes:
+    return json.dumps({"error": message, "category": category}).encode()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

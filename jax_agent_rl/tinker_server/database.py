@@ -1,0 +1,180 @@
+"""The server's database: sessions, models, checkpoints, and every request with its result."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULT_SECONDS = 3600.0
+"""How long a result can be fetched again."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, settings TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
+    snapshot INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, path TEXT);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, settings TEXT NOT NULL,
+    created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS requests (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL,
+    body BLOB, state TEXT NOT NULL DEFAULT 'queued', result BLOB, created REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, number);
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request and, once it has run, its result.
+
+    Attributes:
+        number: in order of arrival.
+        id: of its future.
+        owner: the model, or the sampling session.
+        kind: which operation.
+        body: as the client sent it; None once nothing repeats it.
+        state: queued, done or failed.
+        result: protobuf or JSON; of a failed one, JSON with ``error`` and ``category``.
+    """
+
+    number: int
+    id: str
+    owner: str
+    kind: str
+    body: bytes | None
+    state: str
+    result: bytes | None
+
+
+_COLUMNS = "number, id, owner, kind, body, state, result"
+
+
+class Database:
+    """An sqlite database; its methods may be called from any thread.
+
+    Args:
+        folder: made if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._connection = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False, isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.executescript(_SCHEMA)
+        self._run("UPDATE requests SET result = NULL WHERE created < ?", time.time() - RESULT_SECONDS)
+
+    def close(self) -> None:
+        """Close the database."""
+        self._connection.close()
+
+    def _run(self, statement: str, *values: Any) -> list[tuple]:
+        with self._lock:
+            return self._connection.execute(statement, values).fetchall()
+
+    # --- sessions, models, samplers -----------------------------------------------------------------------------
+
+    def add_session(self, session: str) -> None:
+        """Add a client's session."""
+        self._run("INSERT OR IGNORE INTO sessions VALUES (?, ?)", session, time.time())
+
+    def has_session(self, session: str) -> bool:
+        """Return whether there is such a session."""
+        return bool(self._run("SELECT 1 FROM sessions WHERE id = ?", session))
+
+    def add_model(self, model: str, session: str, settings: Mapping[str, Any]) -> None:
+        """Add a model in training; one that exists stays as it is."""
+        now, text = time.time(), json.dumps(settings)
+        self._run(
+            "INSERT OR IGNORE INTO models (id, session, settings, created, used) VALUES (?, ?, ?, ?, ?)",
+            *(model, session, text, now, now),
+        )
+
+    def model(self, model: str) -> dict[str, Any] | None:
+        """Return a model's settings, with ``created``, ``used`` (seconds since the epoch) and ``snapshot``."""
+        rows = self._run("SELECT settings, created, used, snapshot FROM models WHERE id = ?", model)
+        return next((json.loads(s) | {"created": c, "used": u, "snapshot": n} for s, c, u, n in rows), None)
+
+    def models(self) -> list[str]:
+        """Return all models, the newest first."""
+        return [name for (name,) in self._run("SELECT id FROM models ORDER BY created DESC")]
+
+    def remove_model(self, model: str) -> None:
+        """Remove a model and its requests; its checkpoints stay."""
+        self._run("DELETE FROM requests WHERE owner = ?", model)
+        self._run("DELETE FROM models WHERE id = ?", model)
+
+    def set_snapshot(self, model: str, number: int) -> None:
+        """Note that a snapshot holds the effect of a model's requests up to this one; they will not be repeated."""
+        self._run("UPDATE models SET snapshot = ? WHERE id = ?", number, model)
+        self._run("UPDATE requests SET body = NULL WHERE owner = ? AND number <= ?", model, number)
+
+    def add_sampler(self, sampler: str, path: str | None) -> None:
+        """Add a sampling session of a checkpoint, or of the base model."""
+        self._run("INSERT OR REPLACE INTO samplers VALUES (?, ?)", sampler, path)
+
+    def sampler(self, sampler: str) -> tuple[str | None] | None:
+        """Return the path of a sampling session's checkpoint, in a tuple; None if there is no such session."""
+        return next(iter(self._run("SELECT path FROM samplers WHERE id = ?", sampler)), None)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def add_checkpoint(self, path: str, model: str, kind: str, size: int, settings: Mapping[str, Any]) -> None:
+        """Add a checkpoint that is on disk, or replace the one of its path."""
+        values = (path, model, kind, size, json.dumps(settings), time.time())
+        self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)", *values)
+
+    def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
+        """Return the checkpoints of a model, or all, the newest first."""
+        rows = self._run(
+            "SELECT path, model, kind, bytes, settings, created FROM checkpoints WHERE ?1 IS NULL OR model = ?1 "
+            "ORDER BY created DESC",
+            model,
+        )
+        names = ("path", "model", "kind", "bytes", "settings", "created")
+        return [dict(zip(names, row, strict=True)) | {"settings": json.loads(row[4])} for row in rows]
+
+    def checkpoint(self, path: str) -> dict[str, Any] | None:
+        """Return one checkpoint."""
+        return next((one for one in self.checkpoints() if one["path"] == path), None)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: str, owner: str, kind: str, body: bytes) -> Request | None:
+        """Add a request; return None if it was there already."""
+        with self._lock:
+            added = self._connection.execute(
+                "INSERT OR IGNORE INTO requests (id, owner, kind, body, created) VALUES (?, ?, ?, ?, ?)",
+                (request_id, owner, kind, body, time.time()),
+            ).rowcount
+            self._connection.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), owner))
+        return self.request(request_id) if added else None
+
+    def request(self, request_id: str) -> Request | None:
+        """Return a request by the id of its future."""
+        return next(self._requests("id = ?", request_id), None)
+
+    def queued(self) -> list[Request]:
+        """Return the requests that have not run, in order."""
+        return list(self._requests("state = 'queued'"))
+
+    def since(self, model: str, number: int) -> list[Request]:
+        """Return the requests of a model that ran after one of this number, in order."""
+        return list(self._requests("owner = ? AND number > ? AND state = 'done'", model, number))
+
+    def finish(self, request: Request, result: bytes, *, failed: bool = False) -> None:
+        """Record a result. A failed request is not repeated."""
+        state = "failed" if failed else "done"
+        body = None if failed else request.body
+        self._run("UPDATE requests SET state = ?, result = ?, body = ? WHERE id = ?", state, result, body, request.id)
+
+    def _requests(self, condition: str, *values: Any) -> Any:
+        rows = self._run(f"SELECT {_COLUMNS} FROM requests WHERE {condition} ORDER BY number", *values)
+        return (Request(**dict(zip(_COLUMNS.split(", "), row, strict=True))) for row in rows)

@@ -1,0 +1,211 @@
+"""The models in training: a learner each, which share programs and frozen parameters, in one thread.
+
+A model's state is in memory. Its requests are in the database before they run, and its state is on disk every few
+updates: a server that was killed loads the newest snapshot and repeats the requests since, which gives the same state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.config.tinker_server import TinkerServerSettings
+from jax_agent_rl.learner.parameterization import new_adapters
+from jax_agent_rl.learner.sequence_learner import AdamParams, ForwardBackward, SequenceLearner, TrainingSequence
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.peft import PeftAdapter, scaled_adapter
+from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, read_batch, write_batch_result
+from jax_agent_rl.utils.files import writing
+
+PREFIX = "tinker://"
+
+
+class Models:
+    """Computes training requests; used by one thread at a time.
+
+    Args:
+        settings: of the server.
+        model: the base model's hyperparameters.
+        params: its parameters.
+        database: of the server.
+    """
+
+    def __init__(
+        self, settings: TinkerServerSettings, model: DecoderConfig, params: Params, database: Database
+    ) -> None:
+        self._settings, self._model, self._database = settings, model, database
+        self._folder = Path(settings.state_dir)
+        config = LearnerConfig(
+            pack_length=settings.pack_length, compute_dtype=settings.compute_dtype, lora=settings.lora
+        )
+        self._base = SequenceLearner(model, params, config=config, reference=True)
+        self._learners: dict[str, SequenceLearner] = {}
+        self._updates: dict[str, int] = {}
+        self._run_request: dict[str, Callable[[str, Request], bytes]] = {
+            "create_model": lambda model, _: _reply("create_model", model_id=model),
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save,
+            "load_weights": self._load,
+            "unload_model": self._unload,
+        }
+
+    def run(self, request: Request) -> bytes:
+        """Compute a request and return its result; raise BadRequest if that is the client's fault."""
+        self._restore(request)
+        try:
+            result = self._run_request[request.kind](request.owner, request)
+        except ValueError as error:  # the learner's, of a batch that it cannot pack
+            raise BadRequest(str(error)) from error
+        if request.kind == "optim_step" and self._updates[request.owner] % self._settings.snapshot_every == 0:
+            self._write(self._snapshot_file(request.owner), request.owner)
+            self._database.set_snapshot(request.owner, request.number)
+        return result
+
+    def adapter(self, path: str) -> PeftAdapter:
+        """Return the adapter of a checkpoint, for the engine."""
+        assert self._settings.lora is not None
+        return scaled_adapter(self._settings.lora, self._trained(path))
+
+    def merged(self, path: str | None) -> Params:
+        """Return the whole model of a checkpoint, or the base model; on device."""
+        return self._base.params if path is None else self._base.twin(self._trained(path)).params
+
+    def logprobs(self, path: str | None, ids: list[int]) -> np.ndarray:
+        """Return the log-prob of every id but the first under a checkpoint, or the base model; float64 [P - 1]."""
+        learner = self._base if path is None else self._base.twin(self._trained(path))
+        mask = np.arange(len(ids)) > 0
+        return learner.forward([TrainingSequence(token_ids=np.array(ids, np.int32), loss_mask=mask)])[0]
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _forward_backward(self, model: str, request: Request) -> bytes:
+        batch = read_batch(parse_batch(request.body or b"")[2])
+        learner = self._learners[model]
+        if batch.forward_only:
+            return write_batch_result(ForwardBackward(loss=0.0, logprobs=learner.forward(batch.data)))
+        return write_batch_result(learner.forward_backward(batch.data, loss=batch.loss, **batch.constants))
+
+    def _optim_step(self, model: str, request: Request) -> bytes:
+        body = _body(request)
+        if "adam_params" not in body:
+            raise BadRequest("only AdamW is computed: send adam_params")
+        names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+        applied = self._learners[model].optim_step(
+            AdamParams(**{name: float(body["adam_params"][name]) for name in names})
+        )
+        self._updates[model] += 1
+        metrics = {"grad_norm:mean": applied.norm, "finite:mean": float(applied.finite)}
+        return _reply("optim_step", metrics=metrics)
+
+    def _save(self, model: str, request: Request) -> bytes:
+        body, for_sampler = _body(request), request.kind == "save_weights_for_sampler"
+        name = body.get("path") or f"{request.number:06}"
+        path = f"{PREFIX}{model}/{'sampler_weights' if for_sampler else 'weights'}/{name}"
+        file = self._file(path)
+        if file.exists() and not (for_sampler or body.get("overwrite")):
+            raise BadRequest(f"{path} exists; choose another name, or send overwrite")
+        self._write(file, model, optimizer=not for_sampler)
+        settings = self._database.model(model) or {}
+        kind = "sampler" if for_sampler else "training"
+        kept = {name: settings.get(name) for name in ("base_model", "user_metadata")}
+        self._database.add_checkpoint(path, model, kind, file.stat().st_size, kept)
+        if for_sampler and body.get("sampling_session_seq_id") is not None:
+            session = f"{model}:sampler:{body['sampling_session_seq_id']}"
+            self._database.add_sampler(session, path)
+            return _reply(request.kind, path=None if body.get("path") is None else path, sampling_session_id=session)
+        return _reply(request.kind, path=path)
+
+    def _load(self, model: str, request: Request) -> bytes:
+        body = _body(request)
+        self._read(self._file(body["path"]), model, optimizer=bool(body.get("optimizer")))
+        return _reply("load_weights", path=body["path"], model_id=model)
+
+    def _unload(self, model: str, request: Request) -> bytes:
+        self._learners.pop(model, None)
+        return _reply("unload_model", model_id=model)
+
+    # --- states -------------------------------------------------------------------------------------------------
+
+    def _restore(self, request: Request) -> None:
+        """Have the model of a request in memory: new, or as it was before the server ended."""
+        model = request.owner
+        if model in self._learners:
+            return
+        settings = self._database.model(model)
+        if settings is None:
+            raise BadRequest(f"there is no model {model}")
+        lora, initial = self._settings.lora, None
+        if lora is not None:
+            initial = new_adapters(lora.model_copy(update={"seed": settings["seed"]}), self._model)
+        self._learners[model], self._updates[model] = self._base.twin(initial), 0
+        if settings["snapshot"]:
+            self._read(self._snapshot_file(model), model, optimizer=True)
+        for before in self._database.since(model, settings["snapshot"]):
+            if before.number < request.number and before.kind in ("forward_backward", "optim_step", "load_weights"):
+                self._run_request[before.kind](model, before)
+
+    def _snapshot_file(self, model: str) -> Path:
+        return self._folder / "models" / f"{model}.npz"
+
+    def _file(self, path: str) -> Path:
+        """Return the file of a checkpoint's path; raise BadRequest for what is none."""
+        parts = path.removeprefix(PREFIX).split("/")
+        is_named = path.startswith(PREFIX) and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
+        if not is_named or not all(part and part not in (".", "..") and "\0" not in part for part in parts):
+            raise BadRequest(f"{path!r} is no path of a checkpoint: {PREFIX}MODEL/weights/NAME")
+        return self._folder / "checkpoints" / parts[0] / parts[1] / f"{parts[2]}.npz"
+
+    def _write(self, file: Path, model: str, *, optimizer: bool = True) -> None:
+        learner = self._learners[model]
+        tree = learner.state.policy if optimizer else {"params": learner.trained}
+        arrays = {jax.tree_util.keystr(k): np.asarray(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        with writing(temporary):
+            with temporary.open("wb") as stream:
+                np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]  # no array is called allow_pickle
+            temporary.replace(file)
+
+    def _read(self, file: Path, model: str, *, optimizer: bool) -> None:
+        learner = self._learners[model]
+        if not optimizer:
+            fresh = self._base.twin(_arrays(file, learner.state.policy.params, ".params"))
+            self._learners[model] = fresh
+            return
+        state = learner.state
+        learner.state = type(state)(_arrays(file, state.policy, ""), None, state.kl_coef, state.steps, state.nonfinite)
+
+    def _trained(self, path: str) -> Params:
+        return _arrays(self._file(path), self._base.trained, ".params")
+
+
+def _arrays(file: Path, like: Any, prefix: str) -> Any:
+    """Return the arrays of a file in the structure, and at the places, of a tree of arrays."""
+    if not file.is_file():
+        raise BadRequest(f"there is no checkpoint {file.stem} of that model")
+    with np.load(file, allow_pickle=False) as stored:
+        names = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(like)}
+        sources = {
+            name: next((n for n in (f"{prefix}{name}", f"['params']{name}") if n in stored), None) for name in names
+        }
+        if missing := [name for name, source in sources.items() if source is None]:
+            raise BadRequest(f"{file.stem} does not hold {missing[0]}; a sampler's weights have no optimizer state")
+        leaves = [jax.device_put(stored[sources[name]], x.sharding) for name, x in names.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _body(request: Request) -> dict[str, Any]:
+    return json.loads(request.body or b"{}")
+
+
+def _reply(kind: str, **fields: Any) -> bytes:
+    return json.dumps({"type": kind, **{name: value for name, value in fields.items() if value is not None}}).encode()
