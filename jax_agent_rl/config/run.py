@@ -137,11 +137,7 @@ def _schedule_problems(config: Config) -> Iterator[str]:
     policy_steps = steps - config.critic.critic_warmup
     for name, optimizer, total in (("learner", config.learner, policy_steps), ("critic", config.critic, steps)):
         kind, warm_up = optimizer.lr_scheduler_type, optimizer.lr_warmup_steps
-        if kind == "constant" and optimizer.changed("min_lr_ratio"):
-            yield (
-                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear or cosine, which is "
-                f"{kind!r}; remove it or change that"
-            )
+        yield from optimizer.problems(name)
         if kind != "constant" and warm_up >= total:
             yield (
                 f"{name}.lr_scheduler_type={kind} has no steps left: {name}.lr_warmup_steps={warm_up} of {total} "

@@ -86,7 +86,7 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> SftConfig:
-        found = list(unused(self))
+        found = [*unused(self), *self.learner.problems("learner")]
         if weighted := [source.path for source in (*self.data.train, *(self.data.eval or ())) if source.weight]:
             found.append(f"data gives a weight to {weighted}, but every row is used once per epoch; remove it")
         if found:

@@ -13,7 +13,7 @@
       parameterization trained and frozen parameters, adapters, mixed precision
     sequence_learner   training on given sequences instead of groups: one call each for forward, gradient and update
     optimized_params   parameters with their optimizer: gradients and updates
-      optimizer        AdamW, learning-rate schedules, undoing an update
+      optimizer        AdamW, Muon, Adafactor; learning-rate schedules; undoing an update
     cancellation       whether an interrupted step is undone or finished
     metrics            the result of an update
     checkpoint, export states on disk; weights as files for engines

@@ -8,7 +8,7 @@
            ─► for each epoch and mini-batch, the critic first, then the policy:
                 terms ─────► Batch: what each token contributes to the loss              experience
                 gradients ─► sums over micro-batches of fixed shape                      optimized_params
-                apply ─────► clip, AdamW; a non-finite gradient changes nothing          optimizer
+                apply ─────► clip, update; a non-finite gradient changes nothing         optimizer
            ─► UpdateResult                                                               metrics
 
 ``programs`` compiles what the stages run: the losses of ``objective`` and ``critic``, and the scoring passes.
@@ -167,7 +167,7 @@ class Learner:
         return twin
 
     def params_before(self) -> Params | None:
-        """Return :attr:`params` before the last optimizer update, to rounding; None if there was none."""
+        """Return :attr:`params` before AdamW's last update, to rounding; None without one, or of another optimizer."""
         rate = float(np.asarray(self._rate(max(self._steps - 1 - self._warmup_steps, 0))))
         before = undo_update(self._policy.state, self._config, rate=rate)
         return None if before is None else self._merge(before, self._policy.frozen)

@@ -3,7 +3,7 @@
 ::
 
     for each micro-batch:  gradients += d loss        (shapes fixed, one program)
-    apply:                 clip, AdamW                (not finite: nothing changes, to the bit)
+    apply:                 clip, the optimizer        (not finite: nothing changes, to the bit)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.optimizer import TrainState, make_optimizer
+from jax_agent_rl.learner.optimizer import TrainState, check_patterns, make_optimizer
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place
 
@@ -77,6 +77,7 @@ class UpdatePrograms:
         rate: optax.Schedule,
         loss: Loss,
     ) -> None:
+        check_patterns(optimizer, params)
         transformation = make_optimizer(optimizer, 0.0)  # the rate is no part of its state
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
         self.everywhere = everywhere
@@ -198,11 +199,16 @@ def apply_update(
 
 
 def _state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Any, rest: Any) -> TrainState:
-    """Return the shardings of a state: moments like their parameters, counters everywhere."""
-    abstract = jax.eval_shape(optimizer.init, params)
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding, abstract, shardings, transform_non_params=lambda _: rest
-    )
+    """Return the shardings of a state: arrays of a parameter's shape lie like it, all others everywhere."""
+    shapes = jax.tree.map(lambda x: x.shape, params)
+    known = dict(jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)))
+    places = dict(jax.tree_util.tree_leaves_with_path(shardings))
+
+    def of(path: tuple[Any, ...], x: Any) -> Any:
+        own = next((path[begin:] for begin in range(len(path)) if known.get(path[begin:]) == x.shape), None)
+        return rest if own is None else places[own]
+
+    opt_state = jax.tree_util.tree_map_with_path(of, jax.eval_shape(optimizer.init, params))
     return TrainState(shardings, opt_state, rest)
 
 

@@ -1,11 +1,11 @@
-"""The optimizer: AdamW with global-norm clipping, its learning rate, and how to undo its last update.
+r"""The optimizer, with global-norm clipping, its learning rate, and how to undo AdamW's last update.
 
 ::
 
     rate ▲      ______________________________ constant
-         │     /‾‾‾--__  cosine, linear
-         │    /        ‾‾--__
-         │   /               ‾‾--____ peak * min_lr_ratio
+         │     /‾‾‾--__‾‾‾‾‾‾‾‾‾‾‾‾\            wsd: decays in the last steps only
+         │    /        ‾‾--__       \          linear, cosine
+         │   /               ‾‾--____\ peak * min_lr_ratio
          │  /
          └──┬──────┬─────────────────┬─► training step
             1   warm-up           total_steps
@@ -17,6 +17,8 @@ trajectories does not count. A run that resumes with another number of steps goe
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +42,11 @@ class TrainState:
 
 
 def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
-    """Return global-norm clipping, then AdamW at a learning rate; no weight decay on norms."""
+    """Return global-norm clipping, then the configured optimizer at a learning rate.
 
-    def decayed(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
+    References: AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. Muon: Jordan et al. 2024; its updates are scaled to
+    AdamW's root mean square: Liu et al. 2025, arXiv 2502.16982. Adafactor: Shazeer and Stern 2018, arXiv 1804.04235.
+    """
 
     def clip(gradients: Any, _: Any) -> Any:
         # One factor for all: optax's own clip divides every element, and XLA keeps a copy of all quotients.
@@ -51,17 +54,67 @@ def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.G
         factor = jnp.where(norm < config.max_grad_norm, 1.0, config.max_grad_norm / norm)
         return jax.tree.map(lambda x: x * factor.astype(x.dtype), gradients)
 
-    return optax.chain(
-        optax.stateless(clip),
-        optax.adamw(
-            rate,
-            b1=config.adam_b1,
-            b2=config.adam_b2,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            mask=decayed,
-        ),
+    decayed = functools.partial(jax.tree_util.tree_map_with_path, lambda path, _: is_decayed(path, config))
+    adamw = optax.adamw(
+        rate,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        mask=decayed,
     )
+    if config.optimizer == "adamw":
+        chosen = adamw
+    elif config.optimizer == "muon":
+        muon = optax.contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=decayed,
+            muon_weight_dimension_numbers=functools.partial(
+                jax.tree.map, lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 1, x.ndim - 2)
+            ),
+            consistent_rms=MUON_RMS,
+        )
+        labels = functools.partial(jax.tree_util.tree_map_with_path, _muon_or_adamw)
+        chosen = optax.partition({"muon": muon, "adamw": adamw}, labels)
+    else:
+        chosen = optax.adafactor(
+            rate,
+            multiply_by_parameter_scale=False,
+            weight_decay_rate=rate * config.weight_decay,  # optax adds it after the rate
+            weight_decay_mask=decayed,
+        )
+    return optax.chain(optax.stateless(clip), chosen)
+
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's updates per unit of learning rate, about AdamW's."""
+
+
+def _muon_or_adamw(path: Any, x: Any) -> str:
+    """Matrices of layers are for Muon; embeddings, head, norms and biases are not."""
+    in_layers = isinstance(path[0], jax.tree_util.DictKey) and path[0].key in ("layers", "adapters")
+    return "muon" if in_layers and x.ndim > 2 else "adamw"
+
+
+def parameter_path(path: Any) -> str:
+    """Return a parameter's path as text: ``layers.q``."""
+    return ".".join(str(entry.key) for entry in path)
+
+
+def is_decayed(path: Any, config: OptimizerSection) -> bool:
+    """Return whether weight decay applies to the parameter of a path."""
+    return not any(re.search(pattern, parameter_path(path)) for pattern in config.no_weight_decay)
+
+
+def check_patterns(config: OptimizerSection, params: Params) -> None:
+    """Raise ConfigError for a pattern of ``no_weight_decay`` that was set and matches no parameter."""
+    paths = [parameter_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for pattern in config.no_weight_decay if config.changed("no_weight_decay") else ():
+        if not any(re.search(pattern, path) for path in paths):
+            raise ConfigError(
+                f"no_weight_decay={pattern!r} matches none of the trained parameters, which are {', '.join(paths)}"
+            )
 
 
 def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Schedule:
@@ -82,6 +135,10 @@ def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Sc
             f"lr_scheduler_type={config.lr_scheduler_type} decays until the last step, but how many steps there are is "
             "not known; give the learner total_steps, or set lr_scheduler_type=constant"
         )
+    elif config.lr_scheduler_type == "wsd":
+        decay = max(round(total_steps * config.lr_decay_ratio), 1)
+        stable = max(total_steps - warm_up - decay, 0)
+        after = optax.linear_schedule(peak, peak * config.min_lr_ratio, decay, transition_begin=stable)
     elif config.lr_scheduler_type == "linear":
         after = optax.linear_schedule(peak, peak * config.min_lr_ratio, max(total_steps - warm_up, 1))
     else:
@@ -94,7 +151,7 @@ def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Sc
 
 
 def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> Params | None:
-    """Return the trained parameters of one update ago, to rounding; None before the first update.
+    """Return the trained parameters of one update ago, to rounding; None before the first update, and not of AdamW.
 
     An update subtracts ``rate * (direction + decay * before)``, and the direction is a function of the moments that
     the optimizer keeps.
@@ -104,24 +161,19 @@ def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> 
         config: of the optimizer.
         rate: the update's learning rate.
     """
-    if not int(state.updates):
+    if not int(state.updates) or config.optimizer != "adamw":
         return None
     (moments,) = (x for x in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(x))
     direction = _direction(moments, config)
 
     def back(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
-        return (x + rate * step) / (1 - rate * _decay(path, config.weight_decay))
+        return (x + rate * step) / (1 - rate * config.weight_decay * is_decayed(path, config))
 
     return jax.tree_util.tree_map_with_path(back, state.params, direction)
 
 
 def _is_adam(x: Any) -> bool:
     return isinstance(x, optax.ScaleByAdamState)
-
-
-def _decay(path: Any, weight_decay: float) -> float:
-    """Return a parameter's weight decay; norms have none, see :func:`make_optimizer`."""
-    return 0.0 if "norm" in path[-1].key else weight_decay
 
 
 def _direction(moments: optax.ScaleByAdamState, config: OptimizerSection) -> Any:

@@ -151,7 +151,8 @@ EFFECTS = {
     **{
         f"learner.{name}": "unit/learner/test_optimizer_keys.py::test_a_key_changes_what_is_learnt"
         for name in (
-            "learning_rate", "lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio", "weight_decay", "adam_b1",
+            "optimizer", "learning_rate", "lr_scheduler_type", "lr_warmup_steps", "lr_decay_ratio", "min_lr_ratio",
+            "weight_decay", "no_weight_decay", "adam_b1",
             "adam_b2", "adam_eps", "max_grad_norm",
         )
     },

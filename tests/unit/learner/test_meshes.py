@@ -175,3 +175,37 @@ def test_a_dimension_that_does_not_divide_names_parameter_and_key(name: str, sha
 def test_rows_that_do_not_divide_over_context_name_the_length_that_does():
     with pytest.raises(ValueError, match="pack_length=1000 is not divisible by learner.mesh.context=3; .*=1002"):
         LearnerConfig(pack_length=1000, mesh={"context": 3})
+
+
+OPTIMIZERS = """
+import numpy as np, jax
+from dataclasses import replace
+from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.learner.learner import Learner
+from tests.tiny import TINY, tiny_params
+from tests.trajectories import random_groups
+
+model = replace(TINY, vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=2, head_dim=32)
+
+def trained(optimizer, mesh):
+    config = LearnerConfig(optimizer=optimizer, learning_rate=1e-3, weight_decay=0.1, pack_length=48, mesh=mesh)
+    made = Learner(model, jax.tree.map(lambda x: 0.2 * x, tiny_params(config=model)), algorithm=AlgorithmConfig(),
+                   config=config, temperature=1.0)
+    for seed in range(2):
+        made.update(random_groups(seed))
+    arrays = jax.tree.leaves(made.state.policy.opt_state)
+    shared = sum(x.size for x in arrays if len({str(s.index) for s in x.addressable_shards}) == 1)
+    return [np.asarray(x) for x in jax.tree.leaves(made.params)], shared / sum(x.size for x in arrays)
+
+for optimizer in ("adamw", "muon", "adafactor"):
+    expected, _ = trained(optimizer, {})
+    got, shared = trained(optimizer, {"fsdp": 2, "tensor": 2})
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4, err_msg=optimizer)
+    assert optimizer == "adafactor" or shared < 0.02, (optimizer, shared)  # its moments are of rows and columns
+    print("equal", optimizer, flush=True)
+"""
+
+
+def test_optimizers_update_a_sharded_model_as_one_on_one_device():
+    assert run_on_devices(OPTIMIZERS, devices=4) == ["equal adamw", "equal muon", "equal adafactor"]

@@ -61,7 +61,7 @@ MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
-        (["learner.min_lr_ratio=0.1"], "learner.lr_scheduler_type linear or cosine, which is 'constant'"),
+        (["learner.min_lr_ratio=0.1"], "learner.lr_scheduler_type linear, cosine or wsd, which is 'constant'"),
         (["learner.lr_scheduler_type=cosine", "learner.lr_warmup_steps=5", "trainer.steps=5"], "raise trainer.steps"),
         (
             ["algorithm.adv_estimator=gae", "critic.critic_warmup=5", "learner.lr_scheduler_type=linear",
