@@ -143,7 +143,7 @@ class ChatCodec:
         text = self._template.render([ASKED, message], tools, generation_prompt=False)
         if not text.startswith(begin) and (tag := self._boundary.think_tag):
             said = text.removeprefix(begin.rpartition(tag)[0])
-            close = dict(ALL_THINK_TAGS)[tag]
+            close = next(after for before, after in ALL_THINK_TAGS if before == tag)
             text = begin + (
                 said.removeprefix(tag)
                 if said.startswith(tag)
