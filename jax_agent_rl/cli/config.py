@@ -38,7 +38,7 @@ CommandOption = Annotated[CommandName, typer.Option("--command", help="Whose con
 
 
 def register(parent: typer.Typer) -> None:
-    """Add ``doctor``, and the other commands of this module as ``config``."""
+    """Add ``doctor`` and ``import-config``, and the other commands of this module as ``config``."""
     command(
         parent,
         Panel.CHECK,
@@ -46,6 +46,12 @@ def register(parent: typer.Typer) -> None:
         "doctor configs/quickstart.yaml",
         "doctor configs/ppo_tool.yaml rollout.backend=vllm --json",
     )(doctor)
+    command(
+        parent,
+        Panel.CHECK,
+        "import-config verl run.sh > mine.yaml",
+        "import-config verl base.yaml run.sh --out mine.yaml",
+    )(import_config)
     add_group(
         parent,
         app,
@@ -135,6 +141,38 @@ def reference() -> None:
         ),
         end="",
     )
+
+
+def import_config(
+    framework: Annotated[Literal["verl"], typer.Argument(help="Whose settings: verl's, or verl-tool's.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Shell scripts, overrides or YAML files; a later file takes precedence.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; default standard output.")] = None,
+) -> None:
+    """Translate another framework's settings into a configuration, and list what needs a decision.
+
+    Nothing in the files is run. What was not translated, and why, is listed on standard error.
+    """
+    from jax_agent_rl.config.from_verl import as_yaml, import_verl
+    from jax_agent_rl.config.overrides_script import read_overrides
+
+    made = import_verl({key: one for file in files for key, one in read_overrides(file).items()})
+    if out is None:
+        print(as_yaml(made), end="")
+    else:
+        out.write_text(as_yaml(made))
+    headings = {
+        "choice": "Needs a decision",
+        "unknown": "Unknown here",
+        "no effect": "Has no effect with the other settings",
+        "no meaning": "Has no meaning here",
+    }
+    listed = {heading: made.leftovers.get(sort, []) for sort, heading in headings.items()}
+    listed["Defaults of verl's that differ from ours, and were written"] = made.defaults
+    for heading, lines in listed.items():
+        if lines:
+            print(f"\n{heading}:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
 def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> None:

@@ -7,7 +7,8 @@ nearest valid name. Every key is read somewhere; a key that does nothing must no
 ``run`` the root, checks between sections, ``load`` · ``task, agent, tools, rollout, strategy, algorithm, learner,
 trainer`` the sections (``task``: model, data and reward) · ``tool_server`` the tree of the tool server · ``base,
 conditions, loading`` what sections consist of, when a key is used, YAML and overrides · ``reference`` documentation of
-all keys · ``default_agent`` the agent of rows that name none
+all keys · ``default_agent`` the agent of rows that name none · ``overrides_script, from_verl``
+configurations from verl's
 """
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName

@@ -83,6 +83,11 @@ _EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
+def parse_value(text: str) -> Any:
+    """Parse the value of an override; raise ``yaml.YAMLError``."""
+    return yaml.load(text, _Loader)
+
+
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
@@ -94,7 +99,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> str | None:
     if not equals or not all(parts):
         return f"override {item!r}: write key.path=value"
     try:
-        value = yaml.load(text, _Loader)
+        value = parse_value(text)
     except yaml.YAMLError as error:
         return f"override {item!r}: the value is not valid YAML ({error})"
     node = tree

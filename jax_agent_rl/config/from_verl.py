@@ -1,0 +1,391 @@
+"""verl's overrides, and verl-tool's, as a configuration of ours: ``jax-agent-rl import-config verl run.sh``.
+
+``SAME`` maps keys whose values carry over, ``_derived`` translates those that need more, ``NO_MEANING`` and ``CHOICES``
+explain the rest, ``DEFAULTS`` are verl's where they differ. docs/moving.md shows the same tables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_agent_rl.config.agent import AgentConfig
+from jax_agent_rl.config.loading import valid_keys
+from jax_agent_rl.config.overrides_script import Override
+from jax_agent_rl.config.run import Config, build
+from jax_agent_rl.errors import ConfigError
+
+_A = "actor_rollout_ref.actor."
+_M = "actor_rollout_ref.model."
+_R = "actor_rollout_ref.rollout."
+_TURNS = f"{_R}multi_turn."
+_AGENT = "actor_rollout_ref.agent."  # of verl-tool; its keys have the same names here
+
+SAME: Mapping[str, str] = {
+    f"{_M}path": "model.path",
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "rollout.prompts_per_step",
+    "data.max_prompt_length": "agent.max_prompt_length",
+    "data.max_response_length": "agent.max_response_length",
+    f"{_R}n": "rollout.group_size",
+    f"{_R}temperature": "rollout.temperature",
+    f"{_R}top_p": "rollout.top_p",
+    f"{_R}max_model_len": "rollout.max_model_len",
+    f"{_TURNS}max_assistant_turns": "agent.max_assistant_turns",
+    f"{_TURNS}max_user_turns": "agent.max_user_turns",
+    f"{_TURNS}max_parallel_calls": "agent.max_parallel_calls",
+    f"{_TURNS}tool_config_path": "tools.tool_config_path",
+    f"{_TURNS}interaction_config_path": "interactions.interaction_config_path",
+    f"{_TURNS}format": "agent.tool_format",
+    f"{_R}agent.default_agent_loop": "agent.default_agent",
+    f"{_A}ppo_epochs": "learner.ppo_epochs",
+    f"{_A}grad_clip": "learner.max_grad_norm",
+    f"{_A}optim.lr": "learner.learning_rate",
+    f"{_A}optim.lr_scheduler_type": "learner.lr_scheduler_type",
+    f"{_A}optim.min_lr_ratio": "learner.min_lr_ratio",
+    f"{_A}optim.weight_decay": "learner.weight_decay",
+    f"{_A}clip_ratio_low": "algorithm.clip_ratio_low",
+    f"{_A}clip_ratio_high": "algorithm.clip_ratio_high",
+    f"{_A}clip_ratio_c": "algorithm.clip_ratio_c",
+    f"{_A}loss_agg_mode": "algorithm.loss_agg_mode",
+    f"{_A}loss_scale_factor": "algorithm.loss_scale_factor",
+    f"{_A}entropy_coeff": "algorithm.entropy_coeff",
+    "algorithm.gamma": "algorithm.gamma",
+    "algorithm.lam": "algorithm.lam",
+    "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_rs": "algorithm.rollout_correction.rollout_rs",
+    "critic.optim.lr": "critic.learning_rate",
+    "critic.cliprange_value": "critic.cliprange_value",
+    "critic.model.path": "critic.path",
+    "trainer.critic_warmup": "critic.critic_warmup",
+    "trainer.total_training_steps": "trainer.steps",
+}
+"""verl's key -> ours, where the value is the same."""
+
+VLLM: Mapping[str, str] = {
+    f"{_R}tensor_model_parallel_size": "rollout.vllm.tensor_parallel_size",
+    f"{_R}gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    f"{_R}enforce_eager": "rollout.vllm.enforce_eager",
+    f"{_R}max_num_seqs": "rollout.vllm.max_num_seqs",
+}
+"""The same for settings of the engine, with ``rollout.backend=vllm``."""
+
+NO_MEANING: Mapping[str, str] = {
+    r"data\.(filter_overlong_prompts.*|return_raw_chat|val_batch_size|shuffle|prompt_key|truncation)": (
+        "rows are shuffled, messages kept, and trajectories with too long a prompt dropped and counted"
+    ),
+    rf"{_M}(use_remove_padding|trust_remote_code|use_fused_kernels|use_shm)": (
+        "rows are always packed, and code of a checkpoint never runs"
+    ),
+    r".*\.(use_dynamic_bsz|log_prob_use_dynamic_bsz|\w*max_token_len_per_gpu|log_prob_micro_batch_size(_per_gpu)?)": (
+        "rows are packed to learner.pack_length"
+    ),
+    r".*(\.|_)(param_offload|optimizer_offload|grad_offload|use_torch_compile|strategy|forward_prefetch)": (
+        "JAX compiles and shards the learner's step"
+    ),
+    rf"{_R}(mode|free_cache_engine|enable_chunked_prefill|calculate_log_probs|dtype|load_format|layered_summon)": (
+        "the engine always works asynchronously, prefills in chunks and reports log-probs"
+    ),
+    rf"{_TURNS}enable": "a row's agent_name, or agent.default_agent, selects the agent",
+    r"trainer\.(val_before_train|default_hdfs_dir|balance_batch|\w+_data_dir|log_val_generations)": (
+        "a run evaluates first if data.eval is set, and keeps trajectories in its folder"
+    ),
+}
+"""Pattern of verl's keys -> why there is no such key here."""
+
+CHOICES: Mapping[str, str] = {
+    rf"{_A}ppo_micro_batch_size(_per_gpu)?": (
+        "set learner.micro_batch_size, which counts packed rows of learner.pack_length tokens, by the memory"
+    ),
+    rf"{_A}(fsdp_config\.fsdp_size|ulysses_sequence_parallel_size)|trainer\.(n_gpus_per_node|nnodes)": (
+        "set learner.mesh.fsdp and learner.mesh.context for your devices"
+    ),
+    rf"{_M}enable_gradient_checkpointing": "set learner.remat (default dots) by the memory",
+    rf"{_TURNS}max_tool_response_length": "verl counts characters; set agent.max_tool_response_length in tokens",
+    rf"{_A}clip_ratio": "set algorithm.clip_ratio_low and algorithm.clip_ratio_high",
+    rf"{_A}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
+    r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",
+    r"trainer\.resume_mode": "resume with the option --resume of train",
+    r"custom_reward_function\..*|(reward|reward_model)\.(?!.*overlong_buffer).*": (
+        "register the function with @register_reward in a file, and set reward.path"
+    ),
+    r"data\.gen_batch_size": "refills draw as many prompts as are missing; see algorithm.max_resample_rounds",
+    r"algorithm\.filter_groups\.metric": "groups are filtered by their rewards",
+}
+"""Pattern of verl's keys -> what to decide."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "algorithm.clip_ratio_high": 0.2,
+    "algorithm.filter_zero_variance": False,
+    "algorithm.segment_weight": "segment",
+    "algorithm.policy_loss.ppo_kl_coef": 0.1,
+    "algorithm.adv_estimator": "gae",
+    "rollout.group_size": 1,
+    "rollout.prompts_per_step": 1024,
+    "learner.num_minibatches": 4,
+    "learner.adam_b2": 0.999,
+    "learner.weight_decay": 0.01,
+    "critic.adam_b2": 0.999,
+    "critic.weight_decay": 0.01,
+}
+"""Our key -> verl's default, where ours differs and results would, too."""
+
+_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+_SIDES = {"left": "right", "right": "left", "middle": "middle"}  # verl names the side that is kept
+
+
+@dataclass
+class Imported:
+    """A configuration and what did not fit into it.
+
+    Attributes:
+        values: value by key of ours.
+        sources: for each of them where it came from, as a comment.
+        leftovers: sorts ``unknown``, ``no meaning``, ``choice``, ``no effect`` -> lines ``where: key=value: reason``.
+        defaults: lines about verl's defaults that were written because ours differ.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    leftovers: dict[str, list[str]] = field(default_factory=dict)
+    defaults: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, source: str) -> None:
+        """Set a key of ours."""
+        self.values[key], self.sources[key] = value, source
+
+    def leave(self, sort: str, line: str) -> None:
+        """Note what was not translated."""
+        self.leftovers.setdefault(sort, []).append(line)
+
+
+def import_verl(given: Mapping[str, Override]) -> Imported:
+    """Translate overrides of verl or verl-tool.
+
+    Raises:
+        ConfigError: no model or no rows are named, or what was translated is not valid together.
+    """
+    made = Imported()
+    known = {key: one.value for key, one in given.items() if not one.unresolved}
+    for key, one in given.items():
+        line = f"{one.where}: {key}={one.value}"
+        ours = _same(key, given)
+        if one.unresolved:
+            reason = f"the file does not define {', '.join(one.unresolved)}"
+            sort, explained = ("choice", line) if ours else _reason(key, line)
+            made.leave(sort, f"{explained}: {reason}" if sort == "choice" else explained)
+            if ours in ("model.path", "data.train", "data.eval"):
+                made.put(ours, one.value, key)
+            continue
+        if one.value is None:
+            continue  # verl's way to leave a key unset
+        try:
+            derived = _derive(key, one.value, known)
+        except (TypeError, AttributeError, ValueError, ZeroDivisionError, IndexError):
+            made.leave("choice", f"{line}: not a value that verl documents")
+            continue
+        if derived is not None:
+            for name, value in derived.items():
+                made.leave("choice", f"{line}: {value}") if name == "choice" else made.put(name, value, key)
+        elif ours:
+            made.put(ours, one.value, key)
+        else:
+            made.leave(*_reason(key, line))
+    _complete(made, given)
+    _drop_refused(made)
+    return made
+
+
+def _same(key: str, given: Mapping[str, Override]) -> str | None:
+    """Return our key for one of verl's or verl-tool's whose value carries over."""
+    name = key.removeprefix(_AGENT)
+    if key.startswith(_AGENT) and name in AgentConfig.model_fields:
+        return f"agent.{name}"
+    on_vllm = f"{_R}name" in given and given[f"{_R}name"].value == "vllm"
+    return SAME.get(key) or (VLLM.get(key) if on_vllm else None)
+
+
+def _reason(key: str, line: str) -> tuple[str, str]:
+    for sort, patterns in (("choice", CHOICES), ("no meaning", NO_MEANING)):
+        for pattern, reason in patterns.items():
+            if re.fullmatch(pattern, key):
+                return sort, f"{line}: {reason}"
+    return "unknown", line
+
+
+def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return our keys for one whose value changes, None for others; under ``choice`` stands what to decide."""
+    leaf = key.rpartition(".")[2]
+    match = re.fullmatch(r"(.*overlong_buffer(?:_cfg)?\.)(enable|len|penalty_factor|log)", key)
+    if match and leaf != "len":
+        return {}
+    if match and given.get(f"{match[1]}enable", False):
+        factor = given.get(f"{match[1]}penalty_factor", 1.0)
+        return {"algorithm.shaping.overlong_buffer": value, "algorithm.shaping.overlong_factor": factor}
+    if key == f"{_R}name":
+        other = {"choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"}
+        return {"rollout.backend": "vllm"} if value == "vllm" else other
+    if key == f"{_R}top_k":
+        return {"rollout.top_k": max(value, 0)}
+    if key in (f"{_R}val_kwargs.temperature", f"{_R}val_kwargs.do_sample"):
+        samples = given.get(f"{_R}val_kwargs.do_sample", False)
+        temperature = given.get(f"{_R}val_kwargs.temperature", 0)
+        return {"rollout.eval_temperature": temperature} if samples and leaf == "temperature" else {}
+    if key == f"{_TURNS}tool_response_truncate_side":
+        return {"agent.tool_response_truncate_side": _SIDES.get(value, value)}
+    if key == f"{_AGENT}tool_server_url":
+        return {"agent.tool_server_url": str(value).removesuffix("/get_observation")}
+    if key == f"{_A}ppo_mini_batch_size":
+        return _minibatches(given.get("data.train_batch_size", 1024), value)
+    if key == f"{_A}optim.lr_warmup_steps":
+        return {"learner.lr_warmup_steps": max(value, 0)}
+    if key == f"{_A}optim.betas":
+        return {"learner.adam_b1": value[0], "learner.adam_b2": value[1]}
+    if key == f"{_A}policy_loss.loss_mode":
+        return {"algorithm.policy_loss.loss_mode": value.replace("-", "_")}
+    if key == f"{_A}use_token_level_loss":
+        return {"algorithm.loss_agg_mode": "token-mean" if value else "seq-mean-token-mean"}
+    if key in (f"{_A}use_kl_loss", "algorithm.use_kl_in_reward"):
+        return _kl(given, key) if value else {}
+    if key in (f"{_A}kl_loss_coef", f"{_A}kl_loss_type", "algorithm.kl_penalty") or "kl_ctrl." in key:
+        return {}  # read with the switches above; without them, verl does not use them either
+    if key in (f"{_M}lora_rank", f"{_M}lora_alpha", f"{_M}target_modules"):
+        lora = given.get(f"{_M}lora_rank", 0) > 0 and not (leaf == "target_modules" and value == "all-linear")
+        ours = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
+        return {f"learner.lora.{ours}": value} if lora else {}
+    if key == "algorithm.adv_estimator":
+        scaled = given.get("algorithm.norm_adv_by_std_in_grpo", True)
+        return {"algorithm.adv_estimator": "dr_grpo" if value == "grpo" and not scaled else value}
+    if key == "algorithm.norm_adv_by_std_in_grpo":
+        return {}
+    if key.startswith("algorithm.filter_groups.") and leaf != "metric":
+        return _filter_groups(given) if leaf == "enable" else {}
+    if key in ("trainer.test_freq", "trainer.save_freq"):
+        ours = "trainer.eval_every" if leaf == "test_freq" else "trainer.checkpoint_every"
+        return {ours: max(value, 0)}
+    if key == "trainer.logger":
+        known = [name for name in value if name in ("tensorboard", "wandb", "trackio")]
+        rest = [name for name in value if name not in (*known, "console")]
+        return {"trainer.logger": known} | ({"choice": f"there is no logger {', '.join(rest)}"} if rest else {})
+    if key == "trainer.project_name":
+        return {"trainer.project_name": value}
+    if key in ("trainer.default_local_dir", "trainer.experiment_name"):
+        return {}  # see _complete
+    if key == "trainer.total_epochs" and "trainer.total_training_steps" in given:
+        return {}
+    return None
+
+
+def _minibatches(batch: int, mini_batch: int) -> dict[str, Any]:
+    if batch % mini_batch:
+        return {"choice": f"{batch} prompts are not a multiple of it; set learner.num_minibatches"}
+    return {"learner.num_minibatches": batch // mini_batch}
+
+
+def _kl(given: Mapping[str, Any], switch: str) -> dict[str, Any]:
+    """Return the section ``algorithm.kl`` for the switch that is on."""
+    if given.get(f"{_A}use_kl_loss") and given.get("algorithm.use_kl_in_reward"):
+        return {"choice": "verl adds both; set algorithm.kl.where to loss or to reward"}
+    if switch.endswith("use_kl_loss"):
+        where, coef = "loss", given.get(f"{_A}kl_loss_coef", 0.001)
+        estimator = given.get(f"{_A}kl_loss_type", "low_var_kl")
+    else:
+        where, coef = "reward", given.get("algorithm.kl_ctrl.kl_coef", 0.001)
+        estimator = given.get("algorithm.kl_penalty", "kl")
+    if not coef:
+        return {}  # a weight of zero: no second copy of the model is needed
+    base = estimator.removesuffix("+")
+    name = _KL.get(base, base) + estimator[len(base) :]
+    made = {"algorithm.kl.where": where, "algorithm.kl.coef": coef, "algorithm.kl.estimator": name}
+    if where == "reward" and given.get("algorithm.kl_ctrl.type") == "adaptive":
+        made["algorithm.kl.controller"] = "adaptive"
+        made["algorithm.kl.target"] = given.get("algorithm.kl_ctrl.target_kl", 0.1)
+        made["algorithm.kl.horizon"] = given.get("algorithm.kl_ctrl.horizon", 10000)
+    return made
+
+
+def _filter_groups(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not given["algorithm.filter_groups.enable"]:
+        return {"algorithm.filter_zero_variance": False}
+    batches = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
+    if batches < 1:
+        return {
+            "algorithm.filter_zero_variance": True,
+            "choice": "verl generates without limit; set algorithm.max_resample_rounds",
+        }
+    return {"algorithm.filter_zero_variance": True, "algorithm.max_resample_rounds": batches - 1}
+
+
+def _complete(made: Imported, given: Mapping[str, Override]) -> None:
+    """Add the run folder, lengths that follow from others, and verl's defaults that differ."""
+    named = given.get("trainer.default_local_dir") or given.get("trainer.experiment_name")
+    if named and not named.unresolved:
+        folder = named.key.endswith("local_dir")
+        made.put("run_dir", str(named.value) if folder else f"runs/{named.value}", named.key)
+    else:
+        made.put("run_dir", "runs/imported", "a name of the importer's")
+        if named:
+            made.leave("choice", f"{named.where}: {named.key}={named.value}: set run_dir")
+    longest = sum(made.values.get(f"agent.max_{part}_length", 512) for part in ("prompt", "response"))
+    made.values.setdefault("rollout.max_model_len", longest)
+    made.sources.setdefault("rollout.max_model_len", "max_prompt_length + max_response_length, as in verl")
+    made.put("learner.pack_length", longest, "max_prompt_length + max_response_length, which must fit")
+    missing = [key for key in ("model.path", "data.train") if key not in made.values]
+    if missing:
+        theirs = {"model.path": f"{_M}path", "data.train": "data.train_files"}
+        raise ConfigError([f"{key}: the overrides lack {theirs[key]}; add it to the file" for key in missing])
+    for key, value in DEFAULTS.items():
+        if key in made.values or (key == "learner.num_minibatches" and f"{_A}ppo_mini_batch_size" in given):
+            continue
+        if key == "learner.num_minibatches":
+            batch = made.values["rollout.prompts_per_step"]
+            value = max(batch // 256, 1) if isinstance(batch, int) else value
+        made.put(key, value, "verl's default")
+
+
+def _drop_refused(made: Imported) -> None:
+    """Remove keys that the configuration refuses, with its reason, until it is valid.
+
+    Raises:
+        ConfigError: a problem names no key that was translated.
+    """
+    while True:
+        try:
+            build({}, [f"{key}={_flow(value)}" for key, value in made.values.items()])
+            break
+        except ConfigError as error:
+            refused = {m[0]: p for p in error.problems if (m := re.match(r"[\w.]+", p)) and m[0] in made.values}
+            if not refused:
+                raise
+            for key, problem in refused.items():
+                del made.values[key]
+                source = made.sources.pop(key)
+                if source != "verl's default":
+                    made.leave("no effect" if " is used only " in problem else "choice", f"{source}: {problem}")
+    made.defaults = [f"{key}={_flow(made.values[key])}" for key, s in made.sources.items() if s == "verl's default"]
+
+
+def _flow(value: Any) -> str:
+    """Write a value as YAML on one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_yaml(made: Imported) -> str:
+    """Write the configuration section by section; a comment beside each line says where it came from."""
+    order = {key: index for index, key in enumerate(valid_keys(Config))}
+    lines: list[str] = []
+    above: list[str] = []
+    for key in sorted(made.values, key=lambda key: order.get(key, len(order))):
+        *sections, leaf = key.split(".")
+        shared = next((i for i, pair in enumerate(zip(sections, above, strict=False)) if pair[0] != pair[1]), None)
+        shared = min(len(sections), len(above)) if shared is None else shared
+        for depth in range(shared, len(sections)):
+            lines += ([""] if depth == 0 and lines else []) + [f"{'  ' * depth}{sections[depth]}:"]
+        above = sections
+        lines.append(f"{'  ' * len(sections)}{leaf}: {_flow(made.values[key])}  # {made.sources[key]}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,172 @@
+"""verl's scripts become configurations: what a shell would pass is read, and nothing is lost silently."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.config import build, load
+from jax_agent_rl.config.from_verl import DEFAULTS, SAME, VLLM, as_yaml, import_verl
+from jax_agent_rl.config.loading import valid_keys
+from jax_agent_rl.config.overrides_script import read_overrides
+from jax_agent_rl.config.run import Config
+from jax_agent_rl.errors import ConfigError
+from tests.unit.docs.pages import DOCS
+
+GRPO = r"""
+set -x
+MODEL=${MODEL:-Qwen/Qwen2-7B-Instruct}
+BATCH=$((512 * 2))
+DATA=(
+    data.train_files=$HOME/gsm8k/train.parquet   # rows
+    data.val_files="['$HOME/gsm8k/test.parquet']"
+)
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \
+    algorithm.adv_estimator=grpo data.train_batch_size=$BATCH \
+    data.max_prompt_length=512 data.max_response_length=1024 data.truncation='error' \
+    actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.n=5 \
+    +foo.bar=1 trainer.logger=['console','wandb'] trainer.experiment_name='qwen2' \
+    trainer.test_freq=5 trainer.total_epochs=15 $@
+"""
+MODEL_AND_ROWS = "actor_rollout_ref.model.path=m data.train_files=rows.parquet\n"
+
+
+def overrides(tmp_path: Path, text: str, name: str = "run.sh"):
+    file = tmp_path / name
+    file.write_text(text)
+    return read_overrides(file)
+
+
+def test_a_grpo_script_becomes_a_configuration_that_loads(tmp_path: Path):
+    made = import_verl(overrides(tmp_path, GRPO))
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_yaml(made))
+    config = load(file)
+    assert config.model.path == "Qwen/Qwen2-7B-Instruct"
+    assert made.values["data.eval"] == ["~/gsm8k/test.parquet"]
+    assert config.rollout.prompts_per_step == 1024 and config.rollout.group_size == 5
+    assert config.learner.num_minibatches == 4 and config.rollout.max_model_len == 1536
+    kl = config.algorithm.kl
+    assert (kl.where, kl.coef, kl.estimator) == ("loss", 0.002, "k3")
+    assert config.rollout.vllm.tensor_parallel_size == 2 and config.trainer.eval_every == 5
+    assert config.algorithm.clip_ratio_high == 0.2 and config.learner.adam_b2 == 0.999  # verl's defaults
+    assert "group_size: 5  # actor_rollout_ref.rollout.n" in file.read_text()
+
+
+def test_what_is_not_translated_is_listed_with_its_line(tmp_path: Path):
+    left = import_verl(overrides(tmp_path, GRPO)).leftovers
+    assert left["unknown"] == ["run.sh:16: foo.bar=1"]
+    assert [line.split(": ")[0:2] for line in left["choice"]] == [["run.sh:17", "trainer.total_epochs=15"]]
+    assert [line.split(": ")[1] for line in left["no meaning"]] == ["data.truncation=error"]
+
+
+def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
+    text = MODEL_AND_ROWS + (
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 algorithm.filter_groups.enable=True\n"
+        "algorithm.filter_groups.max_num_gen_batches=10\n"
+        "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128\n"
+        "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32\n"
+    )
+    algorithm = build(yaml.safe_load(as_yaml(made := import_verl(overrides(tmp_path, text))))).algorithm
+    assert algorithm.filter_zero_variance and algorithm.max_resample_rounds == 9
+    assert algorithm.shaping.overlong_buffer == 128 and made.values["learner.num_minibatches"] == 16
+
+
+def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
+    text = (
+        "host=$(hostname -i)\nurl=http://$host:5000/get_observation\npython -m verl_tool.trainer.main_ppo \\\n"
+        "  actor_rollout_ref.agent.max_turns=10 actor_rollout_ref.agent.tool_server_url=$url \\\n  " + MODEL_AND_ROWS
+    )
+    made = import_verl(overrides(tmp_path, text))
+    assert made.values["agent.max_turns"] == 10 and "agent.tool_server_url" not in made.values
+    assert made.leftovers["choice"] == [
+        "run.sh:4: actor_rollout_ref.agent.tool_server_url=http://$(hostname -i):5000/get_observation: "
+        "the file does not define $(hostname -i)"
+    ]
+
+
+def test_mini_batches_that_do_not_divide_the_batch_need_a_choice(tmp_path: Path):
+    text = MODEL_AND_ROWS + "data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=48"
+    made = import_verl(overrides(tmp_path, text))
+    assert "learner.num_minibatches" not in made.values
+    assert "not a multiple" in made.leftovers["choice"][0]
+
+
+def test_yaml_references_are_resolved(tmp_path: Path):
+    text = "data: {max_prompt_length: 64}\nrollout:\n  prompt_length: ${data.max_prompt_length}\n"
+    found = overrides(tmp_path, text, "verl.yaml")
+    assert found["rollout.prompt_length"].value == 64 and found["rollout.prompt_length"].where == "verl.yaml:3"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("x=1\na.b='open\n", 'run.sh:2: "\'" opens'),
+        ("\na.b=[1\n", "run.sh:2: a.b=[1: the value is not valid YAML"),
+        ("python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2\n", "run.sh:2: a second"),
+    ],
+)
+def test_an_error_names_the_line(tmp_path: Path, text: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        overrides(tmp_path, text)
+    assert message in str(error.value)
+
+
+def test_a_script_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"lack actor_rollout_ref\.model\.path"):
+        import_verl(overrides(tmp_path, "data.train_files=rows.parquet"))
+
+
+def test_nothing_is_run(tmp_path: Path):
+    overrides(tmp_path, f"x=$(touch {tmp_path}/made)\na.b=`touch {tmp_path}/made`\n")
+    assert not (tmp_path / "made").exists()
+
+
+KEYS = st.from_regex(r"[a-z]{1,4}(\.[a-z_]{1,6}){1,3}", fullmatch=True)
+VALUES = st.one_of(st.integers(), st.booleans(), st.text("abc xyz'\"$#\\&|;(){}`=~", max_size=12))
+
+
+def quoted(word: str, how: str) -> str:
+    if how == "double":
+        return '"' + "".join(f"\\{c}" if c in '"$`\\' else c for c in word) + '"'
+    return shlex.quote(word)
+
+
+@given(st.dictionaries(KEYS, st.tuples(VALUES, st.sampled_from(["single", "double"])), min_size=1, max_size=6))
+def test_any_overrides_are_read_back_in_any_quoting(tmp_path_factory, mapping):
+    words = [
+        quoted(f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000)}", how)
+        for key, (value, how) in mapping.items()
+    ]
+    file = tmp_path_factory.mktemp("script") / "run.sh"
+    file.write_text("python -m verl.trainer.main_ppo \\\n  " + " \\\n  ".join(words) + "\n")
+    assert {key: one.value for key, one in read_overrides(file).items()} == {k: v for k, (v, _) in mapping.items()}
+
+
+PAGE = (DOCS / "moving.md").read_text().split("## From verl\n")[1].split("## From TRL")[0]
+ROWS = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 3]
+
+
+@pytest.mark.parametrize("theirs, ours", [*SAME.items(), *VLLM.items()])
+def test_the_page_lists_every_key_that_carries_over(theirs: str, ours: str):
+    assert ours in valid_keys(Config)
+    leaf = theirs.rpartition(".")[2]
+    assert any(f"{leaf}`" in row[0] and f"`{ours}`" in row[1] for row in ROWS)
+
+
+def test_the_page_lists_the_defaults_that_are_written():
+    table = {
+        line.split("`")[1]: line.split("|")[2].strip()
+        for line in PAGE.splitlines()
+        if line.count("|") == 5 and line.startswith("| `")
+    }
+    for key, value in DEFAULTS.items():
+        assert table[key].split(" ")[0] == (str(value).lower() if isinstance(value, bool) else str(value))
