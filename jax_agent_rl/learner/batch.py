@@ -187,6 +187,7 @@ def pack(
     share_prefixes: bool = True,
     image_packing: ImagePacking | None = None,
     vocab_size: int | None = None,
+    targets: Sequence[np.ndarray] | None = None,
 ) -> tuple[Batch, Sharing]:
     """Pack sequences into rows: each goes where it shares the longest prefix, else into the first row with room.
 
@@ -196,6 +197,8 @@ def pack(
         share_prefixes: compute common prefixes once.
         image_packing: how rows hold images; None for a text model.
         vocab_size: of the model; None if no draw was restricted.
+        targets: of each trajectory, ids that are scored in place of its own ones, int32 [S]; none may have segments or
+            supports.
 
     Raises:
         ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches; or
@@ -211,15 +214,16 @@ def pack(
             )
     packer = ImagePacker(image_packing, sequences) if image_packing else None
     ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    # Terms of one node may have other supports: as many targets as terms then have to fit a row.
-    room = pack_length * (1 if any(s.restricted for s in sequences) else TERMS_PER_TOKEN)
+    # Terms of one node may have other supports or ids: as many targets as terms then have to fit a row.
+    own_targets = targets is not None or any(s.restricted for s in sequences)
+    room = pack_length * (1 if own_targets else TERMS_PER_TOKEN)
     rows = assign_rows(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)
     places: dict[int, Place] = {}
     paths, supports = [], []
     for index, row in enumerate(rows):
         paths.append(_fill_nodes(arrays, index, row))
-        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences)
+        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences, targets)
         places |= placed
         supports.append(of_targets)
     images = None
@@ -302,13 +306,14 @@ def _fill_terms(
     row: Sequence[Member],
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
+    targets: Sequence[np.ndarray] | None,
 ) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
     """Write the terms of one row, member by member, and the targets in order of first use; also return their supports.
 
-    Terms of one node that were drawn from different supports have a target each.
+    Terms of one node that were drawn from different supports, or that score different ids, have a target each.
     """
     places: dict[int, Place] = {}
-    nodes, parents, numbers = [], [], []
+    nodes, parents, ids, numbers = [], [], [], []
     supports: list[Support | None] = []
     count = 0
     for number, (member, path) in enumerate(zip(row, paths, strict=True)):
@@ -316,6 +321,7 @@ def _fill_terms(
         at = np.flatnonzero(sequence.loss_mask) + len(sequence.prompt_ids)
         nodes.append(path[at])
         parents.append(path[at - 1])
+        ids.append(arrays["token_ids"][index, path[at]] if targets is None else targets[member.which])
         drawn_from = sequence.supports
         supports += [drawn_from[i] for i in at - len(sequence.prompt_ids)]
         numbers.append(np.full(len(at), number))
@@ -325,13 +331,15 @@ def _fill_terms(
             path=path[len(sequence.prompt_ids) - 1 :],
         )
         count += len(at)
-    node, parent = np.concatenate(nodes), np.concatenate(parents)
-    distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
-    first, target = _first_seen(
-        node + arrays["token_ids"].shape[1] * np.array([distinct[s] for s in supports], np.int64)
-    )
+    node, parent, scored = np.concatenate(nodes), np.concatenate(parents), np.concatenate(ids)
+    if targets is None:
+        distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
+        kind = np.array([distinct[s] for s in supports], np.int64)
+    else:
+        node, kind = parent, np.unique(scored, return_inverse=True)[1]
+    first, target = _first_seen(node + arrays["token_ids"].shape[1] * kind)
     arrays["target_parent"][index, : len(first)] = parent[first]
-    arrays["target_id"][index, : len(first)] = arrays["token_ids"][index, node[first]]
+    arrays["target_id"][index, : len(first)] = scored[first]
     arrays["target_valid"][index, : len(first)] = True
     arrays["term_target"][index, :count] = target
     arrays["term_sequence"][index, :count] = np.concatenate(numbers)

@@ -162,6 +162,34 @@ def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
     return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
 
 
+def top_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the likeliest ids in every target's context, int32 [R, M, count], and their log-probs, float32.
+
+    Logits of a few targets exist at a time. Targets that are not valid may get zeros.
+    """
+    hidden, _ = routed(objective, model, batch)
+    at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
+    rows, targets, _ = at_parents.shape
+    chunk = min(objective.targets_per_chunk, targets)
+    padding = -targets % chunk
+
+    def chunks(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(-1, chunk, *x.shape[2:])
+
+    def likeliest(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = jnp.einsum("nd,vd->nv", hidden, model.head, preferred_element_type=jnp.float32) / objective.temperature
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits), count)
+        return ids, logprobs
+
+    def nothing(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((chunk, count), jnp.int32), jnp.zeros((chunk, count), jnp.float32)
+
+    parts = (chunks(at_parents), chunks(batch["target_valid"]))
+    ids, logprobs = jax.lax.map(lambda part: jax.lax.cond(jnp.any(part[1]), likeliest, nothing, part[0]), parts)
+    return ids.reshape(rows, -1, count)[:, :targets], logprobs.reshape(rows, -1, count)[:, :targets]
+
+
 def scored_terms(
     objective: ObjectiveConfig, model: Decoder, batch: Arrays, active: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:

@@ -14,7 +14,14 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import Critic, state_values, value_loss
-from jax_agent_rl.learner.objective import ObjectiveConfig, objective_config, policy_loss, router_loads, term_logprobs
+from jax_agent_rl.learner.objective import (
+    ObjectiveConfig,
+    objective_config,
+    policy_loss,
+    router_loads,
+    term_logprobs,
+    top_logprobs,
+)
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics, UpdatePrograms, View
 from jax_agent_rl.learner.parameterization import Parameterization, compute_model
 from jax_agent_rl.models.config import DecoderConfig
@@ -29,7 +36,8 @@ class LearnerPrograms:
         objective: what they compute.
         policy: the policy's update.
         score: (trained, frozen, batch=micro-batch) to the log-prob of every term's token, float32 [R, K].
-        route: the same to the tokens each expert was chosen by, float32 [E].
+        top: the same, and ``count``, to the likeliest ids in every target's context and their log-probs [R, M, count].
+        route: the same as score to the tokens each expert was chosen by, float32 [E].
         values: of the critic's weights, to the value of the state after every token, float32 [R, T].
     """
 
@@ -39,6 +47,7 @@ class LearnerPrograms:
     objective: ObjectiveConfig
     policy: UpdatePrograms
     score: Any
+    top: Any
     route: Any
     values: Any
 
@@ -102,6 +111,11 @@ class LearnerPrograms:
                 loss=functools.partial(loss, objective),
             ),
             score=reading(functools.partial(term_logprobs, objective), policy.view),
+            top=jax.jit(
+                lambda *weights, batch, count: top_logprobs(objective, policy.view(*weights), batch, count),
+                static_argnames="count",
+                out_shardings=everywhere,
+            ),
             route=reading(functools.partial(router_loads, objective), policy.view),
             values=reading(values, functools.partial(compute_model, Critic.graphdef(model), config.compute_dtype)),
         )

@@ -75,9 +75,9 @@ class Scorer:
             begin = members.stop
         return minis
 
-    def pack_one(self, trajectories: Sequence[Trajectory]) -> Batch:
-        """Pack trajectories into one batch."""
-        return self._pack_rows(trajectories)[0]
+    def pack_one(self, trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray] | None = None) -> Batch:
+        """Pack trajectories into one batch; for ``targets`` see :func:`~jax_agent_rl.learner.batch.pack`."""
+        return self._pack_rows(trajectories, targets=targets)[0]
 
     def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
         """Yield the batch's micro-batches, placed on the mesh."""
@@ -108,6 +108,28 @@ class Scorer:
         """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
         return batch.gather_terms(stack(self._run(self._programs.score, weights, batch), batch.term_target.shape))
 
+    def top_logprobs(self, weights: Weights, batch: Batch, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the likeliest ids in the context of each trajectory's tokens with loss, and their log-probs.
+
+        Args:
+            weights: trained and frozen.
+            batch: packed trajectories.
+            count: ids per token; one program is compiled for each power of two.
+
+        Returns:
+            int64 and float64 [S, count] for each trajectory.
+        """
+        width = 1 << (count - 1).bit_length()
+        layout = replace(batch, terms={})
+        parts = [self._programs.top(*weights, batch=arrays, count=width) for arrays in self.micro_batches(layout)]
+
+        def gathered(values: Sequence[jax.Array]) -> PerTerm:
+            of_targets = stack([np.asarray(x) for x in values], batch.target_id.shape)[..., :count]
+            return batch.gather_terms(np.take_along_axis(of_targets, batch.term_target[..., None], axis=1))
+
+        ids, logprobs = (gathered(x) for x in zip(*parts, strict=True))
+        return [(i.astype(np.int64), x) for i, x in zip(ids, logprobs, strict=True)]
+
     def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
         """Return the critic's values of each trajectory's states, float64 [L + 1]."""
         return batch.gather_states(stack(self._run(self._programs.values, weights, batch), batch.token_ids.shape))
@@ -133,10 +155,11 @@ class Scorer:
 
 
 def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the results [rows, n] of a batch's micro-batches as one array [R, N].
+    """Return the results [rows, n, ...] of a batch's micro-batches as one array [R, N, ...].
 
     Args:
         parts: in order; of halved rows, n is N / 2.
         shape: [R, N]; rows beyond are padding.
     """
-    return np.concatenate([np.pad(part, ((0, 0), (0, shape[1] - part.shape[1]))) for part in parts])[: shape[0]]
+    padded = (np.pad(x, [(0, 0), (0, shape[1] - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]) for x in parts)
+    return np.concatenate(list(padded))[: shape[0]]

@@ -63,6 +63,7 @@ class TrainingSequence:
     Attributes:
         token_ids: int32 [n].
         loss_mask: bool [n], tokens whose log-prob is computed; not the first one, which follows nothing.
+        targets: int32 [S], ids that are scored in place of the sequence's own, in the same contexts; None: its own.
         weight: float [S], what each counts in the loss, a sum; None: 1 each.
         advantage: float [S], for all losses but ``cross_entropy``.
         old_logprob: float [S], log-probs under the policy that sampled them, for the same losses.
@@ -70,6 +71,7 @@ class TrainingSequence:
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    targets: np.ndarray | None = None
     weight: np.ndarray | None = None
     advantage: np.ndarray | None = None
     old_logprob: np.ndarray | None = None
@@ -83,7 +85,7 @@ class TrainingSequence:
                 f"{len(self.loss_mask)} tokens has {int(np.sum(self.loss_mask))}, the first "
                 f"{'among' if self.loss_mask[0] else 'not among'} them"
             )
-        for name in ("weight", "advantage", "old_logprob"):
+        for name in ("targets", "weight", "advantage", "old_logprob"):
             values = getattr(self, name)
             if values is not None and np.shape(values) != (self.num_scored,):
                 raise ValueError(f"{name} has shape {np.shape(values)}; there are {self.num_scored} scored tokens")
@@ -94,11 +96,7 @@ class TrainingSequence:
         return int(np.sum(self.loss_mask))
 
     def trajectory(self, number: int) -> Trajectory:
-        """Return it as what the learner packs: one turn, of which only the scored tokens carry loss.
-
-        Args:
-            number: of the sequence in its batch, for messages.
-        """
+        """Return it, its batch's ``number``-th, as what the learner packs: a turn whose scored tokens carry loss."""
         begin = int(np.argmax(self.loss_mask))
         ids, scored = self.token_ids.tolist(), np.asarray(self.loss_mask, bool)[begin:].tolist()
         output = TokenOutput(
@@ -230,20 +228,35 @@ class SequenceLearner:
         twin._gradients = None
         return twin
 
-    def forward(self, data: Sequence[TrainingSequence], *, reference: bool = False) -> list[np.ndarray]:
+    def forward(
+        self, data: Sequence[TrainingSequence], *, reference: bool = False, trained: Params | None = None
+    ) -> list[np.ndarray]:
         """Return the log-prob of each sequence's scored tokens, float64 [S].
 
         Args:
             data: at least one sequence.
             reference: under the initial parameters instead of the current ones.
+            trained: these instead of the current trained parameters.
 
         Raises:
             ValueError: a sequence is longer than a packed row, or no reference was kept.
         """
-        weights = self._reference if reference else self._policy.weights
+        weights = self._reference if reference else self._weights(trained)
         if weights is None:
             raise ValueError("no reference was kept: construct the learner with reference=True")
         return self._scorer.logprobs(weights, self._pack(data))
+
+    def top_logprobs(
+        self, data: Sequence[TrainingSequence], count: int, *, trained: Params | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the ``count`` likeliest ids at each scored token, int64 [S, count], and their log-probs, float64.
+
+        ``trained`` and errors are those of :meth:`forward`.
+        """
+        return self._scorer.top_logprobs(self._weights(trained), self._pack(data), count)
+
+    def _weights(self, trained: Params | None) -> tuple[Params, Params]:
+        return self._policy.weights if trained is None else (trained, self._policy.frozen)
 
     def forward_backward(
         self, data: Sequence[TrainingSequence], *, loss: str = "cross_entropy", **constants: float
@@ -302,7 +315,16 @@ class SequenceLearner:
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
     def _pack(self, data: Sequence[TrainingSequence]) -> Batch:
-        return self._scorer.pack_one([sequence.trajectory(number) for number, sequence in enumerate(data)])
+        for number, sequence in enumerate(data):
+            ids = np.append(sequence.token_ids, [] if sequence.targets is None else sequence.targets)
+            if not 0 <= ids.min() <= ids.max() < self.model.vocab_size:
+                wrong = int(ids.min() if ids.min() < 0 else ids.max())
+                raise ValueError(
+                    f"sequence {number} has the id {wrong}; the model's are 0 to {self.model.vocab_size - 1}"
+                )
+        targets = [s.token_ids[s.loss_mask] if s.targets is None else s.targets for s in data]
+        are_own = all(sequence.targets is None for sequence in data)
+        return self._scorer.pack_one([s.trajectory(n) for n, s in enumerate(data)], None if are_own else targets)
 
 
 def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:

@@ -8,17 +8,16 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any
 
-import numpy as np
 from aiohttp import web
 
 from jax_agent_rl.config.tinker_server import TinkerServerSettings
 from jax_agent_rl.tinker_server.database import Database, Request
-from jax_agent_rl.tinker_server.sampling import Sampler
-from jax_agent_rl.tinker_server.training import Models
-from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, sampling_params, write_samples
+from jax_agent_rl.tinker_server.rest import RestRoutes, expiry
+from jax_agent_rl.tinker_server.sampling import Checkpoint, Sampler
+from jax_agent_rl.tinker_server.training import Models, Scores
+from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, read_prompt, sampling_params, write_samples
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
 
 logger = logging.getLogger(__name__)
@@ -26,6 +25,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 30.0
 """How long a request for a result waits before the client asks again."""
 PROTOBUF = "application/x-protobuf"
+MOST_LIKELIEST = 64
+"""Top-k log-probs that a client may ask for."""
+_BINARY = ("forward", "forward_backward", "sample")
 _TRAINING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights", "unload_model")
 
 
@@ -58,37 +60,25 @@ class TinkerServer:
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._worker: asyncio.Task[None] | None = None
-        routes = {
-            "GET": {
-                "healthz": self._healthy,
-                "get_server_capabilities": self._capabilities,
-                "training_runs": self._training_runs,
-                "training_runs/{model}": self._training_run,
-                "training_runs/{model}/checkpoints": self._checkpoints,
-                "checkpoints": self._checkpoints,
-            },
-            "POST": {
-                "client/config": self._client_config,
-                "client/dynamic_config": self._dynamic_config,
-                "create_session": self._create_session,
-                "session_heartbeat": self._heartbeat,
-                "telemetry": self._telemetry,
-                "get_info": self._info,
-                "weights_info": self._weights_info,
-                "create_sampling_session": self._create_sampler,
-                "forward_backward": self._forward_backward,
-                "asample": self._sample,
-                "retrieve_future": self._retrieve,
-                "cancel_future": self._cancel,
-                **{kind: self._accept(kind) for kind in _TRAINING},
-            },
-        }
+        self._unscored: dict[Checkpoint | None, list[tuple[list[int], int, asyncio.Future[Scores]]]] = {}
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._rest = RestRoutes(settings, models, database, training)
+        routes = [
+            ("GET", "healthz", self._healthy),
+            ("GET", "get_server_capabilities", self._capabilities),
+            ("POST", "client/config", self._client_config),
+            ("POST", "client/dynamic_config", self._dynamic_config),
+            ("POST", "telemetry", self._telemetry),
+            ("POST", "create_sampling_session", self._create_sampler),
+            ("POST", "forward_backward", self._forward_backward),
+            ("POST", "asample", self._sample),
+            ("POST", "retrieve_future", self._retrieve),
+            ("POST", "cancel_future", self._cancel),
+            *(("POST", kind, self._accept(kind)) for kind in _TRAINING),
+            *self._rest.routes(),
+        ]
         self.http = HttpServer(
-            [
-                web.route(method, f"/api/v1/{path}", handler)
-                for method, handlers in routes.items()
-                for path, handler in handlers.items()
-            ],
+            [web.route(method, f"/api/v1/{path}", handler) for method, path, handler in routes],
             refuse=lambda request, status, message: web.json_response({"detail": message}, status=status),
             host=settings.host,
             port=settings.port,
@@ -96,7 +86,7 @@ class TinkerServer:
             token_key="token_env",
             max_body_bytes=settings.max_body_mb << 20,
             body_key="max_body_mb",
-            body_types=(PROTOBUF,),
+            body_types=(PROTOBUF, "application/json"),
         )
 
     async def start(self) -> None:
@@ -109,7 +99,7 @@ class TinkerServer:
     async def close(self) -> None:
         """Stop; what is not done is done after the next start."""
         await self.http.close()
-        tasks = [*self._samples.values(), *([self._worker] if self._worker else [])]
+        tasks = [*self._samples.values(), *self._scoring, *([self._worker] if self._worker else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -163,7 +153,7 @@ class TinkerServer:
             raise Refused(404, f"there is no request {request_id!r}")
         if request.result is None:
             raise Refused(410, f"the result of {request_id!r} is not kept any more")
-        is_binary = request.state == "done" and request.kind in ("forward_backward", "sample")
+        is_binary = request.state == "done" and request.kind in _BINARY
         return web.Response(body=request.result, content_type=PROTOBUF if is_binary else "application/json")
 
     async def _cancel(self, http: web.Request) -> web.Response:
@@ -184,7 +174,8 @@ class TinkerServer:
                 return self._create_model(body)
             if kind == "load_weights" and body.get("session_id"):
                 return self._create_by_load(body)
-            model = self._known(body.get("model_id"))
+            model = self._rest.known(body.get("model_id"))
+            expiry(body.get("ttl_seconds"))
             number = body.get("seq_id")
             request_id = f"{model}:{uuid.uuid4().hex if number is None else number}"
             return self._submit(request_id, model, kind, json.dumps(body).encode())
@@ -216,22 +207,17 @@ class TinkerServer:
         return self._submit(f"{model}:0", model, kind, json.dumps(body).encode())
 
     def _create_by_load(self, body: dict[str, Any]) -> web.Response:
-        if self._database.checkpoint(body["path"]) is None:
-            raise Refused(404, f"there is no checkpoint {body['path']!r}")
+        self._rest.checkpoint(body["path"])
         return self._add_model(body, kind="load_weights")
 
     async def _forward_backward(self, http: web.Request) -> web.Response:
         body = await http.read()
         try:
-            model, number, _ = parse_batch(body)
+            model, number, message = parse_batch(body)
         except BadRequest as error:
             raise Refused(400, str(error)) from error
-        return self._submit(f"{self._known(model)}:{number}", model, "forward_backward", body)
-
-    def _known(self, model: str | None) -> str:
-        if model is None or self._database.model(model) is None:
-            raise Refused(404, f"there is no model {model!r}")
-        return model
+        kind = "forward" if message.forward_only else "forward_backward"
+        return self._submit(f"{self._rest.known(model)}:{number}", model, kind, body)
 
     def _require_base(self, name: str | None) -> None:
         if name not in (None, self._name):
@@ -244,17 +230,20 @@ class TinkerServer:
         path = body.get("model_path")
         if path is None:
             self._require_base(body.get("base_model"))
-        elif self._database.checkpoint(path) is None:
-            raise Refused(404, f"there is no checkpoint {path!r}")
+        else:
+            self._rest.checkpoint(path)
         sampler = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
         self._database.add_sampler(sampler, path)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def _sample(self, http: web.Request) -> web.Response:
         body = await read_json(http)
-        for key in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
+        for key in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if body.get(key):
                 raise Refused(400, f"{key} is not computed by this server")
+        for key in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if not 0 <= body.get(key, 0) <= MOST_LIKELIEST:
+                raise Refused(400, f"{key}={body[key]}; this server computes at most {MOST_LIKELIEST}")
         sampler, number = body.get("sampling_session_id"), body.get("seq_id")
         if sampler is not None and self._database.sampler(sampler) is None:
             raise Refused(404, f"there is no sampling session {sampler!r}")
@@ -268,21 +257,56 @@ class TinkerServer:
         body = json.loads(request.body or b"{}")
         session = self._database.sampler(request.owner)
         path = session[0] if session else body.get("model_path")
-        chunks = body["prompt"]["chunks"]
-        if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
-            raise BadRequest("the prompt holds images or audio; this server takes text only")
-        ids = [token for chunk in chunks for token in chunk["tokens"]]
+        checkpoint = None
+        if path is not None:
+            if (found := self._database.checkpoint(path)) is None:
+                raise BadRequest(f"there is no checkpoint {path!r} any more")
+            checkpoint = (path, found["created"])
+        ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
         room = self._sampler.longest - len(ids)
         if not ids or room < 1:
             raise BadRequest(f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}")
         count = range(int(body.get("num_samples", 1)))
         params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
-        outputs = await self._sampler.sample(path, request.id, ids, params)
-        return write_samples(outputs, await self._prompt_logprobs(path, ids) if body.get("prompt_logprobs") else None)
+        outputs = await self._sampler.sample(checkpoint, request.id, ids, params)
+        prompt_top, sample_top = body.get("topk_prompt_logprobs", 0), body.get("topk_sample_logprobs", 0)
+        prompt, samples = None, []
+        if (body.get("prompt_logprobs") or prompt_top) and len(ids) > 1:
+            prompt = await self._score(checkpoint, ids, prompt_top)
+        if sample_top:
+            whole = ([*ids, *output.token_ids] for output in outputs)
+            samples = await asyncio.gather(*(self._score(checkpoint, one, sample_top) for one in whole))
+        return write_samples(body, len(ids), outputs, prompt, samples)
 
-    async def _prompt_logprobs(self, path: str | None, ids: list[int]) -> np.ndarray:
+    async def _score(self, checkpoint: Checkpoint | None, ids: list[int], top: int) -> Scores:
+        """Score a context, together with all of the same checkpoint that wait for the training thread."""
+        if len(ids) > self._settings.pack_length:
+            raise BadRequest(f"log-probs of {len(ids)} tokens are asked for; pack_length={self._settings.pack_length}")
+        answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        waiting = self._unscored.setdefault(checkpoint, [])
+        waiting.append((ids, top, answer))
+        if len(waiting) == 1:
+            task = asyncio.create_task(self._score_waiting(checkpoint))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
+        return await answer
+
+    async def _score_waiting(self, checkpoint: Checkpoint | None) -> None:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._training, self._models.logprobs, path, ids)
+        await loop.run_in_executor(self._training, int)  # returns when the thread comes to it
+        batch = self._unscored.pop(checkpoint)
+        answers = [answer for _, _, answer in batch]
+        try:
+            work = [(ids, top) for ids, top, _ in batch]
+            scored = await loop.run_in_executor(self._training, self._models.score, checkpoint, work)
+        except Exception as error:
+            for answer in answers:
+                if not answer.done():  # cancelled
+                    answer.set_exception(error)
+            return
+        for answer, scores in zip(answers, scored, strict=True):
+            if not answer.done():
+                answer.set_result(scores)
 
     # --- everything else ----------------------------------------------------------------------------------------
 
@@ -300,73 +324,9 @@ class TinkerServer:
     async def _dynamic_config(self, http: web.Request) -> web.Response:
         return web.json_response({"sample_cancel_enabled": True})
 
-    async def _create_session(self, http: web.Request) -> web.Response:
-        session = uuid.uuid4().hex[:12]
-        self._database.add_session(session)
-        covers = "" if self._settings.lora is None else f"adapters cover {', '.join(self._settings.lora.targets)}"
-        note = f"{covers}; train_unembed is not supported" if covers else ""
-        return web.json_response({"type": "create_session", "session_id": session, "info_message": note or None})
-
-    async def _heartbeat(self, http: web.Request) -> web.Response:
-        return web.json_response({"type": "session_heartbeat"})
-
     async def _telemetry(self, http: web.Request) -> web.Response:
         return web.json_response({"status": "accepted"})
-
-    async def _info(self, http: web.Request) -> web.Response:
-        model = self._known((await read_json(http)).get("model_id"))
-        data = {"model_name": self._name, "tokenizer_id": self._name}
-        return web.json_response({"type": "get_info", "model_data": data, "model_id": model, **self._lora_fields()})
-
-    async def _weights_info(self, http: web.Request) -> web.Response:
-        path = (await read_json(http)).get("tinker_path")
-        if self._database.checkpoint(str(path)) is None:
-            raise Refused(404, f"there is no checkpoint {path!r}")
-        return web.json_response({"base_model": self._name, **self._lora_fields()})
-
-    def _lora_fields(self) -> dict[str, Any]:
-        lora = self._settings.lora
-        return {"is_lora": lora is not None, "lora_rank": lora and lora.rank}
-
-    async def _training_runs(self, http: web.Request) -> web.Response:
-        begin, count = int(http.query.get("offset", 0)), int(http.query.get("limit", 20))
-        names = self._database.models()
-        runs = [self._described(name) for name in names[begin : begin + count]]
-        cursor = {"offset": begin, "limit": count, "total_count": len(names)}
-        return web.json_response({"training_runs": runs, "cursor": cursor})
-
-    async def _training_run(self, http: web.Request) -> web.Response:
-        return web.json_response(self._described(self._known(http.match_info["model"])))
-
-    def _described(self, model: str) -> dict[str, Any]:
-        settings = self._database.model(model) or {}
-        return {
-            "training_run_id": model,
-            "base_model": self._name,
-            "model_owner": "local",
-            "last_request_time": _time(settings["used"]),
-            "user_metadata": settings.get("user_metadata"),
-            **self._lora_fields(),
-        }
-
-    async def _checkpoints(self, http: web.Request) -> web.Response:
-        found = self._database.checkpoints(http.match_info.get("model"))
-        listed = [
-            {
-                "checkpoint_id": "/".join(one["path"].split("/")[-2:]),
-                "checkpoint_type": one["kind"],
-                "time": _time(one["created"]),
-                "tinker_path": one["path"],
-                "size_bytes": one["bytes"],
-            }
-            for one in found
-        ]
-        return web.json_response({"checkpoints": listed})
 
 
 def _failure(message: str, category: str) -> bytes:
     return json.dumps({"error": message, "category": category}).encode()
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 RESULT_SECONDS = 3600.0
-"""How long a result can be fetched again."""
+"""How long a result can be fetched again, at least."""
+RESULTS_KEPT = 1000
+"""Results of the newest requests are kept longer."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, created REAL NOT NULL);
@@ -69,7 +71,6 @@ class Database:
         self._connection = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False, isolation_level=None)
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.executescript(_SCHEMA)
-        self._run("UPDATE requests SET result = NULL WHERE created < ?", time.time() - RESULT_SECONDS)
 
     def close(self) -> None:
         """Close the database."""
@@ -102,9 +103,10 @@ class Database:
         rows = self._run("SELECT settings, created, used, snapshot FROM models WHERE id = ?", model)
         return next((json.loads(s) | {"created": c, "used": u, "snapshot": n} for s, c, u, n in rows), None)
 
-    def models(self) -> list[str]:
-        """Return all models, the newest first."""
-        return [name for (name,) in self._run("SELECT id FROM models ORDER BY created DESC")]
+    def models(self, session: str | None = None) -> list[str]:
+        """Return all models, or those of a session, the newest first."""
+        rows = self._run("SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session)
+        return [name for (name,) in rows]
 
     def remove_model(self, model: str) -> None:
         """Remove a model and its requests; its checkpoints stay."""
@@ -131,15 +133,27 @@ class Database:
         values = (path, model, kind, size, json.dumps(settings), time.time())
         self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)", *values)
 
-    def checkpoints(self, model: str | None = None) -> list[dict[str, Any]]:
-        """Return the checkpoints of a model, or all, the newest first."""
+    def checkpoints(self, model: str | None = None, *, expired: bool = False) -> list[dict[str, Any]]:
+        """Return the checkpoints of a model, or all, the newest first; those that have expired, or the others."""
         rows = self._run(
             "SELECT path, model, kind, bytes, settings, created FROM checkpoints WHERE ?1 IS NULL OR model = ?1 "
             "ORDER BY created DESC",
             model,
         )
         names = ("path", "model", "kind", "bytes", "settings", "created")
-        return [dict(zip(names, row, strict=True)) | {"settings": json.loads(row[4])} for row in rows]
+        found = [dict(zip(names, row, strict=True)) | {"settings": json.loads(row[4])} for row in rows]
+        for one in found:
+            one["expires"] = one["settings"].get("expires")
+        return [one for one in found if expired == (one["expires"] is not None and one["expires"] < time.time())]
+
+    def set_expiry(self, path: str, expires: float | None) -> None:
+        """Set when a checkpoint expires, in seconds since the epoch; None: never."""
+        changed = "json_set(settings, '$.expires', ?)"
+        self._run(f"UPDATE checkpoints SET settings = {changed} WHERE path = ?", expires, path)
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Remove a checkpoint."""
+        self._run("DELETE FROM checkpoints WHERE path = ?", path)
 
     def checkpoint(self, path: str) -> dict[str, Any] | None:
         """Return one checkpoint."""
@@ -172,8 +186,12 @@ class Database:
     def finish(self, request: Request, result: bytes, *, failed: bool = False) -> None:
         """Record a result. A failed request is not repeated."""
         state = "failed" if failed else "done"
-        body = None if failed else request.body
+        body = None if failed or request.kind in ("sample", "forward") else request.body  # what nothing repeats
         self._run("UPDATE requests SET state = ?, result = ?, body = ? WHERE id = ?", state, result, body, request.id)
+        if request.number % RESULTS_KEPT == 0:
+            old = "number <= ? AND created < ? AND state != 'queued'"
+            limits = (request.number - RESULTS_KEPT, time.time() - RESULT_SECONDS)
+            self._run(f"UPDATE requests SET result = NULL WHERE {old}", *limits)
 
     def _requests(self, condition: str, *values: Any) -> Any:
         rows = self._run(f"SELECT {_COLUMNS} FROM requests WHERE {condition} ORDER BY number", *values)

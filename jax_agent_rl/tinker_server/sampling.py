@@ -21,6 +21,9 @@ from jax_agent_rl.models.peft import PeftAdapter, blank_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
+Checkpoint = tuple[str, float]
+"""A checkpoint's path, and when it was made: another one may get its name."""
+
 
 class Sampler:
     """An engine, and which checkpoints it holds.
@@ -47,7 +50,9 @@ class Sampler:
         self.longest = settings.max_model_len
         self._read = read
         places = settings.max_sampled_adapters if settings.lora else 1
-        self._held: dict[str, str | None] = {f"place{number}": None for number in range(places)}  # idle longest first
+        self._held: dict[str, Checkpoint | None] = {
+            f"place{number}": None for number in range(places)
+        }  # idle longest first
         self._users = dict.fromkeys(self._held, 0)
         self._changed = asyncio.Condition()
         blank = settings.lora and blank_adapter(settings.lora, model)
@@ -74,17 +79,21 @@ class Sampler:
         await self._backend.close()
 
     async def sample(
-        self, path: str | None, request_id: str, prompt_ids: Sequence[int], params: Sequence[SamplingParams]
+        self,
+        checkpoint: Checkpoint | None,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: Sequence[SamplingParams],
     ) -> list[TokenOutput]:
         """Sample once with each parameters; cancelling it frees their places.
 
         Args:
-            path: of the checkpoint; None: the base model.
+            checkpoint: None: the base model.
             request_id: unique while it runs.
             prompt_ids: the context.
             params: of each sample.
         """
-        async with self._holding(path) as lora, asyncio.TaskGroup() as group:
+        async with self._holding(checkpoint) as lora, asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
                     self._backend.generate(
@@ -101,17 +110,17 @@ class Sampler:
         return [task.result() for task in tasks]
 
     @contextlib.asynccontextmanager
-    async def _holding(self, path: str | None) -> AsyncIterator[str | None]:
+    async def _holding(self, checkpoint: Checkpoint | None) -> AsyncIterator[str | None]:
         """Have the engine hold a checkpoint; yield the name of its adapter, None for a whole model."""
-        if path is None and self._adapters:
+        if checkpoint is None and self._adapters:
             yield None
             return
         async with self._changed:
-            await self._changed.wait_for(lambda: self._place(path) is not None)
-            place = self._place(path)
+            await self._changed.wait_for(lambda: self._place(checkpoint) is not None)
+            place = self._place(checkpoint)
             assert place is not None
-            if self._held[place] != path:
-                await self._load(place, path)
+            if self._held[place] != checkpoint:
+                await self._load(place, checkpoint)
             self._users[place] += 1
             self._held[place] = self._held.pop(place)  # used last
         try:
@@ -121,13 +130,13 @@ class Sampler:
                 self._users[place] -= 1
                 self._changed.notify_all()
 
-    def _place(self, path: str | None) -> str | None:
+    def _place(self, checkpoint: Checkpoint | None) -> str | None:
         """Return the place that holds a checkpoint, or an idle one; None if all others are in use."""
-        holding = (place for place, held in self._held.items() if held == path)
+        holding = (place for place, held in self._held.items() if held == checkpoint)
         return next(holding, next((place for place in self._held if not self._users[place]), None))
 
-    async def _load(self, place: str, path: str | None) -> None:
-        weights = await self._read(path)
+    async def _load(self, place: str, checkpoint: Checkpoint | None) -> None:
+        weights = await self._read(None if checkpoint is None else checkpoint[0])
         update: dict[str, Any] = {"payload": weights}
         if self._adapters:
             self._adapters[place] = weights
@@ -138,4 +147,4 @@ class Sampler:
             await self._backend.update_weights(WeightUpdate(version=version, kind="arrays", **update))
         finally:
             await self._backend.resume()
-        self._held[place] = path
+        self._held[place] = checkpoint

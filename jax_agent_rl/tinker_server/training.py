@@ -7,6 +7,7 @@ updates: a server that was killed loads the newest snapshot and repeats the requ
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, read_batch,
 from jax_agent_rl.utils.files import writing
 
 PREFIX = "tinker://"
+Scores = tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]
+"""Log-probs of a context's ids but the first, float64 [n - 1], and the likeliest ids there with theirs, [n - 1, k]."""
 
 
 class Models:
@@ -48,8 +51,10 @@ class Models:
         self._base = SequenceLearner(model, params, config=config, reference=True)
         self._learners: dict[str, SequenceLearner] = {}
         self._updates: dict[str, int] = {}
+        self._scored: tuple[tuple[str, float] | None, Params | None] = (None, None)  # the last checkpoint scored with
         self._run_request: dict[str, Callable[[str, Request], bytes]] = {
             "create_model": lambda model, _: _reply("create_model", model_id=model),
+            "forward": self._forward_backward,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save,
@@ -65,7 +70,8 @@ class Models:
             result = self._run_request[request.kind](request.owner, request)
         except ValueError as error:  # the learner's, of a batch that it cannot pack
             raise BadRequest(str(error)) from error
-        if request.kind == "optim_step" and self._updates[request.owner] % self._settings.snapshot_every == 0:
+        is_due = self._updates[request.owner] % self._settings.snapshot_every == 0
+        if request.kind == "load_weights" or request.kind == "optim_step" and is_due:  # no gradient is left after these
             self._write(self._snapshot_file(request.owner), request.owner)
             self._database.set_snapshot(request.owner, request.number)
         return result
@@ -79,11 +85,40 @@ class Models:
         """Return the whole model of a checkpoint, or the base model; on device."""
         return self._base.params if path is None else self._base.twin(self._trained(path)).params
 
-    def logprobs(self, path: str | None, ids: list[int]) -> np.ndarray:
-        """Return the log-prob of every id but the first under a checkpoint, or the base model; float64 [P - 1]."""
-        learner = self._base if path is None else self._base.twin(self._trained(path))
-        mask = np.arange(len(ids)) > 0
-        return learner.forward([TrainingSequence(token_ids=np.array(ids, np.int32), loss_mask=mask)])[0]
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._model.vocab_size
+
+    def score(self, checkpoint: tuple[str, float] | None, work: list[tuple[list[int], int]]) -> list[Scores]:
+        """Score contexts under a checkpoint, or the base model, all in one batch.
+
+        Args:
+            checkpoint: its path, and when it was made; None: the base model.
+            work: ids, and how many of the likeliest ones are wanted at each.
+        """
+        if checkpoint != self._scored[0]:
+            self._scored = (checkpoint, None if checkpoint is None else self._trained(checkpoint[0]))
+        data = [
+            TrainingSequence(token_ids=np.array(ids, np.int32), loss_mask=np.arange(len(ids)) > 0) for ids, _ in work
+        ]
+        logprobs = self._base.forward(data, trained=self._scored[1])
+        tops: dict[int, Any] = {}
+        if chosen := [number for number, (_, top) in enumerate(work) if top]:
+            some = [data[number] for number in chosen]
+            most = max(top for _, top in work)
+            tops = dict(zip(chosen, self._base.top_logprobs(some, most, trained=self._scored[1]), strict=True))
+        return [(values, tops.get(number)) for number, values in enumerate(logprobs)]
+
+    def forget(self, models: list[str]) -> None:
+        """Free the memory of models. A later request restores them."""
+        for model in models:
+            self._learners.pop(model, None)
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Remove a checkpoint and its file."""
+        self._database.remove_checkpoint(path)
+        self._file(path).unlink(missing_ok=True)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -91,8 +126,10 @@ class Models:
         batch = read_batch(parse_batch(request.body or b"")[2])
         learner = self._learners[model]
         if batch.forward_only:
-            return write_batch_result(ForwardBackward(loss=0.0, logprobs=learner.forward(batch.data)))
-        return write_batch_result(learner.forward_backward(batch.data, loss=batch.loss, **batch.constants))
+            result = ForwardBackward(loss=0.0, logprobs=learner.forward(batch.data))
+        else:
+            result = learner.forward_backward(batch.data, loss=batch.loss, **batch.constants)
+        return write_batch_result(result, batch.columns)
 
     def _optim_step(self, model: str, request: Request) -> bytes:
         body = _body(request)
@@ -116,7 +153,11 @@ class Models:
         self._write(file, model, optimizer=not for_sampler)
         settings = self._database.model(model) or {}
         kind = "sampler" if for_sampler else "training"
-        kept = {name: settings.get(name) for name in ("base_model", "user_metadata")}
+        for old in self._database.checkpoints(expired=True):
+            self.remove_checkpoint(old["path"])
+        ttl, metadata = body.get("ttl_seconds"), body.get("user_metadata") or settings.get("user_metadata")
+        expires = None if ttl is None else time.time() + ttl
+        kept = {"base_model": settings.get("base_model"), "user_metadata": metadata, "expires": expires}
         self._database.add_checkpoint(path, model, kind, file.stat().st_size, kept)
         if for_sampler and body.get("sampling_session_seq_id") is not None:
             session = f"{model}:sampler:{body['sampling_session_seq_id']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from tinker.proto import tinker_public_pb2 as pb
 from jax_agent_rl.learner.sequence_learner import LOSSES, ForwardBackward, TrainingSequence
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 
+EMPTY = -99999.0
+"""The log-prob of a cell of top-k log-probs that holds nothing."""
+
 
 class BadRequest(Exception):
     """A request that cannot be computed; the message is for the client."""
@@ -19,9 +23,18 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRequest:
-    """A request of ``forward`` or ``forward_backward``."""
+    """A request of ``forward`` or ``forward_backward``.
+
+    Attributes:
+        data: a sequence for each datum, or one for each target per token; those share their context.
+        columns: of each datum, targets per token; None: its tensors have no such axis.
+        loss: its name.
+        constants: of the loss.
+        forward_only: no gradient is wanted.
+    """
 
     data: list[TrainingSequence]
+    columns: list[int | None]
     loss: str
     constants: dict[str, float]
     forward_only: bool
@@ -48,43 +61,56 @@ def read_batch(message: pb.ForwardBackwardRequest) -> ForwardRequest:
         constants[name] = value.number
     if not message.data:
         raise BadRequest("a batch needs at least one datum")
-    data = []
+    data, columns = [], []
     for number, datum in enumerate(message.data):
         try:
-            data.append(_read_datum(datum, off_policy=message.loss_fn != "cross_entropy"))
+            sequences, count = _read_datum(datum, off_policy=message.loss_fn != "cross_entropy")
         except (BadRequest, ValueError) as error:
             raise BadRequest(f"datum {number}: {error}") from error
+        data += sequences
+        columns.append(count)
     return ForwardRequest(
         data=data,
+        columns=columns,
         loss=message.loss_fn,
         constants=constants or dict(message.loss_fn_config),
         forward_only=message.forward_only,
     )
 
 
-def _read_datum(datum: pb.Datum, *, off_policy: bool) -> TrainingSequence:
+def _read_datum(datum: pb.Datum, *, off_policy: bool) -> tuple[list[TrainingSequence], int | None]:
     tokens = _read_chunks(datum.model_input)
     inputs = {name: _read_tensor(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
     wanted = {"target_tokens", *(("logprobs", "advantages") if off_policy else ())}
     if missing := sorted(wanted - inputs.keys()):
         raise BadRequest(f"loss_fn_inputs lack {', '.join(missing)}")
-    for name, values in inputs.items():
-        if values.shape != tokens.shape:
-            raise BadRequest(
-                f"{name} has shape {list(values.shape)}, the input {list(tokens.shape)}; they must be equal"
-            )
     targets = inputs["target_tokens"].astype(np.int32)
-    if not np.array_equal(targets[:-1], tokens[1:]):
-        raise BadRequest("target_tokens must be the input shifted by one; other targets are not computed")
-    ids = np.append(tokens, targets[-1:])
-    weights = inputs.get("weights", inputs.get("mask"))
-    return TrainingSequence(
-        token_ids=ids,
-        loss_mask=np.arange(len(ids)) > 0,
-        weight=weights,
-        advantage=inputs.get("advantages"),
-        old_logprob=inputs.get("logprobs"),
-    )
+    if targets.shape[:1] != tokens.shape or not targets.size:
+        shape, length = list(targets.shape), len(tokens)
+        raise BadRequest(
+            f"target_tokens has shape {shape}; the input has {length} tokens: send [{length}] or [{length}, K]"
+        )
+    for name, values in inputs.items():
+        if values.shape != targets.shape:
+            raise BadRequest(
+                f"{name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}; make them equal"
+            )
+    columns = targets.shape[1] if targets.ndim == 2 else None
+    by_column = {name: values.reshape(len(tokens), -1).T for name, values in inputs.items()}
+    weights = by_column.get("weights", by_column.get("mask"))
+    advantages, logprobs = by_column.get("advantages"), by_column.get("logprobs")
+    ids = np.append(tokens, targets.reshape(len(tokens), -1)[-1, :1])
+    return [
+        TrainingSequence(
+            token_ids=ids,
+            loss_mask=np.arange(len(ids)) > 0,
+            targets=None if np.array_equal(own, ids[1:]) else own.astype(np.int32),
+            weight=None if weights is None else weights[column],
+            advantage=None if advantages is None else advantages[column],
+            old_logprob=None if logprobs is None else logprobs[column],
+        )
+        for column, own in enumerate(by_column["target_tokens"])
+    ], columns
 
 
 def _read_chunks(chunks: Any) -> np.ndarray:
@@ -98,28 +124,40 @@ def _read_chunks(chunks: Any) -> np.ndarray:
 
 def _read_tensor(name: str, tensor: pb.Tensor) -> np.ndarray:
     dtypes = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
-    if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
-        raise BadRequest(f"{name} has several values per token; this server takes one")
+    if tensor.HasField("sparse_csr") or len(tensor.shape) > 2:
+        raise BadRequest(f"{name} is sparse or has more than two axes; send it dense, [N] or [N, K]")
     if tensor.dtype not in dtypes:
         raise BadRequest(f"{name} has dtype {tensor.dtype}; send float32 or int64")
     values = np.frombuffer(tensor.dense, dtypes[tensor.dtype])
+    if tensor.shape:
+        values = values.reshape(tensor.shape)
     return values.astype(np.float64) if values.dtype == np.float32 else values
 
 
-def write_batch_result(result: ForwardBackward) -> bytes:
-    """Return the output of a pass: log-probs of all targets, and the loss's sum."""
-    values = [np.asarray(x, np.float32) for x in result.logprobs]
-    offsets = np.cumsum([0, *(x.nbytes for x in values)], dtype=np.int64)
-    tensor = pb.BatchedTensor(
-        data=b"".join(x.tobytes() for x in values), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32
-    )
+def write_batch_result(result: ForwardBackward, columns: Sequence[int | None]) -> bytes:
+    """Return the output of a pass: log-probs of all targets, and the loss's sum.
+
+    Args:
+        result: of each sequence.
+        columns: see :class:`ForwardRequest`.
+    """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = result.loss
     for name, value in result.metrics.items():
         message.metrics[f"{name}:mean"] = value
-    record = message.loss_fn_outputs.add()
-    record.num_datums = len(values)
-    record.fields["logprobs"].CopyFrom(tensor)
+    sequences = iter(result.logprobs)
+    for count, data in itertools.groupby(columns):
+        values = [np.stack([next(sequences) for _ in range(count or 1)], -1).astype(np.float32) for _ in data]
+        offsets = np.cumsum([0, *(x.nbytes for x in values)], dtype=np.int64)
+        record = message.loss_fn_outputs.add(num_datums=len(values))
+        record.fields["logprobs"].CopyFrom(
+            pb.BatchedTensor(
+                data=b"".join(x.tobytes() for x in values),
+                offsets=offsets.tobytes(),
+                dtype=pb.DTYPE_FLOAT32,
+                trailing_shape=[] if count is None else [count],
+            )
+        )
     return message.SerializeToString()
 
 
@@ -149,16 +187,55 @@ def sampling_params(given: dict[str, Any], number: int, *, longest: int) -> Samp
         raise BadRequest(f"sampling_params: {error}") from error
 
 
-def write_samples(outputs: Sequence[TokenOutput], prompt_logprobs: np.ndarray | None) -> bytes:
-    """Return sampled sequences, and the log-probs of the prompt [P - 1] if they were asked for."""
+def read_prompt(prompt: dict[str, Any], *, vocab_size: int) -> list[int]:
+    """Return a prompt's ids; raise BadRequest if it holds others than the model's, or more than text."""
+    if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in prompt["chunks"]):
+        raise BadRequest("the prompt holds images or audio; this server takes text only")
+    ids = [token for chunk in prompt["chunks"] for token in chunk["tokens"]]
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise BadRequest(f"the prompt has the id {wrong[0]}; the model's are 0 to {vocab_size - 1}")
+    return ids
+
+
+def write_samples(
+    asked: dict[str, Any], length: int, outputs: Sequence[TokenOutput], prompt: Any, samples: Sequence[Any]
+) -> bytes:
+    """Return sampled sequences, and the log-probs that were asked for.
+
+    Args:
+        asked: the request.
+        length: of the prompt, P.
+        outputs: the samples.
+        prompt: log-probs of the prompt's ids but the first and the likeliest ids there; None if not asked for.
+        samples: the same of the prompt with each sample; empty if not asked for.
+    """
     message = pb.SampleResponse()
-    for output in outputs:
+    for number, output in enumerate(outputs):
         sequence = message.sequences.add()
         sequence.tokens = np.asarray(output.token_ids, np.int32).tobytes()
         sequence.logprobs = np.asarray(output.log_probs, np.float32).tobytes()
         is_cut = output.stop_reason == StopReason.LENGTH
         sequence.stop_reason = pb.STOP_REASON_LENGTH if is_cut else pb.STOP_REASON_STOP
-    if prompt_logprobs is not None:
-        message.prompt_logprobs = np.append(np.float32(np.nan), prompt_logprobs).astype(np.float32).tobytes()
+        if samples:
+            ids, logprobs = samples[number][1]
+            count = asked["topk_sample_logprobs"]
+            sequence.topk_sampled_logprobs.CopyFrom(_top(ids[length - 1 :, :count], logprobs[length - 1 :, :count]))
+    first = max(1, length - (asked.get("prompt_logprobs_last_n") or length))  # of those that are scored
+    if asked.get("prompt_logprobs"):
+        values = np.full(length, np.nan, np.float32)
+        if prompt is not None:
+            values[first:] = prompt[0][first - 1 :]
+        message.prompt_logprobs = values.tobytes()
+    if count := asked.get("topk_prompt_logprobs", 0):
+        ids, logprobs = np.zeros((length, count), np.int32), np.full((length, count), EMPTY, np.float32)
+        if prompt is not None:
+            ids[first:], logprobs[first:] = (x[first - 1 :, :count] for x in prompt[1])
+        message.topk_prompt_logprobs.CopyFrom(_top(ids, logprobs))
     message.prompt_cache_hit_tokens = min((output.cached_tokens for output in outputs), default=0)
     return message.SerializeToString()
+
+
+def _top(ids: np.ndarray, logprobs: np.ndarray) -> pb.TopkLogprobs:
+    length, count = ids.shape
+    token_ids, values = ids.astype(np.int32).tobytes(), logprobs.astype(np.float32).tobytes()
+    return pb.TopkLogprobs(token_ids=token_ids, logprobs=values, k=count, length=length)

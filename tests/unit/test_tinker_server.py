@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tinker.types import GetInfoResponse  # noqa: E402
 
 from jax_agent_rl.config.loading import build_tree  # noqa: E402
 from jax_agent_rl.config.tinker_server import TinkerServerSettings  # noqa: E402
+from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
 from jax_agent_rl.tinker_server.database import Database  # noqa: E402
 from jax_agent_rl.tinker_server.serve import open_server  # noqa: E402
@@ -119,17 +121,20 @@ def logprobs_of(output) -> list[np.ndarray]:
     return [np.array(one["logprobs"].tolist()) for one in output.loss_fn_outputs]
 
 
-def peer_logprobs(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarray]:
+def peer_tables(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarray]:
+    """Log-probs of every id after each token of the inputs, by PyTorch; float64 [N, V] each."""
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
-    found = []
-    for datum in batch:
-        ids = torch.tensor(datum.model_input.to_ints())
-        targets = torch.tensor(datum.loss_fn_inputs["target_tokens"].tolist())
-        with torch.no_grad():
-            found.append(torch.log_softmax(peer(ids[None]).logits[0], -1).gather(1, targets[:, None])[:, 0].numpy())
-    return found
+    with torch.no_grad():
+        inputs = [torch.tensor(datum.model_input.to_ints()) for datum in batch]
+        return [torch.log_softmax(peer(ids[None]).logits[0], -1).numpy() for ids in inputs]
+
+
+def peer_logprobs(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndarray]:
+    targets = (np.array(datum.loss_fn_inputs["target_tokens"].tolist()) for datum in batch)
+    tables = peer_tables(model_folder, batch)
+    return [np.take_along_axis(table, ids[:, None], 1)[:, 0] for table, ids in zip(tables, targets, strict=True)]
 
 
 LOSSES: dict[str, Callable] = {
@@ -180,6 +185,24 @@ def test_a_client_learns_samples_and_goes_on_from_what_it_saved(service):
         .result()
         .checkpoints
     ] == [path]
+
+
+def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
+    """The batch has a datum of each kind; its expected log-probs are PyTorch's of the input alone."""
+    ids, rng = [5, 9, 17, 30, 8], np.random.default_rng(0)
+    targets = {"own": np.array([0, 0, 17, 30], np.int64), "several": rng.integers(0, CONFIG.vocab_size, (4, 3))}
+    weights = {name: rng.random(ids.shape).astype(np.float32) for name, ids in targets.items()}
+    batch = [datum_of(ids, target_tokens=targets[name], weights=weights[name]) for name in targets]
+    batch.append(datum_of(ids))
+    client = trainer(service)
+    output = client.forward_backward(batch, "cross_entropy").result()
+    (table,) = peer_tables(model_folder, batch[:1])
+    expected = [np.take_along_axis(table, t.reshape(4, -1), 1).reshape(t.shape) for t in targets.values()]
+    expected.append(np.take_along_axis(table, np.array(ids[1:])[:, None], 1)[:, 0])
+    for ours, theirs in zip(logprobs_of(output), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    total = -sum((w * e).sum() for w, e in zip([*weights.values(), 1.0], expected, strict=True))
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
 
 
 def test_custom_losses_run_at_the_client(service, model_folder):
@@ -246,10 +269,123 @@ def test_prompt_log_probs_are_those_of_the_model(service, model_folder):
     (datum,) = data(1)
     ids = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
     sampler = service.create_sampling_client(base_model="tiny")
-    first, *rest = sampler.compute_logprobs(tinker.ModelInput.from_ints(ids)).result()
+    prompt = tinker.ModelInput.from_ints(ids)
+    first, *rest = sampler.compute_logprobs(prompt).result()
     (expected,) = peer_logprobs(model_folder, [datum])
     assert first is None
+    last = sampler.sample(
+        prompt, 1, tinker.SamplingParams(max_tokens=1), include_prompt_logprobs=True, prompt_logprobs_last_n=2
+    ).result()
+    assert last.prompt_logprobs == [*[None] * (len(ids) - 2), *rest[-2:]]
     np.testing.assert_allclose(rest, expected, atol=1e-4)
+
+
+def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, model_folder):
+    client = trainer(service)
+    client.forward_backward(data(), "cross_entropy").result()
+    client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = [5, 9, 17, 30]
+    answers = [
+        sampler.sample(
+            tinker.ModelInput.from_ints(prompt[:length]),
+            2,
+            tinker.SamplingParams(max_tokens=3, temperature=1.0, seed=length, stop=[]),
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            topk_sample_logprobs=3,
+        )
+        for length in (1, 4)
+    ]
+    alone, answer = (future.result() for future in answers)
+    assert answer.topk_prompt_logprobs is not None
+    assert alone.topk_prompt_logprobs == [None] and alone.prompt_logprobs == [None]
+    for sequence in answer.sequences:
+        ids = [*prompt, *sequence.tokens]
+        every = np.tile(np.arange(CONFIG.vocab_size), (len(ids) - 1, 1))
+        (table,) = logprobs_of(client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result())
+        best = np.argsort(-table, axis=1)
+        assert sequence.topk_logprobs is not None and len(sequence.topk_logprobs) == 3
+        found = [*answer.topk_prompt_logprobs[1:], *sequence.topk_logprobs]
+        for place, (row, order) in enumerate(zip(found, best, strict=True)):
+            assert row is not None
+            assert [token for token, _ in row] == order[: 2 if place < 3 else 3].tolist()
+            np.testing.assert_allclose([logprob for _, logprob in row], table[place][order[: len(row)]], atol=1e-4)
+    assert answer.topk_prompt_logprobs[0] is None
+
+
+def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path, monkeypatch):
+    """Prompts wait for the training thread, which then takes all: the second pass has whatever the first did not."""
+    passes = []
+    forward = SequenceLearner.forward
+    monkeypatch.setattr(SequenceLearner, "forward", lambda *a, **b: passes.append(len(a[1])) or forward(*a, **b))
+    batch = data(12)
+    with serving(model_folder, tmp_path) as url:
+        service = connect(url)
+        client, sampler = trainer(service), service.create_sampling_client(base_model="tiny").result()
+        busy = client.forward_backward(data(40), "cross_entropy")
+        futures = [sampler.compute_logprobs(datum.model_input) for datum in batch]
+        found = [future.result() for future in futures]
+        busy.result()
+    expected = peer_logprobs(model_folder, batch)
+    for (first, *ours), theirs in zip(found, expected, strict=True):
+        assert first is None
+        np.testing.assert_allclose(np.array(ours), theirs[:-1], atol=1e-4)
+    assert sum(passes) == 12 and len(passes) < 12
+
+
+def test_a_checkpoint_that_gets_the_name_of_another_takes_its_place(service):
+    client, prompt = trainer(service), tinker.ModelInput.from_ints([5, 9, 17])
+    logprobs = []
+    for _ in range(2):
+        path = client.save_weights_for_sampler("again").result().path
+        sampler = service.create_sampling_client(model_path=path).result()
+        answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])).result()
+        logprobs.append((answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:]))
+        client.forward_backward(data(), "cross_entropy").result()
+        client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    (sampled, scored), (sampled_again, scored_again) = logprobs
+    assert not np.allclose(sampled, sampled_again, atol=1e-3) and not np.allclose(scored, scored_again, atol=1e-3)
+
+
+def test_checkpoints_are_listed_until_they_are_deleted_or_expire(model_folder, tmp_path, monkeypatch):
+    with serving(model_folder, tmp_path) as url:
+        service = connect(url)
+        client, rest = trainer(service), service.create_rest_client()
+        paths = [client.save_state(name, ttl_seconds=ttl).result().path for name, ttl in (("a", None), ("b", 3600))]
+
+        def listed() -> dict[str, bool]:
+            found = rest.list_user_checkpoints().result().checkpoints
+            return {one.tinker_path: one.expires_at is not None for one in found}
+
+        assert listed() == {paths[0]: False, paths[1]: True}
+        rest.set_checkpoint_ttl_from_tinker_path(paths[0], 7200).result()
+        rest.set_checkpoint_ttl_from_tinker_path(paths[1], None).result()
+        assert listed() == {paths[0]: True, paths[1]: False}
+        with pytest.raises(tinker.BadRequestError, match="ttl_seconds=60; it must be between 3600"):
+            rest.set_checkpoint_ttl_from_tinker_path(paths[0], 60).result()
+        now = time.time()
+        monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 7300)
+        assert listed() == {paths[1]: False}
+        with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
+            service.create_training_client_from_state(paths[0]).result()
+        assert len(list(tmp_path.glob("checkpoints/*/weights/*.npz"))) == 2
+        third = client.save_state("c").result().path  # which also removes files that have expired
+        assert sorted(file.stem for file in tmp_path.glob("checkpoints/*/weights/*.npz")) == ["b", "c"]
+        rest.delete_checkpoint_from_tinker_path(third).result()
+        assert listed() == {paths[1]: False}
+        assert [file.stem for file in tmp_path.glob("checkpoints/*/weights/*.npz")] == ["b"]
+
+
+def test_a_model_of_a_finished_session_is_restored_when_it_is_asked_for(service):
+    client, batch = trainer(service), data()
+    for _ in range(3):
+        client.forward_backward(batch, "cross_entropy").result()
+        client.optim_step(ADAM).result()
+    before = logprobs_of(client.forward(batch, "cross_entropy").result())
+    post = httpx.Client(base_url=service.holder._base_url).post
+    post(f"/api/v1/sessions/{service.holder.get_session_id()}/finish", json={"reason": {"type": "success"}})
+    assert all(map(np.array_equal, before, logprobs_of(client.forward(batch, "cross_entropy").result())))
 
 
 def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
@@ -295,6 +431,36 @@ def test_a_request_that_is_sent_again_is_not_repeated(tmp_path):
     assert again is not None and again.result == b"result"
 
 
+def test_old_results_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.RESULTS_KEPT", 2)
+    store, now = Database(tmp_path), time.time()
+    for number in range(1, 7):
+        if number == 3:
+            monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 4000)
+        request = store.add_request(f"s:{number}", "s", "sample", b"{}")
+        assert request is not None
+        store.finish(request, b"result")
+    found = [store.request(f"s:{number}") for number in range(1, 7)]
+    assert [one and one.result for one in found] == [None, None, *[b"result"] * 4]
+    assert not any(one and one.body for one in found)
+
+
+def test_a_model_does_not_need_the_checkpoint_that_it_was_loaded_from(model_folder, tmp_path):
+    batch = data()
+    with serving(model_folder, tmp_path) as url:
+        service, port = connect(url), int(url.rpartition(":")[2])
+        first = trainer(service)
+        first.forward_backward(batch, "cross_entropy").result()
+        first.optim_step(ADAM).result()
+        path = first.save_state("one").result().path
+        client = service.create_training_client_from_state_with_optimizer(path).result()
+        before = logprobs_of(client.forward(batch, "cross_entropy").result())
+        service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    with serving(model_folder, tmp_path, port=port):
+        after = logprobs_of(client.forward(batch, "cross_entropy").result())
+    assert all(map(np.array_equal, before, after))
+
+
 def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, tmp_path):
     with serving(model_folder, tmp_path, lora=None) as url:
         service = connect(url)
@@ -318,9 +484,10 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"target_tokens": np.array([5, 5, 5], np.int64)}, "target_tokens must be the input shifted by one"),
-        ({"weights": np.ones(2, np.float32)}, r"weights has shape \[2\], the input \[3\]"),
-        ({"target_tokens": np.ones((3, 2), np.int64)}, "several values per token"),
+        ({"target_tokens": np.array([5, 5, 400], np.int64)}, "has the id 400; the model's are 0 to 399"),
+        ({"target_tokens": np.array([5, 5], np.int64)}, r"target_tokens has shape \[2\]; the input has 3 tokens"),
+        ({"weights": np.ones(2, np.float32)}, r"weights has shape \[2\], target_tokens \[3\]"),
+        ({"target_tokens": np.ones((3, 2, 1), np.int64)}, "more than two axes"),
     ],
 )
 def test_a_batch_that_is_not_computed_is_refused_and_the_next_one_is(service, changed, message):

@@ -73,6 +73,9 @@ def peer(tmp_path_factory):
 def peer_logprobs(peer, sequence: TrainingSequence):
     ids = torch.tensor(sequence.token_ids.astype(np.int64))
     logprobs = torch.log_softmax(peer(ids[None]).logits[0], -1)
+    if sequence.targets is not None:
+        ids = ids.clone()
+        ids[torch.tensor(sequence.loss_mask)] = torch.tensor(sequence.targets.astype(np.int64))
     return logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(sequence.loss_mask[1:])]
 
 
@@ -112,10 +115,47 @@ def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
         np.testing.assert_allclose(logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5)
 
 
+def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
+    """Some score the same context several times, with other ids; others keep their own ids."""
+    data = sequences()
+    rng = np.random.default_rng(1)
+    drawn = [rng.integers(1, TINY.vocab_size, sequence.num_scored).astype(np.int32) for sequence in data for _ in "ab"]
+    data = [replace(data[n // 2], targets=targets) for n, targets in enumerate(drawn)] + data[:2]
+    made = learner()
+    result = made.forward_backward(data, loss="importance_sampling")
+    peer.zero_grad()
+    torch.stack([peer_loss(peer, "importance_sampling", sequence) for sequence in data]).sum().backward()
+    gradients = named(made._gradients)
+    for name, weight in NAMES.items():
+        truth = weight(peer).grad.numpy()
+        np.testing.assert_allclose(gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
+    for sequence, logprobs in zip(data, result.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5)
+
+
 def test_forward_returns_the_log_probs_that_the_gradient_pass_does():
     made, data = learner(), sequences()
     for forward, backward in zip(made.forward(data), made.forward_backward(data).logprobs, strict=True):
         np.testing.assert_allclose(forward, backward, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pack_length", [48, 512], ids=["whole", "halved"])
+def test_the_likeliest_ids_are_those_of_pytorch(peer, pack_length):
+    data = sequences(9)
+    for sequence, (ids, logprobs) in zip(data, learner(pack_length).top_logprobs(data, 3), strict=True):
+        with torch.no_grad():
+            table = torch.log_softmax(peer(torch.tensor(sequence.token_ids.astype(np.int64))[None]).logits[0, :-1], -1)
+        expected = table[torch.tensor(sequence.loss_mask[1:])].topk(3)
+        np.testing.assert_array_equal(ids, expected.indices)
+        np.testing.assert_allclose(logprobs, expected.values, atol=1e-5)
+
+
+def test_weights_may_be_given_in_place_of_the_current_ones():
+    made, other, data = learner(rank=2), learner(rank=2), sequences(3)
+    other.forward_backward(data)
+    other.optim_step(AdamParams(learning_rate=0.1))
+    for mine, its in zip(made.forward(data, trained=other.trained), other.forward(data), strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 def test_updates_are_those_of_pytorchs_adamw_with_the_numbers_of_each_call(peer):
@@ -209,6 +249,7 @@ def test_twins_share_programs_and_frozen_parameters_but_no_update():
         ({"loss": "ppo", "beta": 1.0}, "ppo has no constant beta; it has clip_low_threshold, clip_high_threshold"),
         ({"loss": "ppo", "drop": "old_logprob"}, "needs old_logprob of every sequence, which sequence 0 lacks"),
         ({"loss": "dro", "drop": "advantage"}, "needs advantage of every sequence"),
+        ({"targets": TINY.vocab_size}, "sequence 0 has the id 97; the model's are 0 to 96"),
     ],
 )
 def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, message):
@@ -217,6 +258,8 @@ def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, message
     before = jax.device_get(made._gradients)
     dropped = changed.pop("drop", None)
     wrong = [replace(sequence, **({dropped: None} if dropped else {})) for sequence in data]
+    if (target := changed.pop("targets", None)) is not None:
+        wrong[0] = replace(wrong[0], targets=np.full(wrong[0].num_scored, target))
     with pytest.raises(ValueError, match=message):
         made.forward_backward(wrong, **changed)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made._gradients)))

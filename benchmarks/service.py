@@ -1,0 +1,136 @@
+"""The Tinker server under clients that train an adapter each, all at once, through the SDK.
+
+    python benchmarks/service.py                                  # 1, 4 and 16 adapters
+    python benchmarks/service.py --adapters 4 --rounds 5 --set compute_dtype=bfloat16
+
+Every client has SmolLM2-135M's adapter of rank 32 and repeats: forward_backward on random sequences with an update, new
+weights for a sampler, samples from them. The server is a process of its own. After a round that compiles, each line is
+one JSON object: tokens trained and sampled per second by all clients together over whole rounds, the rate of each part
+while only that part ran, and seconds of a client's round in the median and at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import tinker
+from common import argument_parser, cpu, random_ids
+
+from jax_agent_rl.models.fetch import fetch_quickstart_model
+
+NAME = "smollm2"
+
+
+@contextlib.contextmanager
+def serving(overrides: list[str]) -> Iterator[str]:
+    """Run a server in a process of its own; yield its URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"model.path={fetch_quickstart_model()}", f"model_name={NAME}", f"state_dir={folder}", "port=0"]
+        command = [sys.executable, "-u", "-m", "jax_agent_rl.cli", "tinker-server", *settings, *overrides]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout.readline, "")
+            line = next((line for line in lines if line.startswith("serving ")), None)
+            if line is None:
+                raise RuntimeError(f"the server ended with status {process.wait()}: {' '.join(command)}")
+            yield line.rpartition("=")[2].strip()
+        finally:
+            process.terminate()
+            process.wait()
+
+
+class Client:
+    """One client: an adapter, and the seconds of what it did.
+
+    Args:
+        url: of the server.
+        number: of the client; its sequences are drawn with it.
+        arguments: of the command.
+        together: waits for all clients.
+    """
+
+    def __init__(self, url: str, number: int, arguments: argparse.Namespace, together: Barrier) -> None:
+        self._service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        self._trainer = self._service.create_lora_training_client(base_model=NAME, rank=32, seed=number).result()
+        self._number, self._arguments, self._together = number, arguments, together
+
+    def round(self, seed: int) -> tuple[float, float, float]:
+        """Train, publish and sample once; return seconds of training, of sampling, and of the whole round."""
+        own, seed = self._arguments, 1000 * self._number + seed
+        rows = random_ids(own.sequences, own.length + 1, seed=seed)
+        batch = [
+            tinker.Datum(model_input=tinker.ModelInput.from_ints(row[:-1]), loss_fn_inputs={"target_tokens": row[1:]})
+            for row in rows.tolist()
+        ]
+        self._together.wait()
+        begin = time.perf_counter()
+        computed = self._trainer.forward_backward(batch, "cross_entropy")
+        self._trainer.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+        computed.result()
+        sampler = self._trainer.save_weights_and_get_sampling_client().result()
+        alone = time.perf_counter()
+        self._together.wait()
+        trained = time.perf_counter()
+        prompts = random_ids(own.prompts, own.prompt_length, seed=seed).tolist()
+        asked = tinker.SamplingParams(max_tokens=own.tokens, temperature=1.0, stop=[])
+        futures = [sampler.sample(tinker.ModelInput.from_ints(ids), own.samples, asked) for ids in prompts]
+        answers = [future.result() for future in futures]
+        end = time.perf_counter()
+        assert all(len(one.tokens) == own.tokens for answer in answers for one in answer.sequences)
+        self._together.wait()
+        return trained - begin, time.perf_counter() - trained, alone - begin + end - trained
+
+
+def measure(url: str, count: int, arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the figures of so many adapters."""
+    together = Barrier(count)
+    clients = [Client(url, number, arguments, together) for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        rounds = [list(pool.map(Client.round, clients, [seed] * count)) for seed in range(arguments.rounds + 1)][1:]
+    training, sampling, own = np.array(rounds).transpose(2, 0, 1)  # [rounds, clients] each
+    trained = count * arguments.sequences * arguments.length
+    sampled = count * arguments.prompts * arguments.samples * arguments.tokens
+    whole = np.mean(training.max(1) + sampling.max(1))
+    return {
+        "adapters": count,
+        "trained_per_s": round(trained / whole, 1),
+        "sampled_per_s": round(sampled / whole, 1),
+        "trained_per_s_of_training": round(trained / training.max(1).mean(), 1),
+        "sampled_per_s_of_sampling": round(sampled / sampling.max(1).mean(), 1),
+        "round_median_s": round(float(np.median(own)), 2),
+        "round_max_s": round(float(own.max()), 2),
+    }
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3, help="after the first")
+    parser.add_argument("--sequences", type=int, default=4, help="a client trains on in a round")
+    parser.add_argument("--length", type=int, default=128, help="their tokens")
+    parser.add_argument("--prompts", type=int, default=2, help="a client samples from in a round")
+    parser.add_argument("--prompt-length", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=4, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="of each sample")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the server")
+    arguments = parser.parse_args()
+    adapters = max(arguments.adapters)
+    print(cpu())
+    with serving([f"max_sampled_adapters={adapters}", *arguments.set]) as url:
+        for count in arguments.adapters:
+            print(json.dumps(measure(url, count, arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
