@@ -16,7 +16,7 @@ from typing import Any
 from jax_agent_rl import cli
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.jetstream import backend, engine
-from jax_agent_rl.learner import checkpoint, learner, objective, programs
+from jax_agent_rl.learner import checkpoint, learner, objective
 
 phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
 calls = 0
@@ -70,7 +70,7 @@ match phase:
         )
         engine.JaxEngine._call = blocking(engine.JaxEngine._call)
     case "compile the learner":
-        programs.policy_loss = blocking(objective.policy_loss)  # called while it is traced
+        objective.scored_terms = blocking(objective.scored_terms)  # called while a program is traced
     case "rollout":
         waiting("train-")
     case "evaluate":

@@ -71,9 +71,8 @@ def test_local_brings_model_and_data_and_passes_overrides_on(tmp_path: Path):
 
 def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Path):
     commands = dry_run("test.sh", tmp_path, "-k", "config")
-    assert any(
-        "[clients,dev,docs,environments,math,plan,tensorboard,trace,trackio,wandb]" in command for command in commands
-    )
+    extras = "[clients,dev,docs,environments,math,plan,tensorboard,tinker,trace,trackio,wandb]"
+    assert any(extras in command for command in commands)
     imports, tests, types = (command.removeprefix(f"{tmp_path}/venv/bin/") for command in commands[-3:])
     assert imports == "lint-imports" and types.startswith("pyright --pythonpath")
     assert tests == "python -m pytest -m not vllm --durations=10 -k config"

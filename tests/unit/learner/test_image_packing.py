@@ -202,14 +202,12 @@ def test_a_critic_sees_too_and_its_tower_is_frozen_with_the_policys():
     )
     (mini,), _ = made._prepare(group())
     made._critic.state.params["value_head"] = jax.numpy.ones(TINY_VL.hidden_size)  # zeros see nothing
-    values = [made._scorer.run(made._programs.values, made._critic.weights, mini.batch)]
+    before = made._scorer.values(made._critic.weights, mini.batch)[0]
     black = group()[0].trajectories[0]
     turn = replace(black.turns[0], appended_media={"image": (Image.new("RGB", (8, 8)), WIDE)})
     other = [replace(group()[0], trajectories=(replace(black, turns=(turn, *black.turns[1:])),))]
     (mini,), _ = made._prepare(other)
-    values.append(made._scorer.run(made._programs.values, made._critic.weights, mini.batch))
-    place = mini.batch.places[0][0]
-    before, after = (v[place.row, place.path] for v in values)
+    after = made._scorer.values(made._critic.weights, mini.batch)[0]
     np.testing.assert_allclose(before[:3], after[:3], atol=1e-5)
     assert np.abs(before[-1] - after[-1]) > 1e-3
     assert "vision" not in made._critic.state.params and not made.update(group()).skipped

@@ -147,7 +147,7 @@ def test_the_likeliest_ids_are_those_of_pytorch(peer, pack_length):
             table = torch.log_softmax(peer(torch.tensor(sequence.token_ids.astype(np.int64))[None]).logits[0, :-1], -1)
         expected = table[torch.tensor(sequence.loss_mask[1:])].topk(3)
         np.testing.assert_array_equal(ids, expected.indices)
-        np.testing.assert_allclose(logprobs, expected.values, atol=1e-5)
+        np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5)
 
 
 def test_weights_may_be_given_in_place_of_the_current_ones():
