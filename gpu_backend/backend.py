@@ -41,7 +41,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 from jax_agent_rl.utils.hub import model_folder
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,9 @@ class VllmBackend:
                     yield chunk
         finally:
             await self._release(live)
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        raise NotImplementedError("vLLM scores given ids in a server of its own (vllm serve): see distill.teachers")
 
     async def abort(self, request_id: str) -> bool:
         live = self._live.get(request_id)
@@ -352,17 +355,15 @@ class VllmBackend:
         self._failure = f"weights of version {update.version} were loaded wrongly: {error!r}; send a whole update"
         logger.error("the vLLM engine stops serving: %s", self._failure)
         self._delivery.set()
-        if not self._engine.errored:
-            for live in list(self._live.values()):
-                if live.collector is not None:
-                    await self._engine.abort(live.collector.request_id, internal=True)
+        collectors = [live.collector for live in self._live.values() if live.collector is not None]
+        for collector in () if self._engine.errored else collectors:
+            await self._engine.abort(collector.request_id, internal=True)
 
     async def reset_prefix_cache(self) -> None:
         self._check_running()
         await self._engine.reset_prefix_cache(reset_running_requests=False)
 
     async def sleep(self) -> None:
-        """Move weights to host memory and drop the KV cache; running requests are aborted."""
         async with self._change:
             self._need_sleep()
             await self._engine.sleep(level=1, mode="abort")

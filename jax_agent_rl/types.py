@@ -127,6 +127,21 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """Log-probs of given ids under a model, at temperature 1 over the whole vocabulary.
+
+    Attributes:
+        log_probs: of each scored id.
+        top_ids: for each, the likeliest ids at its position, the likeliest first; empty unless asked for.
+        top_log_probs: theirs.
+    """
+
+    log_probs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_log_probs: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """One assistant turn and what was appended after it.
 
@@ -179,6 +194,7 @@ class Trajectory:
         prompt_media: images and videos ``prompt_ids`` show; a sequence of a history window has its earlier turns'.
         role: the role it played in its episode, None if there is but one. Baselines are those of its group and role.
         adapter: the adapter in training that sampled it, see ``agent.role_adapters``; None: the policy itself.
+        teacher_scores: of every id in the loss, sequence after sequence, by a teacher that is served elsewhere.
     """
 
     trajectory_id: str
@@ -204,6 +220,7 @@ class Trajectory:
     prompt_media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     role: str | None = None
     adapter: str | None = None
+    teacher_scores: TokenScores | None = None
 
     @classmethod
     def from_turns(cls, *, prompt_ids: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Trajectory:

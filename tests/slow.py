@@ -4,6 +4,7 @@ SLOW = {
     "e2e/test_agent_examples.py": "a whole run for each agent framework",
     "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
     "e2e/test_async_modes.py": "whole runs of each trainer; their logic is under tests/unit/trainer",
+    "e2e/test_distill_run.py": "whole runs, half of them with a server",
     "e2e/test_frozen_judge.py": "two engines",
     "e2e/test_mesh_run.py": "whole runs on simulated devices",
     "e2e/test_multihost_run.py": "whole runs of several processes, each of which compiles for itself",

@@ -30,7 +30,7 @@ from jax_agent_rl.testing.conformance.backends import (
 )
 from jax_agent_rl.testing.conformance.models import log_softmax, truncate
 from jax_agent_rl.testing.fake_engine import BatchingEngine, Run
-from jax_agent_rl.types import PauseMode
+from jax_agent_rl.types import PauseMode, TokenScores
 from jax_agent_rl.utils.sampling_support import encode_supports
 
 EOS, VOCAB, IMAGE = 2, 61, 60
@@ -130,6 +130,7 @@ class ToyBackend(BatchingEngine):
             prefix_reuse=True,
             partial_update=True,
             priorities=True,
+            scoring=True,
             weight_payloads=frozenset({"toy"}),
         )
         super().__init__(replace(declared, **capabilities), tick_seconds=tick_seconds, eos=EOS)
@@ -220,6 +221,15 @@ class ToyBackend(BatchingEngine):
 
     async def reset_prefix_cache(self) -> None:
         self.cache.clear()
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        logs = log_softmax(self.model.logits(token_ids[:-1]))[start - 1 :]
+        order = np.argsort(-logs, axis=-1)[:, :top_k]
+        return TokenScores(
+            log_probs=tuple(logs[np.arange(len(logs)), token_ids[start:]].tolist()),
+            top_ids=tuple(map(tuple, order.tolist())) if top_k else (),
+            top_log_probs=tuple(map(tuple, np.take_along_axis(logs, order, axis=1).tolist())) if top_k else (),
+        )
 
 
 def served_toy(**client) -> ServedBackend:

@@ -24,6 +24,8 @@ from jax_agent_rl.cli.supervised import register as register_supervised
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from jax_agent_rl.config import Config
+
 app = typer.Typer(
     help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
     "fetch-model, prepare shop, doctor configs/quickstart.yaml, train configs/quickstart.yaml.",
@@ -33,6 +35,14 @@ app = typer.Typer(
 )
 
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
+RunFile = Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")]
+AutoResume = Annotated[
+    bool, typer.Option("--auto-resume", help="Like --resume if there is a checkpoint, else start from the beginning.")
+]
+ResumeStep = Annotated[
+    int | None, typer.Option(help="With --resume: continue from this step's checkpoint; newer ones are deleted.")
+]
 
 
 @command(
@@ -43,28 +53,50 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="
     "train configs/quickstart.yaml --resume",
 )
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    config: RunFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")] = False,
-    auto_resume: Annotated[
-        bool,
-        typer.Option("--auto-resume", help="Like --resume if there is a checkpoint, else start from the beginning."),
-    ] = False,
-    step: Annotated[
-        int | None, typer.Option(help="With --resume: continue from this step's checkpoint; newer ones are deleted.")
-    ] = None,
+    resume: Resume = False,
+    auto_resume: AutoResume = False,
+    step: ResumeStep = None,
 ) -> None:
     """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there."""
+    from jax_agent_rl.config import load
+
+    _train(load(config, overrides or []), resume, auto_resume, step)
+
+
+@command(
+    app,
+    Panel.TRAIN,
+    "distill configs/distill.yaml distill.teachers=~/models/teacher",
+    "distill configs/quickstart.yaml distill.teachers=~/models/teacher algorithm.kl.top_k=32",
+)
+def distill(
+    config: RunFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    auto_resume: AutoResume = False,
+    step: ResumeStep = None,
+) -> None:
+    """Train an agent towards teachers on what it samples itself (on-policy distillation): train, with distill."""
+    from jax_agent_rl.config import load
+    from jax_agent_rl.errors import ConfigError
+
+    settings = load(config, overrides or [])
+    if settings.distill is None:
+        raise ConfigError(f"{config} names no teacher; set distill.teachers to a model's folder")
+    _train(settings, resume, auto_resume, step)
+
+
+def _train(settings: Config, resume: bool, auto_resume: bool, step: int | None) -> None:
     from rich.console import Console
 
-    from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
 
     if step is not None and not resume:
         raise ConfigError(f"--step {step} names the checkpoint to resume from; add --resume, or leave it out")
     if resume and auto_resume:
         raise ConfigError("--resume requires a checkpoint and --auto-resume does not; give one of them")
-    settings = load(config, overrides or [])
     console = Console()
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run

@@ -4,15 +4,16 @@
 :class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem with its path and, for an unknown key, the
 nearest valid name. Every key is read somewhere; a key that does nothing must not exist.
 
-``run`` the root, checks between sections, ``load`` · ``task, agent, tools, rollout, strategy, algorithm, learner,
-trainer`` the sections (``task``: model, data and reward) · ``tool_server`` the tree of the tool server · ``base,
-conditions, loading`` what sections consist of, when a key is used, YAML and overrides · ``reference`` documentation of
-all keys · ``default_agent`` the agent of rows that name none · ``overrides_script, from_verl``
-configurations from verl's
+``run`` the root, checks between sections, ``load`` · ``task, agent, tools, rollout, strategy, algorithm, kl, learner,
+trainer`` the sections (``task``: model, data and reward; ``kl``: with ``distill``) · ``tool_server`` the tree of the
+tool server · ``base, conditions, loading`` what sections consist of, when a key is used, YAML and overrides ·
+``reference`` documentation of all keys · ``default_agent`` the agent of rows that name none · ``overrides_script,
+from_verl`` configurations from verl's
 """
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
+from jax_agent_rl.config.kl import DistillConfig, KLConfig, TeacherConfig
 from jax_agent_rl.config.learner import EngineMeshConfig, LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
 from jax_agent_rl.config.rollout import JetStreamConfig, RolloutConfig, VllmConfig
 from jax_agent_rl.config.run import Config, build, load
@@ -33,12 +34,14 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DataSource",
+    "DistillConfig",
     "EndpointConfig",
     "EngineMeshConfig",
     "EnvironmentsConfig",
     "InteractionsConfig",
     "JetStreamConfig",
     "JudgeConfig",
+    "KLConfig",
     "LearnerConfig",
     "LoraConfig",
     "MeshConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "RolloutConfig",
     "SearchConfig",
     "ServerToolConfig",
+    "TeacherConfig",
     "ToolClientConfig",
     "ToolFormatName",
     "ToolsConfig",

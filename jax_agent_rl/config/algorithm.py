@@ -10,10 +10,12 @@ from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import NonNegative, OptimizerSection, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenKey
+from jax_agent_rl.config.kl import KLConfig, kl_problems
 
 AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "tree_grpo", "treerl", "arpo", "rae",
+    "none",
 ]  # fmt: skip
 LossMode = Literal[
     "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
@@ -22,7 +24,6 @@ LossMode = Literal[
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]  # fmt: skip
-KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 RejectionRule = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
@@ -34,7 +35,7 @@ ADV_ESTIMATORS: tuple[str, ...] = get_args(AdvEstimator)
 LOSS_MODES: tuple[str, ...] = get_args(LossMode)
 FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
 
-WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "rae"})
+WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "rae", "none"})
 """Estimators with advantages even in a group of one, or of equal rewards."""
 
 _CLIPPED = WhenKey(
@@ -42,8 +43,6 @@ _CLIPPED = WhenKey(
     *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
 )
 _PER_SEQUENCE = Unless("algorithm.loss_agg_mode", "token-mean", "token-sum")
-_WITH_KL = Unless("algorithm.kl.where", "none")
-_ADAPTIVE = WhenKey("algorithm.kl.controller", "adaptive")
 _WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
 
 
@@ -102,31 +101,6 @@ class PolicyLossConfig(Section):
     )
     dro_beta: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dro")] = Field(
         default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
-    )
-
-
-class KLConfig(Section):
-    """KL divergence from the reference policy, the model the run started from."""
-
-    where: Literal["none", "reward", "loss"] = Field(
-        default="none",
-        description="none, reward (subtracted from every token's reward) or loss (a term of the loss). reward and "
-        "loss need a second copy of the model.",
-    )
-    estimator: Annotated[KLEstimator, _WITH_KL] = Field(
-        default="k3", description="Estimator per token; with + the gradient is that of k2."
-    )
-    coef: Annotated[float, _WITH_KL] = Field(
-        default=0.001, gt=0, description="Weight; with the adaptive controller, the initial weight."
-    )
-    controller: Annotated[Literal["fixed", "adaptive"], _WITH_KL] = Field(
-        default="fixed", description="Constant weight, or adaptive: steers the KL towards `target`."
-    )
-    target: Annotated[float, _ADAPTIVE] = Field(
-        default=0.1, gt=0, description="adaptive: target KL per token, in nats."
-    )
-    horizon: Annotated[Positive, _ADAPTIVE] = Field(
-        default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
     )
 
 
@@ -213,7 +187,9 @@ class ShapingConfig(Section):
 class AlgorithmConfig(Section):
     """The objective."""
 
-    adv_estimator: AdvEstimator = Field(default="grpo", description="Advantage estimator.")
+    adv_estimator: AdvEstimator = Field(
+        default="grpo", description="Advantage estimator; none: rewards are not learned from, only `kl` is."
+    )
     gamma: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", "reinforce_plus_plus")] = Field(
         default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
     )
@@ -311,6 +287,7 @@ def algorithm_problems(algorithm: AlgorithmConfig, *, max_response_length: int) 
     yield from _advantage_problems(algorithm)
     yield from _loss_problems(algorithm)
     yield from _correction_problems(algorithm)
+    yield from kl_problems(algorithm.kl, adv_estimator=algorithm.adv_estimator)
     if algorithm.shaping.overlong_buffer > max_response_length:
         yield (
             f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than "
@@ -335,12 +312,10 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.max_resample_rounds={algorithm.max_resample_rounds}, but no group is filtered that could be "
             "replaced; set algorithm.filter_zero_variance=true, or max_resample_rounds=0"
         )
-    if algorithm.kl.where == "reward" and algorithm.adv_estimator == "gdpo":
-        yield "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use kl.where=loss"
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    mode, agg, kl = algorithm.policy_loss.loss_mode, algorithm.loss_agg_mode, algorithm.kl
+    mode, agg = algorithm.policy_loss.loss_mode, algorithm.loss_agg_mode
     if mode == "geo_mean" and agg != "seq-mean-token-mean":
         yield (
             f"policy_loss.loss_mode=geo_mean is one loss per sequence, algorithm.loss_agg_mode={agg} weighs tokens; "
@@ -351,13 +326,6 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by a constant; set algorithm.loss_scale_factor "
             "(agent.max_response_length is usual)"
         )
-    if kl.where == "reward" and kl.estimator.endswith("+"):
-        yield (
-            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its gradient only, and a "
-            f"reward has none; use {kl.estimator[:-1]}, or kl.where=loss"
-        )
-    if kl.where == "loss" and kl.estimator == "k1":
-        yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
 
 
 def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:

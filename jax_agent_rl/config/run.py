@@ -13,6 +13,7 @@ from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig, algorithm_problems
 from jax_agent_rl.config.base import NonNegative, Section
 from jax_agent_rl.config.conditions import UsedByAgents, WhenKey, unused
+from jax_agent_rl.config.kl import DistillConfig, distill_problems, with_teachers
 from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.rollout import RolloutConfig, restricts_sampling, rollout_problems
@@ -48,6 +49,7 @@ class Config(Section):
         default_factory=EnvironmentsConfig
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    distill: DistillConfig | None = Field(default=None, description="Teachers to distill from; null: none.")
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(default_factory=CriticConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
@@ -56,10 +58,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
-        """Take ``rollout.group_size`` from ``agent.n`` where that is not set; add correction for stale tokens."""
+        """Take ``rollout.group_size`` from ``agent.n`` if not set; add correction for stale tokens, teachers' KL."""
         if not isinstance(tree, Mapping):
             return tree
-        tree = with_correction(tree)
+        tree = with_teachers(with_correction(tree))
         sections = {"tool_config": {}, **tree}  # validated even if not given: the environment may hold some of it
         agent, rollout = sections.get("agent"), sections.get("rollout") or {}
         n = agent.get("n") if isinstance(agent, Mapping) else None
@@ -107,6 +109,11 @@ def problems(config: Config) -> Iterator[str]:
     yield from _length_problems(config)
     yield from _logprob_problems(config)
     yield from _adapter_problems(config)
+    if config.distill is not None:
+        restricts = restricts_sampling(rollout) or config.agent.constrain_tool_calls
+        yield from distill_problems(
+            config.distill, algorithm.kl, temperature=rollout.temperature, restricts_sampling=restricts
+        )
     if rollout.deterministic:
         yield from _deterministic_problems(config)
 

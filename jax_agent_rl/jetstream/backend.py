@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
 from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
-from jax_agent_rl.jetstream import inspection
+from jax_agent_rl.jetstream import inspection, scoring
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, ignore_line
 from jax_agent_rl.jetstream.engine_core import ChunkSink, EngineCore, EngineThread
@@ -44,7 +45,8 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
+from jax_agent_rl.validation import check_ids, check_int
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica
@@ -138,6 +140,7 @@ class JetStreamBackend:
             priorities=True,
             sleep=True,
             lora=bool(self._adapters),
+            scoring=self._external_engine is None and not self._image_reader.kinds,
             routed_experts=self._config.experts is not None and self._external_engine is None,
             precision=self._eight_bits["quantize"] or self._eight_bits["kv_dtype"] or self._dtype.name,
             weight_dtype=weight_dtype(self._dtype.name, self._eight_bits["quantize"], self._external_engine),
@@ -238,6 +241,17 @@ class JetStreamBackend:
             return await asyncio.to_thread(self._grammars.start, grammar, sampled)
         except GrammarError as error:
             raise BackendError(f"request {request.request_id!r}: {error}") from None
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        if not self.capabilities.scoring:
+            raise NotImplementedError("an external engine, and one that reads images, scores no given ids")
+        check_ids("the context to score", tuple(token_ids))
+        check_int("start", start, least=1, below=len(token_ids))
+        check_int("top_k", top_k, least=0, below=self._config.vocab_size + 1)
+        if (largest := max(token_ids)) >= self._config.vocab_size:
+            raise BackendError(f"id {largest} is not one of the model's {self._config.vocab_size}")
+        run = functools.partial(scoring.score, token_ids=token_ids, start=start, top_k=top_k)
+        return await self._thread.call(lambda: self._core.score(run))
 
     async def abort(self, request_id: str) -> bool:
         if submitted := self._preparing.get(request_id):

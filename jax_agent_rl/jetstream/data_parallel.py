@@ -44,7 +44,7 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.rollout.routing import Balancer, PrefixIndex
-from jax_agent_rl.types import PauseMode, TokenOutput
+from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 
 _SEED_STRIDE = 1 << 20
 """Between the seeds of engines; those of hosts lie between them."""
@@ -219,6 +219,10 @@ class DataParallelBackend:
             async with contextlib.aclosing(engine.stream(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        engine = min(self._balancer.servers, key=self._balancer.in_flight)
+        return await self._engines[engine].score(token_ids, start=start, top_k=top_k)
 
     async def abort(self, request_id: str) -> bool:
         home = self._homes.get(request_id)

@@ -43,7 +43,7 @@ from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.weights import ServedWeights
 from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest, Health, TokenChunk, WeightUpdate
-from jax_agent_rl.types import PauseMode
+from jax_agent_rl.types import PauseMode, TokenScores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -270,6 +270,12 @@ class EngineCore:
             logger.exception("request %r could not be queued", request.request_id)
             refusal = BackendError(f"request {request.request_id!r} cannot be taken: {type(error).__name__}: {error}")
             self._thread.call_soon(sink.put_nowait, refusal)
+
+    def score(self, run: Callable[[Scheduler], TokenScores]) -> TokenScores:
+        """Return what ``run`` makes of the weights that are served; raise EngineDiedError if they are lost."""
+        if self._weights_lost:
+            raise EngineDiedError(self._weights_lost)
+        return run(self.scheduler)
 
     def abort(self, request_id: str) -> bool:
         ended = self.scheduler.abort(request_id)

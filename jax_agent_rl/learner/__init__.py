@@ -5,6 +5,7 @@
     learner            the update, stage by stage; its docstring draws the pipeline
     scoring            pack groups into mini-batches; forward passes over them
       batch            packed rows that share prefixes; image_packing: their images
+      teachers         frozen models of other folders that score the same rows
       scored_batch     trajectories as the advantage estimators see them
     experience         what each token contributes: advantages/, correction, comparison with the engine
     losses/            policy losses by name, KL, token weights

@@ -71,6 +71,8 @@ class Batch:
         images: of the rows; None for a text model.
         routed_experts: int16 [R, T, L, k], experts of nodes by the engine's choice, -1 where unknown; None without any.
         supports: of the targets; None if no draw was restricted.
+        candidates: int32 [R, M, k], ids to score at each target beside its own, and float32 [R, M, k], the log-probs
+            that a reference gives them; None without any.
     """
 
     token_ids: np.ndarray
@@ -87,6 +89,7 @@ class Batch:
     images: RowImages | None = None
     routed_experts: np.ndarray | None = None
     supports: RowSupports | None = None
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -97,10 +100,33 @@ class Batch:
         made = {name: self._scatter(per_trajectory) for name, per_trajectory in values.items()}
         return replace(self, terms={**self.terms, **made})
 
+    def with_candidates(self, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> Batch:
+        """Add ids to score beside the sampled ones, and a reference's log-probs: [S, k] for each trajectory.
+
+        They belong to a position: trajectories that share a target give it the same.
+        """
+        shape = (*self.target_id.shape, ids[0].shape[1])
+        all_ids, all_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for places, own_ids, own_logprobs in zip(self.places, ids, logprobs, strict=True):
+            begin = 0
+            for place in places:
+                targets = self.term_target[place.row, place.terms]
+                own = slice(begin, begin + len(targets))
+                all_ids[place.row, targets], all_logprobs[place.row, targets] = own_ids[own], own_logprobs[own]
+                begin = own.stop
+        return replace(self, candidates=(all_ids, all_logprobs))
+
     def gather_terms(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of terms [R, K] into one float64 array [S] per trajectory."""
         return [
             np.concatenate([values[place.row, place.terms] for place in places]).astype(np.float64)
+            for places in self.places
+        ]
+
+    def gather_targets(self, values: np.ndarray) -> list[np.ndarray]:
+        """Gather numbers of targets [R, M, ...] into one array [S, ...] per trajectory, for each of its terms."""
+        return [
+            np.concatenate([values[place.row, self.term_target[place.row, place.terms]] for place in places])
             for places in self.places
         ]
 
@@ -124,6 +150,8 @@ class Batch:
         arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
         if self.routed_experts is not None:
             arrays["routed_experts"] = self.routed_experts
+        if self.candidates is not None:
+            arrays |= {"target_candidates": self.candidates[0], "target_candidate_logprobs": self.candidates[1]}
         length = self.token_ids.shape[1]
         used = self._used() if halve and self.images is None else None
         for begin in range(0, self.num_rows, rows):
@@ -239,7 +267,9 @@ def pack(
     ]
     routed = pack_routed(sequences, located, arrays["token_ids"].shape)
     kept = row_supports(supports, vocab_size)
-    batch = Batch(**arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept)
+    batch = Batch(
+        **arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept, candidates=None
+    )
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 

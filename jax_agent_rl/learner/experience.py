@@ -2,9 +2,9 @@
 
 ::
 
-    groups ─► token rewards ─► minus KL ─► advantages ─┐
-    old, rollout log-probs ─► importance, rejections ──┼─► Experience ─► terms of each mini-batch
-    masked trajectories ─► active terms ───────────────┘
+    groups ─► token rewards ─► minus KL ─► advantages ─► minus KL ─┐
+    old, rollout log-probs ─► importance, rejections ──────────────┼─► Experience ─► terms of each mini-batch
+    masked trajectories ─► active terms ───────────────────────────┘
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
 """For each trajectory of the step one number per sampled token, [S]."""
+Candidates = Sequence[tuple[np.ndarray, np.ndarray]]
+"""For each trajectory the reference's k likeliest ids at each sampled token, int32 [S, k], and their log-probs."""
+RefScores = Sequence[np.ndarray] | Candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +38,12 @@ class Scores:
 
     Attributes:
         old: log-probs per sampled token before the update, float64 [S] per trajectory.
-        ref: those of the reference.
+        ref: those of the reference, or its likeliest ids with ``algorithm.kl.top_k``.
         values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.scored_batch.ScoredBatch`.
     """
 
     old: PerTerm | None = None
-    ref: PerTerm | None = None
+    ref: RefScores | None = None
     values: list[np.ndarray] | None = None
 
 
@@ -52,7 +56,8 @@ class Experience:
         segments: how many tokens each of its sequences has, not per token.
         terms: by the name under which the losses read them.
         value_terms: the same for the critic; empty without one.
-        kl: mean distance to the reference, nats per token; NaN without one.
+        candidates: of the reference, not per token; None unless the KL is over them.
+        kl: mean distance to the reference, nats per token; NaN without one, and over candidates.
         metrics: named floats for the log.
     """
 
@@ -60,6 +65,7 @@ class Experience:
     segments: list[list[int]]
     terms: dict[str, PerTerm]
     value_terms: dict[str, PerTerm]
+    candidates: Candidates | None = None
     kl: float
     metrics: dict[str, float]
 
@@ -105,7 +111,7 @@ def build_experience(
         groups: of the step.
         config: estimator, corrections and KL.
         scores: of the learner's models.
-        kl_coef: the controller's current coefficient, for KL in the reward.
+        kl_coef: the controller's current coefficient, for KL in the reward and the advantage.
         masked: ids of trajectories whose rewards count in baselines and whose tokens are not trained on.
         since: first policy version of the parameters that score; tokens of older ones cannot be compared.
     """
@@ -116,12 +122,17 @@ def build_experience(
         np.full(len(at), t.trajectory_id not in masked) for t, at in zip(samples.trajectories, sampled, strict=True)
     ]
     old = rollout if config.rollout_correction.bypass_mode else scores.old
-    distances = _distances(old, scores.ref, config)
+    candidates: Any = scores.ref if config.kl.top_k else None
+    ref: Any = None if config.kl.top_k else scores.ref
+    distances = _distances(old, ref, config)
     if config.kl.where == "reward":
         for rewards, at, distance in zip(samples.rewards, sampled, distances, strict=True):
             rewards[at] -= kl_coef * distance
     estimated = advantages.compute(replace(samples, values=scores.values), config)
-    terms = {"advantage": _at(estimated.advantages, sampled), "rollout_logprob": rollout}
+    advantage = _at(estimated.advantages, sampled)
+    if config.kl.where == "advantage":
+        advantage = [own - kl_coef * distance for own, distance in zip(advantage, distances, strict=True)]
+    terms = {"advantage": advantage, "rollout_logprob": rollout}
     terms["comparable"] = [comparable(t, since).astype(np.float64) for t in samples.trajectories]
     metrics = _advantage_metrics(terms["advantage"], active)
     if old is not None:
@@ -134,15 +145,23 @@ def build_experience(
             terms["importance"] = corrected.importance
         if config.policy_loss.loss_mode == "decoupled":
             metrics |= behaviour_weights(config.policy_loss.behav_imp_weight_cap, old, rollout, active)
-    if scores.ref is not None and config.kl.where == "loss":
-        terms["ref_logprob"] = scores.ref
+    if ref is not None and config.kl.where == "loss":
+        terms["ref_logprob"] = ref
     value_terms = {}
     if estimated.returns is not None and scores.values is not None:
         old_values = [values[:-1] for values in scores.values]
         value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
     kl = float(np.mean([d.mean() for d in distances])) if distances else float("nan")
     segments = [segment_lengths(t) for t in samples.trajectories]
-    return Experience(active=active, segments=segments, terms=terms, value_terms=value_terms, kl=kl, metrics=metrics)
+    return Experience(
+        active=active,
+        segments=segments,
+        terms=terms,
+        value_terms=value_terms,
+        candidates=candidates,
+        kl=kl,
+        metrics=metrics,
+    )
 
 
 def score_contexts(groups: Sequence[Group], score: Callable[[Sequence[Sequence[int]]], list[np.ndarray]]) -> PerTerm:
@@ -180,7 +199,7 @@ def mini_batch_terms(
     active = experience.active[members]
     weights = _weights(config, active, experience.segments[members])
     policy = {name: values[members] for name, values in experience.terms.items()} | {"weight": weights}
-    if "ref_logprob" in policy:
+    if "ref_logprob" in policy or experience.candidates is not None:
         policy["kl_weight"] = [kl_coef * weight for weight in weights]
     critic = {name: values[members] for name, values in experience.value_terms.items()}
     if critic:

@@ -24,6 +24,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,7 @@ from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.routed_experts import replay_metrics
 from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Weights
+from jax_agent_rl.learner.teachers import Teacher, score_by_teachers
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
@@ -61,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """The policy and its optimizer; with adv_estimator gae a critic, with a KL term the reference policy.
+    """The policy and its optimizer; with adv_estimator gae a critic, with a KL term a reference or teachers.
 
     Args:
         model: the model's hyperparameters.
@@ -73,6 +75,8 @@ class Learner:
         critic_init: a language model to start the critic from; the policy if None.
         score_by: computes old log-probs; the learner's own packed passes if None.
         vision_processor: the model's image processor; None if trajectories hold no images.
+        teachers: references of the KL in place of the initial policy, for trajectories that bring no scores of theirs;
+            a trajectory's is the first that fits it. None: the initial policy.
         total_steps: training steps of the run, over which a learning rate decays; None if unknown.
     """
 
@@ -88,6 +92,7 @@ class Learner:
         critic_init: Params | None = None,
         score_by: ScoreContexts | None = None,
         vision_processor: VisionProcessor | None = None,
+        teachers: Sequence[Teacher] | None = None,
         total_steps: int | None = None,
     ) -> None:
         self.model = model
@@ -116,7 +121,8 @@ class Learner:
         self._scorer = Scorer(self._programs, images)
         self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
         self._merge = policy.merge
-        self._reference = policy.reference() if algorithm.kl.where != "none" else None
+        self._teachers = teachers
+        self._reference = policy.reference() if algorithm.kl.where != "none" and teachers is None else None
         self._critic: OptimizedParams | None = None
         if algorithm.adv_estimator == "gae":
             initial = critic_params(params if critic_init is None else critic_init)
@@ -189,7 +195,7 @@ class Learner:
     @property
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
-        models = [model for model in (self._policy, self._critic) if model is not None]
+        models = [model for model in (self._policy, self._critic, *(self._teachers or ())) if model is not None]
         return self._scorer.programs_compiled + sum(model.programs_compiled for model in models)
 
     def update(
@@ -247,13 +253,16 @@ class Learner:
 
     def _score(self, minis: Sequence[MiniBatch], groups: Sequence[Group]) -> Scores:
         """Compute only the scores that something reads: each is a forward pass."""
-        old = ref = values = None
+        old = values = None
+        ref: Any = None
+        if self._teachers is not None:
+            ref = score_by_teachers(self._teachers, [t for group in groups for t in group.trajectories])
         if self._score_by is not None:
             old = score_contexts(groups, functools.partial(self._score_by, self.params))
         elif not (self._objective.on_policy or self._objective.bypass):
             old = self._logprobs(minis, self._policy.weights)
         if self._reference is not None:
-            ref = self._logprobs(minis, self._reference)
+            ref = [x for mini in minis for x in self._scorer.reference(self._reference, mini.batch)]
         if self._critic is not None:
             values = [v for mini in minis for v in self._scorer.values(self._critic.weights, mini.batch)]
         return Scores(old=old, ref=ref, values=values)
@@ -317,7 +326,11 @@ class Learner:
                 self._objective.loss,
                 seed=int(self._policy.state.updates),
             )
-        return mini.batch.with_terms(**policy), mini.batch.with_terms(**critic)
+        batch = mini.batch.with_terms(**policy)
+        if experience.candidates is not None:
+            ids, logprobs = zip(*experience.candidates[mini.members], strict=True)
+            batch = batch.with_candidates(ids, logprobs)
+        return batch, mini.batch.with_terms(**critic)
 
     def _train(
         self, model: OptimizedParams, batch: Batch, tick: Callable[[], None], cancellation: StepCancellation
@@ -361,7 +374,7 @@ class Learner:
             self._kl_coef = float(np.float32(controller.next(self._kl_coef, experience.kl, len(experience.active))))
 
     def _kl_metrics(self, experience: Experience) -> dict[str, float]:
-        if self._reference is None:
+        if self._algorithm.kl.where == "none":
             return {}
         measured = {"kl_reference": experience.kl} if np.isfinite(experience.kl) else {}
         return measured | {"kl_coef": self._kl_coef}

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.comparison import INFINITE
 from jax_agent_rl.learner.image_packing import encode_images
-from jax_agent_rl.learner.linear_logprobs import linear_logprobs
+from jax_agent_rl.learner.linear_logprobs import linear_logprobs, linear_top_k
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
-from jax_agent_rl.learner.losses.kl import kl_penalty
+from jax_agent_rl.learner.losses.kl import kl_penalty, top_k_kl
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.mesh import ROWS, constrain
@@ -39,6 +39,7 @@ class ObjectiveConfig:
         kept_logits: bytes of logits that a micro-batch keeps for its backward pass; what is beyond is recomputed.
         targets_per_chunk: targets of a row whose logits are computed together.
         kl_estimator: of the KL term in the loss; None without one.
+        kl_top_k: ids of each position over which the KL term is exact; 0: an estimate from the sampled id.
         router_aux_loss_coef: of the load-balancing loss of a mixture of experts.
     """
 
@@ -52,6 +53,7 @@ class ObjectiveConfig:
     targets_per_chunk: int = TARGETS_PER_CHUNK["cpu"]
     entropy_coeff: float = 0.0
     kl_estimator: str | None = None
+    kl_top_k: int = 0
     router_aux_loss_coef: float = 0.0
 
 
@@ -80,7 +82,7 @@ def objective_config(
     correction, kl = algorithm.rollout_correction, algorithm.kl
     needs_old = (
         scored
-        or kl.where == "reward"
+        or kl.where in ("reward", "advantage")
         or kl.controller == "adaptive"
         or correction.rollout_is != "none"
         or bool(correction.rollout_rs)
@@ -103,6 +105,7 @@ def objective_config(
         targets_per_chunk=TARGETS_PER_CHUNK["cpu" if on_cpu else "accelerator"],
         entropy_coeff=algorithm.entropy_coeff,
         kl_estimator=kl.estimator if kl.where == "loss" else None,
+        kl_top_k=kl.top_k,
         router_aux_loss_coef=config.router_aux_loss_coef,
     )
 
@@ -126,12 +129,23 @@ def router_loads(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> j
 def target_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, jax.Array]:
     """Return every target's log-prob, and the entropy where it was sampled; float32 [R, M]."""
     hidden, _ = routed(objective, model, batch)
-    return _at_targets(objective, model.head, batch, hidden)
+    logprob, entropy, *_ = _at_targets(objective, model.head, batch, hidden)
+    return logprob, entropy
 
 
 def _at_targets(
-    objective: ObjectiveConfig, head: jax.Array, batch: Arrays, hidden: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    objective: ObjectiveConfig,
+    head: jax.Array,
+    batch: Arrays,
+    hidden: jax.Array,
+    *,
+    top_k: int = 0,
+    vocab_size: int = 0,
+) -> list[jax.Array]:
+    """Return log-prob and entropy of every target [R, M] and, if the batch has candidates, their log-probs [R, M, k].
+
+    With ``top_k``, also so many likeliest ids below ``vocab_size`` at every target and their log-probs [R, M, top_k].
+    """
     mesh = objective.mesh
     at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
     rows, count, _ = at_parents.shape
@@ -150,10 +164,29 @@ def _at_targets(
     hidden, ids, valid = (chunks(x) for x in (at_parents, batch["target_id"], batch["target_valid"]))
     vocab_shards = 1 if mesh is None else mesh.shape["tensor"]
     kept = min(len(ids), objective.kept_logits // (4 * ids.shape[1] * len(head)))
-    support = chunks(batch["target_support"]) if "target_support" in batch else None
-    scored: Any = linear_logprobs(hidden, head, ids, valid, objective.temperature, vocab_shards, kept, support)
-    logprob, entropy = (jnp.moveaxis(x.reshape(-1, rows, chunk), 1, 0).reshape(rows, -1)[:, :count] for x in scored)
-    return logprob, entropy
+    support, candidates = (
+        chunks(batch[name]) if name in batch else None for name in ("target_support", "target_candidates")
+    )
+    arguments: Any = (hidden, head, ids, valid, objective.temperature, vocab_shards, kept, support, candidates)
+    scored: tuple[jax.Array, ...] = linear_logprobs(*arguments)
+    if top_k:
+        scored += linear_top_k(
+            hidden,
+            head,
+            valid,
+            objective.temperature,
+            top_k,
+            vocab_size=vocab_size,
+            vocab_shards=vocab_shards,
+            support=support,
+        )
+
+    def whole(x: jax.Array) -> jax.Array:
+        """Invert ``chunks``."""
+        x = jnp.moveaxis(x.reshape(x.shape[0], rows, chunk, *x.shape[2:]), 1, 0)
+        return x.reshape(rows, -1, *x.shape[3:])[:, :count]
+
+    return [whole(x) for x in scored]
 
 
 def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> jax.Array:
@@ -162,38 +195,29 @@ def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
     return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
 
 
-def top_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays, count: int) -> tuple[jax.Array, jax.Array]:
+def top_logprobs(
+    objective: ObjectiveConfig, vocab_size: int, model: Decoder, batch: Arrays, count: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the likeliest ids in every target's context, int32 [R, M, count], and their log-probs, float32.
 
-    Logits of a few targets exist at a time. Targets that are not valid may get zeros.
+    Args:
+        objective: its constants.
+        vocab_size: of the policy, whose ids are meant; the model may have more.
+        model: whose they are.
+        batch: a micro-batch. Targets that are not valid may get zeros.
+        count: at most ``vocab_size``.
     """
     hidden, _ = routed(objective, model, batch)
-    at_parents = jnp.take_along_axis(hidden, batch["target_parent"][..., None], axis=1)  # [R, M, D]
-    rows, targets, _ = at_parents.shape
-    chunk = min(objective.targets_per_chunk, targets)
-    padding = -targets % chunk
-
-    def chunks(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return x.reshape(-1, chunk, *x.shape[2:])
-
-    def likeliest(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.einsum("nd,vd->nv", hidden, model.head, preferred_element_type=jnp.float32) / objective.temperature
-        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits), count)
-        return ids, logprobs
-
-    def nothing(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((chunk, count), jnp.int32), jnp.zeros((chunk, count), jnp.float32)
-
-    parts = (chunks(at_parents), chunks(batch["target_valid"]))
-    ids, logprobs = jax.lax.map(lambda part: jax.lax.cond(jnp.any(part[1]), likeliest, nothing, part[0]), parts)
-    return ids.reshape(rows, -1, count)[:, :targets], logprobs.reshape(rows, -1, count)[:, :targets]
+    *_, ids, logprobs = _at_targets(objective, model.head, batch, hidden, top_k=count, vocab_size=vocab_size)
+    return ids, logprobs
 
 
 def scored_terms(
     objective: ObjectiveConfig, model: Decoder, batch: Arrays, active: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return log-prob and entropy of every active term, float32 [R, K], and the load of the experts as :func:`routed`.
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Return log-prob and entropy of every active term, float32 [R, K], the load of the experts as :func:`routed`.
+
+    Last comes, if the batch has candidates, the KL to the reference at every active term's position, float32 [R, K].
 
     Args:
         objective: its constants.
@@ -202,9 +226,13 @@ def scored_terms(
         active: bool [R, K]. Other terms get 0: what a loss makes of that is finite, and its weight is 0.
     """
     hidden, load = routed(objective, model, batch)
-    scored = _at_targets(objective, model.head, batch, hidden)
-    logprob, entropy = (jnp.where(active, jnp.take_along_axis(x, batch["term_target"], axis=1), 0.0) for x in scored)
-    return logprob, entropy, load
+    logprob, entropy, *of_candidates = _at_targets(objective, model.head, batch, hidden)
+    distances = [top_k_kl(x, batch["target_candidate_logprobs"]) for x in of_candidates]
+    logprob, entropy, *distances = (
+        jnp.where(active, jnp.take_along_axis(x, batch["term_target"], axis=1), 0.0)
+        for x in (logprob, entropy, *distances)
+    )
+    return logprob, entropy, load, distances[0] if distances else None
 
 
 def router_balance(batch: Arrays, load: jax.Array | None) -> Arrays:
@@ -223,14 +251,14 @@ def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tu
     """
     weight = batch["term_weight"]
     active = weight > 0
-    logprob, entropy, load = scored_terms(objective, model, batch, active)
+    logprob, entropy, load, distance = scored_terms(objective, model, batch, active)
     terms = _terms(objective, batch, logprob, active)
     policy = POLICY_LOSSES[objective.loss.own.loss_mode](terms, objective.loss)
     per_term = policy.loss * batch.get("term_importance", 1.0) - objective.entropy_coeff * entropy
     total = jnp.sum(weight * per_term)
-    distance = jnp.zeros_like(logprob)
-    if objective.kl_estimator is not None:
+    if distance is None and objective.kl_estimator is not None:
         distance = jnp.where(active, kl_penalty(objective.kl_estimator, logprob, batch["term_ref_logprob"]), 0.0)
+    if distance is not None:
         total += jnp.sum(batch["term_kl_weight"] * distance)
     balance = router_balance(batch, load)
     total += objective.router_aux_loss_coef * sum(balance.values())
@@ -244,7 +272,7 @@ def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tu
             "clipped": jnp.sum(terms.active * policy.clipped),
             "ratio": jnp.sum(terms.active * policy.ratio),
             "kl": jnp.sum(terms.active * (terms.old_logprob - logprob)),
-            "kl_loss": jnp.sum(distance),
+            "kl_loss": jnp.float32(0) if distance is None else jnp.sum(distance),
             "gap": jnp.sum(gap),
             "compared": jnp.sum(compared.astype(jnp.float32)),
             "compared_gap": jnp.sum(same_weights),

@@ -35,19 +35,23 @@ class LearnerPrograms:
     Attributes:
         objective: what they compute.
         policy: the policy's update.
+        vocab_size: of the policy, whose ids the batches hold.
         score: (trained, frozen, batch=micro-batch) to the log-prob of every term's token, float32 [R, K].
         top: the same, and ``count``, to the likeliest ids in every target's context and their log-probs [R, M, count].
+        likeliest: the same with ``count=algorithm.kl.top_k``.
         route: the same as score to the tokens each expert was chosen by, float32 [E].
         values: of the critic's weights, to the value of the state after every token, float32 [R, T].
     """
 
     model: DecoderConfig
+    vocab_size: int
     config: LearnerConfig
     mesh: Mesh
     objective: ObjectiveConfig
     policy: UpdatePrograms
     score: Any
     top: Any
+    likeliest: Any
     route: Any
     values: Any
 
@@ -63,6 +67,7 @@ class LearnerPrograms:
         mesh: Mesh,
         rate: optax.Schedule,
         scored: bool = False,
+        vocab_size: int | None = None,
         loss: Callable[[ObjectiveConfig, Any, Arrays], tuple[jax.Array, Statistics]] = policy_loss,
     ) -> LearnerPrograms:
         """Return the programs of one configuration.
@@ -76,6 +81,7 @@ class LearnerPrograms:
             mesh: of the learner; its devices need not be present.
             rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.optimizer`.
             scored: old log-probs come from elsewhere.
+            vocab_size: of the policy, if this model is another; None: the model's.
             loss: the policy's.
 
         Raises:
@@ -91,13 +97,16 @@ class LearnerPrograms:
         objective = objective_config(algorithm, config, temperature, split, scored=scored, on_cpu=on_cpu)
         everywhere = replicated(mesh)
 
-        def reading(program: Callable[..., jax.Array], view: View) -> Any:
+        def reading(program: Callable[..., Any], view: View) -> Any:
             """Jit a program of (trained, frozen) weights and a batch; every process gets the whole result."""
             return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
 
         values = functools.partial(state_values, remat=objective.remat, mesh=split)
+        vocab_size = model.vocab_size if vocab_size is None else vocab_size
+        top = functools.partial(top_logprobs, objective, vocab_size)
         return cls(
             model=model,
+            vocab_size=vocab_size,
             config=config,
             mesh=mesh,
             objective=objective,
@@ -112,10 +121,11 @@ class LearnerPrograms:
             ),
             score=reading(functools.partial(term_logprobs, objective), policy.view),
             top=jax.jit(
-                lambda *weights, batch, count: top_logprobs(objective, policy.view(*weights), batch, count),
+                lambda *weights, batch, count: top(policy.view(*weights), batch, count),
                 static_argnames="count",
                 out_shardings=everywhere,
             ),
+            likeliest=reading(functools.partial(top, count=objective.kl_top_k), policy.view),
             route=reading(functools.partial(router_loads, objective), policy.view),
             values=reading(values, functools.partial(compute_model, Critic.graphdef(model), config.compute_dtype)),
         )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jax_agent_rl.learner.batch import Batch, Sharing, pack
-from jax_agent_rl.learner.experience import PerTerm
+from jax_agent_rl.learner.experience import PerTerm, RefScores
 from jax_agent_rl.learner.image_packing import ImagePacking, blanks
 from jax_agent_rl.learner.optimized_params import Arrays
 from jax_agent_rl.learner.programs import LearnerPrograms
@@ -61,7 +61,7 @@ class Scorer:
             pack_length=config.pack_length,
             share_prefixes=config.share_prefixes,
             image_packing=images,
-            vocab_size=programs.model.vocab_size,
+            vocab_size=programs.vocab_size,
         )
 
     def pack(self, groups: Sequence[Group]) -> list[MiniBatch]:
@@ -92,17 +92,17 @@ class Scorer:
             self._compiled.add(program)
             yield from map(self._placed, blanks(next(batch.micro_batches(self.rows)), self._images))
 
-    def _run(self, program: Callable[..., jax.Array], weights: Weights, batch: Batch) -> list[np.ndarray]:
+    def _run(self, program: Callable[..., Any], weights: Weights, batch: Batch) -> list[Any]:
         """Run a program over all rows of a batch's layout and return its result for each micro-batch."""
         layout = replace(batch, terms={})
         for arrays in self.blanks(layout, program):
             program(*weights, batch=arrays)
         return list(self._each(program, weights, layout))
 
-    def _each(self, program: Callable[..., jax.Array], weights: Weights, layout: Batch) -> Iterator[np.ndarray]:
+    def _each(self, program: Callable[..., Any], weights: Weights, layout: Batch) -> Iterator[Any]:
         for arrays in self.micro_batches(layout):
             self._widths[program].add(arrays["token_ids"].shape[1])
-            yield np.asarray(program(*weights, batch=arrays))
+            yield jax.tree.map(np.asarray, program(*weights, batch=arrays))
 
     def logprobs(self, weights: Weights, batch: Batch) -> PerTerm:
         """Return the log-probs of each trajectory's tokens with loss, float64 [S]."""
@@ -119,16 +119,27 @@ class Scorer:
         Returns:
             int64 and float64 [S, count] for each trajectory.
         """
-        width = 1 << (count - 1).bit_length()
+        width = min(1 << (count - 1).bit_length(), self._programs.vocab_size)
         layout = replace(batch, terms={})
         parts = [self._programs.top(*weights, batch=arrays, count=width) for arrays in self.micro_batches(layout)]
 
         def gathered(values: Sequence[jax.Array]) -> PerTerm:
-            of_targets = stack([np.asarray(x) for x in values], batch.target_id.shape)[..., :count]
-            return batch.gather_terms(np.take_along_axis(of_targets, batch.term_target[..., None], axis=1))
+            return batch.gather_targets(stack([np.asarray(x) for x in values], batch.target_id.shape)[..., :count])
 
         ids, logprobs = (gathered(x) for x in zip(*parts, strict=True))
-        return [(i.astype(np.int64), x) for i, x in zip(ids, logprobs, strict=True)]
+        return [(i.astype(np.int64), x.astype(np.float64)) for i, x in zip(ids, logprobs, strict=True)]
+
+    def reference(self, weights: Weights, batch: Batch) -> RefScores:
+        """Return what the KL to a reference with these weights reads, for each trajectory.
+
+        Log-probs as :meth:`logprobs`; with ``algorithm.kl.top_k`` the likeliest ids at its tokens with loss, int32
+        [S, k], and their log-probs, float32.
+        """
+        if not self._programs.objective.kl_top_k:
+            return self.logprobs(weights, batch)
+        parts = zip(*self._run(self._programs.likeliest, weights, batch), strict=True)
+        ids, logprobs = (batch.gather_targets(stack(part, batch.target_id.shape)) for part in parts)
+        return list(zip(ids, logprobs, strict=True))
 
     def values(self, weights: Weights, batch: Batch) -> list[np.ndarray]:
         """Return the critic's values of each trajectory's states, float64 [L + 1]."""
@@ -147,7 +158,7 @@ class Scorer:
     @property
     def programs_compiled(self) -> int:
         """Distinct forward programs compiled so far, those for shorter rows aside."""
-        programs = (self._programs.score, self._programs.values, self._programs.route)
+        programs = (self._programs.score, self._programs.likeliest, self._programs.values, self._programs.route)
         return sum(f._cache_size() - max(0, len(self._widths[f]) - 1) for f in programs)
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> Arrays:

@@ -333,7 +333,7 @@ def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
     Statistics are sums, and float32 [R, K] under ``terms``. Terms of weight 0 are scored, too.
     """
     weight, scored = batch["term_weight"], batch["term_scored"] > 0
-    logprob, entropy, load = scored_terms(objective, model, batch, scored)
+    logprob, entropy, load, _ = scored_terms(objective, model, batch, scored)
     counted = jnp.float32(weight != 0)
     terms = Terms(
         logprob=logprob,

@@ -16,11 +16,11 @@ Life of a backend::
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, Support, TokenOutput
+from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, Support, TokenOutput, TokenScores
 from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
 
 if TYPE_CHECKING:  # the launcher imports this module before anything is installed
@@ -56,6 +56,7 @@ class Capabilities:
         lora: adapters can be named per request.
         routed_experts: outputs say which experts each position of the context chose, from
             ``GenerateRequest.routed_experts_prompt_start`` to the last id but one: that id was never fed.
+        scoring: ``score`` gives log-probs of given ids.
         sleep: ``sleep``/``wake`` release and restore device memory.
         precision: the coarsest rounding of weights, activations and KV: ``float32``, ``float16``, ``bfloat16``,
             ``int8`` or ``fp8``. How closely engine and learner have to agree follows from it.
@@ -85,6 +86,7 @@ class Capabilities:
     multi_modal: frozenset[str] = frozenset()
     lora: bool = False
     routed_experts: bool = False
+    scoring: bool = False
     sleep: bool = False
     precision: str = "float32"
     weight_dtype: str = "float32"
@@ -308,6 +310,19 @@ class RolloutBackend(Protocol):
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Run one request like :meth:`generate`, in chunks as they are sampled. Closing the iterator frees the slot."""
+        ...
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        """Return the log-probs of the ids of a context from ``start`` on, at temperature 1 over all ids.
+
+        Args:
+            token_ids: the context; nothing is appended to it.
+            start: the first id to score, at least 1: the one before predicts it.
+            top_k: the likeliest ids to report at each position; 0: none.
+
+        Raises:
+            BackendError: the context is too long, or its ids are not the model's.
+        """
         ...
 
     async def abort(self, request_id: str) -> bool:

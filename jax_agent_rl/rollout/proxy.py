@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend, WeightUpdate
-from jax_agent_rl.types import PauseMode
+from jax_agent_rl.types import PauseMode, TokenScores
 
 
 class ProxyBackend(ABC):
@@ -39,6 +39,9 @@ class ProxyBackend(ABC):
     @abstractmethod
     async def _call(self, method: str, **arguments: Any) -> Any:
         """Call a method of the engine, and note the policy version it reports."""
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        return await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k)
 
     async def abort(self, request_id: str) -> bool:
         return await self._call("abort", request_id=request_id)

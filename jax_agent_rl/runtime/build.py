@@ -51,6 +51,8 @@ from jax_agent_rl.runtime.placement import (
 )
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
+from jax_agent_rl.runtime.served_teachers import open_served_teachers
+from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, require_teachers
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
 
@@ -94,6 +96,8 @@ async def build(
         training_rows, every_row = RowOutlines(*train), RowOutlines(*prepared.rows)
         require_used(config, every_row)
         refuse_adapters(config, every_row)
+        require_teachers(config, training_rows)
+        check_teachers(config)
         codec = prepared.codec
         places = await stack.enter_async_context(open_places(config))
         mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
@@ -111,6 +115,9 @@ async def build(
         probe_ids = encode_text_of(codec, train[0][0])
         model = read_model(config, codec, probe_ids)
         shared = one_program(config, model)
+        teach = await stack.enter_async_context(
+            open_served_teachers(config, model, probe_ids=probe_ids, print_line=print_line)
+        )
         learner = make_learner(config, model, score_by=shared and shared.score, channel=channel)
         weight_buffer = make_weight_buffer(config) if on_every_host(config) else None
         publisher = make_publisher(
@@ -155,6 +162,7 @@ async def build(
             cursor=DataCursor(Mixture(train, weights), seed=config.seed),
             heldout=heldout[0] if heldout else [],
             outlines=training_rows,
+            teach=teach,
             room_for_learning=room_for_learning(config, client, beside),
         )
 
@@ -234,7 +242,7 @@ def make_learner(
 
     Raises:
         ConfigError: the mesh does not divide the model, or the critic has another architecture.
-        ModelError: files are missing or damaged.
+        ModelError: files are missing or damaged, of a teacher, too.
     """
     learner = Learner(
         model,
@@ -245,6 +253,7 @@ def make_learner(
         critic=config.critic,
         critic_init=_critic_init(config, model),
         score_by=score_by,
+        teachers=make_teachers(config, model),
         total_steps=config.trainer.steps,
         vision_processor=VisionProcessor.of(model, config.model.path, pixels=config.model.pixels),
     )

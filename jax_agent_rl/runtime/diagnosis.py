@@ -102,7 +102,7 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
 def _learner_at(config: Config, place: Path | str, version: int, *, saved: bool) -> Learner:
     """Return the run's learner on one device, with the parameters and optimizer of a version."""
     alone = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
-    config = config.model_copy(update={"learner": alone})
+    config = config.model_copy(update={"learner": alone, "distill": None})  # teachers are not asked
     learner = make_learner(config, load_config(config.model.path))
     assert isinstance(learner, Learner)
     if saved:

@@ -53,13 +53,17 @@ class ResidentBytes:
     def estimate(cls, config: Config, model: DecoderConfig, *, devices: int) -> ResidentBytes:
         """Estimate the bytes of an engine on so many devices, and of the configured learner."""
         mesh, engine = config.learner.mesh, config.rollout.jetstream
-        count = sum(map(math.prod, jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))))
-        held = count / (mesh.fsdp * mesh.tensor * mesh.expert)
+        count, parts = _count(model), mesh.fsdp * mesh.tensor * mesh.expert
+        held = count / parts
         copies = 1 + (config.algorithm.adv_estimator == "gae")
         if config.learner.lora is None:
-            learner = held * MASTER * (4 * copies + (config.algorithm.kl.where != "none"))
+            reference = config.algorithm.kl.where != "none" and config.distill is None
+            learner = held * MASTER * (4 * copies + reference)
         else:
             learner = held * MASTER * (4 * (copies - 1) + 0.5)
+        teachers = [t.path for t in config.distill.teachers if t.url is None] if config.distill else []
+        bytes_each = 2 if config.learner.compute_dtype == "bfloat16" else 4
+        learner += sum(_count(load_config(path)) for path in teachers) * bytes_each / parts
         own = 2 if engine.dtype == "bfloat16" else 4
         heads = math.lcm(model.num_kv_heads, devices) / devices
         keys_values = 2 * model.num_layers * heads * model.head_dim * (own if engine.kv_dtype == "auto" else 1)
@@ -75,6 +79,11 @@ class ResidentBytes:
     def serving(self, shapes: EngineShapes) -> float:
         """Return the bytes of weights and KV cache."""
         return self.weights + shapes.pages * shapes.page * self.position
+
+
+def _count(model: DecoderConfig) -> int:
+    """Return the number of a model's parameters."""
+    return sum(map(math.prod, jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))))
 
 
 def resolve_engine_mesh(

@@ -43,7 +43,7 @@ def _map_routed(group: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
 
 
 def _lean(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory without texts and records, which only users and rewards read."""
+    """Return a trajectory without texts and records, which only users and rewards read; its data source stays."""
 
     def lean(turn: Turn) -> Turn:
         calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
@@ -52,7 +52,8 @@ def _lean(trajectory: Trajectory) -> Trajectory:
     turns = tuple(map(lean, trajectory.turns))
     segments = tuple(map(_lean, trajectory.segments))
     media = encode_media(trajectory.prompt_media)
-    return replace(trajectory, turns=turns, segments=segments, row={}, messages=(), metrics={}, prompt_media=media)
+    row = {key: value for key, value in trajectory.row.items() if key == "data_source"}
+    return replace(trajectory, turns=turns, segments=segments, row=row, messages=(), metrics={}, prompt_media=media)
 
 
 def _with_images(trajectory: Trajectory) -> Trajectory:

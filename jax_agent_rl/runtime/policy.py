@@ -15,11 +15,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, build, load
+from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, ModelConfig, TeacherConfig, build, load
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
@@ -32,6 +32,7 @@ from jax_agent_rl.models.sharding import make_mesh
 from jax_agent_rl.utils.tempdirs import make_folder, remove_folder
 
 logger = logging.getLogger(__name__)
+_Named = TypeVar("_Named", ModelConfig, TeacherConfig)
 
 NO_ROWS = ""
 """``data.train`` of a model that is only served."""
@@ -280,7 +281,13 @@ def resolve_model(path: str) -> str:
 
 
 def with_resolved_model(config: Config) -> Config:
-    """Return a configuration whose ``model.path`` is no run folder, see :func:`resolve_model`."""
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"path": resolve_model(config.model.path)})}
-    )
+    """Return a configuration in which no path of the policy or a teacher is a run folder, see :func:`resolve_model`."""
+
+    def resolved(model: _Named) -> _Named:
+        return model.model_copy(update={"path": resolve_model(model.path)})
+
+    changes: dict[str, Any] = {"model": resolved(config.model)}
+    if config.distill is not None:
+        teachers = tuple(map(resolved, config.distill.teachers))
+        changes["distill"] = config.distill.model_copy(update={"teachers": teachers})
+    return config.model_copy(update=changes)

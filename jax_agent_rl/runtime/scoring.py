@@ -19,6 +19,7 @@ from jax_agent_rl.rewards import (
     require_rewards,
     score,
 )
+from jax_agent_rl.rewards.registry import find_reward
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.runtime.frozen_models import open_frozen_model
@@ -52,12 +53,21 @@ async def reward_server(config: Config) -> AsyncIterator[None]:
 def needed_services(config: Config, rows: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the services that the rows' reward functions need, and check that they exist.
 
+    With ``algorithm.adv_estimator=none`` nothing is learned from rewards: rows may have no function, and get 0.
+
     Raises:
         ConfigError: a row has no reward function, or its function needs a missing service.
     """
+    if config.algorithm.adv_estimator == "none":
+        sources = {str(row.get("data_source")) for row in rows}
+        register_reward(*sorted(s for s in sources if find_reward(s) is None))(_no_reward)
     offered = {"sandbox", *(["judge"] if config.reward.judge else [])}
     require_rewards(rows, services=offered)
     return requested_services(rows, offered)
+
+
+def _no_reward() -> float:
+    return 0.0
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ import contextlib
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
@@ -29,7 +29,7 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, StopReason, Support, TokenOutput, digest_ids
+from jax_agent_rl.types import PauseMode, StopReason, Support, TokenOutput, TokenScores, digest_ids
 
 
 class FakeBackend(ABC):
@@ -76,6 +76,9 @@ class FakeBackend(ABC):
 
     async def reset_prefix_cache(self) -> None:  # noqa: B027  (most fakes have no cache)
         """Do nothing."""
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        raise NotImplementedError(f"the {self.name} does not score given ids")
 
     async def sleep(self) -> None:
         raise NotImplementedError(f"the {self.name} does not sleep")

@@ -218,13 +218,18 @@ class Trainer:
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
         step = self.record.step + 1
-        tick = self.reporter.show_learning(selection, self.rollout_status)
         check = self.agreement.check(selection.groups, step)
+        groups = selection.groups
+        if self.runtime.teach is not None:
+            self.progress.phase(f"step {step}: teachers")
+            with self.phases.measure("teach"):
+                groups = await self.runtime.teach(groups)
+        tick = self.reporter.show_learning(selection, self.rollout_status)
         async with self.runtime.room_for_learning():
             with self.phases.measure("learn"):
                 result = await asyncio.to_thread(
                     self.runtime.learner.update,
-                    selection.groups,
+                    groups,
                     masked=selection.masked,
                     tick=tick,
                     cancellation=cancellation,

@@ -107,6 +107,7 @@ class RunComponents:
         cursor: the order of the training rows.
         heldout: rows to evaluate on.
         outlines: the training rows, without their prompts.
+        teach: adds the scores of teachers that are served elsewhere to groups.
         room_for_learning: a context in which engines on the learner's devices make room for its update.
     """
 
@@ -121,4 +122,5 @@ class RunComponents:
     cursor: DataCursor
     heldout: Sequence[dict[str, Any]]
     outlines: Collection[Mapping[str, Any]] = ()
+    teach: Callable[[Sequence[Group]], Awaitable[Sequence[Group]]] | None = None
     room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext

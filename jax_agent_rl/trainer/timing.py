@@ -51,7 +51,7 @@ class Phases:
 ENVIRONMENT_SECONDS = "JAX_AGENT_RL_ENVIRONMENT_SECONDS"
 """Environment variable in which a launch script says how long it took before it called ``train``."""
 _COMPILED = frozenset(f"/jax/core/compile/{part}_duration" for part in ("jaxpr_to_mlir_module", "backend_compile"))
-_STAGES = {"evaluate": "evaluation", "engine": "rollout", "learn": "learning"}
+_STAGES = {"evaluate": "evaluation", "engine": "rollout", "teach": "learning", "learn": "learning"}
 
 
 class Breakdown:

@@ -28,6 +28,8 @@ SMALL = [
 def test_a_recipe_trains_and_accounts_for_everything(path: Path, recipe: Path, tmp_path: Path):
     tree = yaml.safe_load(path.read_text())
     own = {key: tree[key] for key in ("algorithm", "critic", "learner") if key in tree}
+    if "distill" in tree:
+        own["distill"] = {"teachers": yaml.safe_load(recipe.read_text())["model"]["path"]}
     if "mode" in tree.get("trainer", {}):
         own["trainer"] = tree["trainer"]
     for key in ("pack_length", "mesh"):  # of the small model, on one device

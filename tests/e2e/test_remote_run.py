@@ -27,7 +27,7 @@ def run(*arguments: object, **more) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def rollout_server(recipe: Path) -> Iterator[str]:
+def rollout_server(recipe: Path, *overrides: str) -> Iterator[str]:
     """Address of a server that runs meanwhile; it must end cleanly on SIGTERM."""
     command = [
         *python(),
@@ -38,6 +38,7 @@ def rollout_server(recipe: Path) -> Iterator[str]:
         "--port",
         "0",
         "rollout.token_env=ROLLOUT_TOKEN",
+        *overrides,
     ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, bufsize=1

@@ -39,6 +39,7 @@ from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.runtime.engines import check_engine, read_model
 from jax_agent_rl.runtime.sampling import Source, make_agents, open_codec, read_rows
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
+from jax_agent_rl.runtime.teachers import check_teachers
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.tools.registry import ToolRegistry, list_schemas, open_tools
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
@@ -179,12 +180,14 @@ class RunChecks:
         report.ok(f"text and turns are reproduced; tool calls: {call}; a turn ends with {codec.eos_token_ids}")
 
     async def other_models(self, report: Reporter) -> None:
-        """Check the models of critic and judge."""
+        """Check the models of critic and judge, and the teachers."""
         if path := self.config.critic.path:
             report.ok(f"critic.path={path}: {load_config(path).family}")
         judge = self.config.reward.judge
         if judge and judge.model != POLICY:
             report.ok(f"reward.judge.model={judge.model}: {check_files(judge.model).family}")
+        for line in check_teachers(self.config):
+            report.ok(line)
 
     async def run_folder(self, report: Reporter) -> None:
         """Check the space for checkpoints and logs."""
@@ -196,17 +199,16 @@ class RunChecks:
 
     async def rows(self, report: Reporter, *, name: str, source: Source) -> None:
         """Load a file: every row well-formed, every name in it known."""
-        config = self.config
-        self.found_rows[name] = read_rows(config, self.opened_tools, source)
+        self.found_rows[name] = read_rows(self.config, self.opened_tools, source)
         rows = RowOutlines(self.found_rows[name])
-        default = default_agent(config.agent, config.tool_config)
+        default = default_agent(self.config.agent, self.config.tool_config)
         agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in rows)
         sources = Counter(str(row["data_source"]) for row in rows)
         files = ", ".join(map(str, source[0]))
         report.ok(f"{files}: {len(rows)} rows; agents {_format_counts(agents)}; data sources {_format_counts(sources)}")
         if unlabelled := sum((row.get("reward_model") or {}).get("ground_truth") is None for row in rows):
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
-        if idle := report_idle_tools(config, rows):
+        if idle := report_idle_tools(self.config, rows):
             report.warn("; ".join(idle))
 
     async def keys(self, report: Reporter) -> None:
@@ -235,11 +237,9 @@ class RunChecks:
             return
         share, longest = sum(n > limit for n in lengths) / len(lengths), max(lengths)
         text = f"{len(lengths)} counted, the longest has {longest} ids; agent.max_prompt_length={limit}"
-        if share == 0:
-            report.ok(text)
-            return
-        text += f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave them out"
-        (report.fail if share > 0.5 else report.warn)(text)
+        if share:
+            text += f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave them out"
+        (report.fail if share > 0.5 else report.warn if share else report.ok)(text)
 
     async def rewards(self, report: Reporter) -> None:
         """Call each data source's function with its first row's ground truth as the answer, in the usual forms."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -45,9 +44,12 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     if not with_critic:  # others may ask for tool calls, branches or reward parts, and all give the same terms
         algorithm = algorithm.model_copy(update={"adv_estimator": "grpo"})
     per_term, per_state = ([np.zeros(len(_SAMPLED) + n) for _ in trajectories] for n in (0, 1))
+    shape = (len(_SAMPLED), algorithm.kl.top_k)
+    candidates = [(np.zeros(shape, np.int32), np.zeros(shape, np.float32)) for _ in trajectories]
+    ref = candidates if algorithm.kl.top_k else per_term
     scores = Scores(
         old=per_term if scored else None,
-        ref=per_term if algorithm.kl.where != "none" else None,
+        ref=ref if algorithm.kl.where != "none" else None,
         values=per_state if with_critic else None,
     )
     group = Group(group_id="g", trajectories=tuple(trajectories))
@@ -57,7 +59,10 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
         policy["chosen"] = per_term
     made: dict[str, dict[str, np.ndarray]] = {}
     for name, terms in (("policy", policy), ("layout", {}), *([("critic", critic)] if with_critic else [])):
-        first = next(replace(batch, terms={}).with_terms(**terms).micro_batches(rows))
+        own = batch.with_terms(**terms)
+        if name == "policy" and experience.candidates is not None:
+            own = own.with_candidates(*zip(*experience.candidates, strict=True))
+        first = next(own.micro_batches(rows))
         made[name] = dict(first) if images is None else list(blanks(first, images))[-1]
         made[name] |= _replayed(config, model, first)
     if learner.router_aux_loss_coef and model.experts is not None:

@@ -21,6 +21,7 @@ from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.deploy.plan.micro_batches import Arrays, micro_batches
 from jax_agent_rl.deploy.plan.prediction import EngineWork, pass_flops
+from jax_agent_rl.deploy.plan.teachers import add_teachers
 from jax_agent_rl.deploy.plan.topology import DevicePlacement
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
@@ -185,15 +186,18 @@ def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Me
         rate=learning_rate(learner, steps),
     )
     scores_old = not (programs.objective.on_policy or programs.objective.bypass)
-    rows = learner.micro_batch_size * row_shards(mesh)
-    batches = micro_batches(config, model, rows=rows, scored=scores_old)
-    builder = _LearnerBuilder(made, mesh, learner, model, rows)
+    builder = LearnerBuilder(made, mesh, learner, model, learner.micro_batch_size * row_shards(mesh))
+    batches = micro_batches(config, model, rows=builder.rows, scored=scores_old)
     state, holds = builder.update("policy", programs.policy, policy.params, policy.frozen, batches["policy"])
-    if with_reference := algorithm.kl.where != "none":
-        made.keep("reference", policy.reference()[0])
     weights, layout = (state.params, policy.frozen), batches["layout"]
-    if scorings := scores_old + with_reference:
+    with_reference, top_k = algorithm.kl.where != "none" and config.distill is None, algorithm.kl.top_k > 0
+    if with_reference:
+        made.keep("reference", policy.reference()[0])
+    if scorings := scores_old + (with_reference and not top_k):
         builder.read("score", programs.score, weights, layout, holds, calls=scorings)
+    if with_reference and top_k:
+        builder.read("likeliest", programs.likeliest, weights, layout, holds)
+    add_teachers(builder, config, layout)
     if learner.router_aux_loss_coef:
         builder.read("route", programs.route, weights, layout, holds, calls=learner.ppo_epochs)
     if "critic" in batches:
@@ -205,7 +209,7 @@ def _add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Me
     return builder.publish(policy, state, holds)
 
 
-class _LearnerBuilder(NamedTuple):
+class LearnerBuilder(NamedTuple):
     """Adds the learner's programs to an inventory; ``rows`` counts those of a micro-batch."""
 
     inventory: Inventory

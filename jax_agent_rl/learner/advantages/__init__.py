@@ -8,6 +8,7 @@
                  with a critic                                   gae
     turns.py     per turn                                        gigpo mt_grpo
     trees.py     along trees of branches                         tree_grpo treerl arpo
+    (none)       0: what is learned from is the KL to a teacher  none
 
 The functions in those files are the mathematics, on plain arrays; the adapters here read trajectories and config.
 """
@@ -89,6 +90,10 @@ def _remax(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 def _rae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     return Advantages(advantages=samples.broadcast(samples.totals - samples.baselines))
+
+
+def _none(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    return Advantages(advantages=[np.zeros(len(mask)) for mask in samples.masks])
 
 
 def _gpg(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
@@ -220,6 +225,7 @@ def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]
 
 ESTIMATORS: dict[str, Estimator] = {
     **{name: functools.partial(_outcome, name) for name in OUTCOME_ESTIMATORS},
+    "none": _none,
     "rae": _rae,
     "gpg": _gpg,
     "gdpo": _gdpo,

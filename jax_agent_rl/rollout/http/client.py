@@ -30,7 +30,7 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.rollout.proxy import ProxyBackend
-from jax_agent_rl.types import TokenOutput
+from jax_agent_rl.types import TokenOutput, TokenScores
 from jax_agent_rl.utils.network import is_loopback
 
 T = TypeVar("T")
@@ -129,6 +129,9 @@ class RemoteBackend(ProxyBackend):
         async with contextlib.aclosing(self._lines("generate", body)) as lines:
             async for message in lines:
                 yield wire.decode_chunk(message)
+
+    async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        return wire.decode_scores(await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k))
 
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the request as JSON; raise BackendError for media that the server does not take."""

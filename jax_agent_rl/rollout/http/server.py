@@ -128,6 +128,7 @@ class RolloutServer:
     def _routes(self) -> list[web.RouteDef]:
         backend = self._backend
         calls: dict[str, Callable[[Body], Awaitable[Any]]] = {
+            "score": self._score,
             "abort": lambda body: backend.abort(str(body["request_id"])),
             "pause": lambda body: backend.pause(PauseMode(body["mode"])),
             "resume": lambda body: backend.resume(),
@@ -236,6 +237,10 @@ class RolloutServer:
                     yield wire.encode_chunk(chunk)
 
         return await self._send(request, lines())
+
+    async def _score(self, body: Body) -> Body:
+        ids = [int(id_) for id_ in body["token_ids"]]
+        return asdict(await self._backend.score(ids, start=int(body["start"]), top_k=int(body["top_k"])))
 
     async def _send(self, request: web.Request, lines: AsyncGenerator[Body, None]) -> web.StreamResponse:
         """Write lines as they come, heartbeats in between, and an error as the last line."""

@@ -22,9 +22,9 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.rollout.protocol import Capabilities, TokenChunk
 from jax_agent_rl.routed_experts import from_json, to_json
-from jax_agent_rl.types import PauseMode, StopReason, TokenOutput
+from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, TokenScores
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 PROTOCOL_HEADER = "X-Rollout-Protocol"
 INSTANCE_HEADER = "X-Rollout-Instance"
 DIGEST_HEADER = "X-Content-SHA256"
@@ -99,6 +99,12 @@ def decode_chunk(data: Mapping[str, Any]) -> TokenChunk:
         supports=tuple(data["supports"]),
         final=decode_output(data["final"]) if data["final"] else None,
     )
+
+
+def decode_scores(data: Mapping[str, Any]) -> TokenScores:
+    """Return the scores of ids that were encoded."""
+    top = {name: tuple(map(tuple, data[name])) for name in ("top_ids", "top_log_probs")}
+    return TokenScores(log_probs=tuple(data["log_probs"]), **top)
 
 
 def encode_capabilities(capabilities: Capabilities, *, has_folder: bool) -> dict[str, Any]:

@@ -146,13 +146,13 @@ class RayBackend(ProxyBackend):
     # --- Ray --------------------------------------------------------------------------------------------------
 
     async def _call(self, method: str, **arguments: Any) -> Any:
-        return self._value(await self._ask(self._open().call, method, *arguments.values()))
+        return self._value(await self._ask(self._open().call, method, **arguments))
 
-    async def _ask(self, method: Any, *arguments: Any) -> Answer:
+    async def _ask(self, method: Any, *arguments: Any, **named: Any) -> Answer:
         """Call a method of the actor; cancelling the caller cancels it there, too."""
         import ray
 
-        reference = method.remote(*arguments)
+        reference = method.remote(*arguments, **named)
         with self._loss_is_an_error():
             try:
                 return await reference

@@ -56,9 +56,9 @@ class EngineHost:
         """Build and start the backend; the answer's value is its capabilities."""
         return await self._answer(self._start)
 
-    async def call(self, method: str, *arguments: Any) -> Answer:
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Answer:
         """Call any method of the protocol but ``start`` and ``stream``."""
-        return await self._answer(lambda: getattr(self._serving(), method)(*arguments))
+        return await self._answer(lambda: getattr(self._serving(), method)(*arguments, **named))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Answer]:
         """Yield chunks; an error comes last."""

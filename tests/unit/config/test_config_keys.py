@@ -156,6 +156,9 @@ EFFECTS = {
             "adam_b2", "adam_eps", "max_grad_norm",
         )
     },
+    "distill.teachers":
+        "unit/learner/test_distillation.py::"
+        "test_each_trajectory_is_scored_by_the_first_teacher_of_its_data_source",
     "learner.num_minibatches": "unit/learner/test_learner.py::test_old_logprobs_are_those_of_plain_full_passes",
     "learner.ppo_epochs":
         "unit/learner/test_learner_state.py::test_several_updates_are_undone_when_one_of_them_fails",

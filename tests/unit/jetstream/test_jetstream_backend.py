@@ -9,12 +9,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.jetstream import scoring
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import cache_hits
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
-from tests.tiny import TINY, greedy, logprobs_of, tiny_params
+from tests.tiny import TINY, full_logits, greedy, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
     max_model_len=60, max_concurrent_decodes=4, kv_cache_tokens=384, decode_steps=4, prefill_buckets=(4, 16)
@@ -68,6 +69,28 @@ async def test_greedy_output_equals_full_forward_passes_for_many_requests_at_onc
         assert output.context_digest == digest_ids([*prompt, *output.token_ids])
         assert set(output.policy_versions) == {1}
     assert metrics.recompilations == 0 and metrics.generated_tokens == 88
+
+
+@pytest.mark.parametrize("length", [2, 17, 60])
+async def test_given_ids_are_scored_as_by_a_full_pass_beside_running_requests(params, length: int, monkeypatch):
+    monkeypatch.setattr(scoring, "CHUNK", 16)
+    monkeypatch.setattr(scoring, "BLOCK", 8)
+    ids = prompt_of(6, length)
+    async with running(params) as backend:
+        generating = asyncio.create_task(backend.generate(request("r", prompt_of(7, 9), max_tokens=20)))
+        scores = await backend.score(ids, start=1, top_k=5)
+        last = await backend.score(ids, start=length - 1)
+        assert last.top_ids == () and last.log_probs == pytest.approx(scores.log_probs[-1:], abs=1e-5)
+        assert list((await generating).token_ids) == greedy(params, prompt_of(7, 9), 20, frozenset())
+        with pytest.raises(BackendError, match="longer than max_model_len=60"):
+            await backend.score(prompt_of(6, 61))
+        with pytest.raises(BackendError, match="id 97 is not one of the model's 97"):
+            await backend.score([5, 97])
+    logits = full_logits(params, ids).astype(np.float64)[:-1]
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(scores.log_probs, logs[np.arange(length - 1), ids[1:]], atol=2e-5)
+    np.testing.assert_array_equal(scores.top_ids, np.argsort(-logs, axis=-1)[:, :5])
+    np.testing.assert_allclose(scores.top_log_probs, -np.sort(-logs, axis=-1)[:, :5], atol=2e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

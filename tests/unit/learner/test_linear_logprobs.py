@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_agent_rl.learner import linear_logprobs as module
-from jax_agent_rl.learner.linear_logprobs import linear_logprobs
+from jax_agent_rl.learner.linear_logprobs import linear_logprobs, linear_top_k
 
 CHUNKS, TOKENS, HIDDEN, TEMPERATURE = 2, 5, 8, 0.7
 # Vocabularies of one block, of whole blocks, and that fill neither blocks nor shards.
@@ -90,11 +90,72 @@ def test_a_chunk_without_valid_tokens_gives_zeros_and_no_gradient(kept: int) -> 
     np.testing.assert_allclose(d_head, first[1], atol=5e-5)
 
 
+K = 5
+
+
+def candidates(vocab: int) -> jax.Array:
+    rng = np.random.default_rng(vocab + 1)
+    drawn = [[rng.choice(vocab, K, replace=False) for _ in range(TOKENS)] for _ in range(CHUNKS)]
+    return jnp.asarray(np.array(drawn), jnp.int32)
+
+
+@pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
+@pytest.mark.parametrize("kept", [0, 1])
+def test_candidates_have_the_log_probs_and_gradients_of_the_plain_form(vocab: int, shards: int, kept: int) -> None:
+    hidden, head, ids, valid = inputs(vocab)
+    chosen = candidates(vocab)
+    weights = np.random.default_rng(2).normal(size=(CHUNKS, TOKENS, K + 2)).astype(np.float32)
+
+    def ours(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        logprob, entropy, found = linear_logprobs(
+            hidden, head, ids, valid, TEMPERATURE, shards, kept, candidates=chosen
+        )
+        return jnp.concatenate([logprob[..., None], entropy[..., None], found], axis=-1)
+
+    def wanted(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        logs = jax.nn.log_softmax(hidden @ head.T / TEMPERATURE, axis=-1)
+        logprob, entropy = plain(hidden, head, ids)
+        found = jnp.take_along_axis(logs, chosen, axis=-1)
+        return jnp.concatenate([logprob[..., None], entropy[..., None], found], axis=-1)
+
+    np.testing.assert_allclose(ours(hidden, head), wanted(hidden, head), atol=2e-5)
+    both = (jax.grad(lambda h, w, f=f: jnp.sum(weights * f(h, w)), (0, 1))(hidden, head) for f in (ours, wanted))
+    for gradient, other in zip(*both, strict=True):
+        np.testing.assert_allclose(gradient, other, atol=5e-5)
+
+
+@pytest.mark.parametrize(("vocab", "shards"), LAYOUTS)
+def test_the_likeliest_ids_are_those_of_a_float64_sort(vocab: int, shards: int) -> None:
+    hidden, head, _, valid = inputs(vocab)
+    ids, logprobs = linear_top_k(hidden, head, valid, TEMPERATURE, K, vocab_size=vocab - 3, vocab_shards=shards)
+    scores = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE
+    logs = (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[..., : vocab - 3]
+    order = np.argsort(-logs, axis=-1)[..., :K]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(logs, order, -1), atol=2e-5)
+
+
+def test_the_likeliest_ids_of_a_support_are_among_its_ids() -> None:
+    hidden, head, _, valid = inputs(67)
+    left = [3, 33, 40, 64]
+    mask = np.zeros(3, np.uint32)
+    for id_ in left:
+        mask[id_ // 32] |= np.uint32(1 << id_ % 32)
+    support = jnp.broadcast_to(jnp.asarray(mask), (CHUNKS, TOKENS, 3))
+    ids, logprobs = linear_top_k(hidden, head, valid, TEMPERATURE, 5, vocab_size=67, support=support)
+    scores = (np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / TEMPERATURE)[..., left]
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    np.testing.assert_array_equal(np.sort(ids[..., :4], axis=-1), np.broadcast_to(left, (CHUNKS, TOKENS, 4)))
+    np.testing.assert_allclose(logprobs[..., :4], -np.sort(-logs, axis=-1), atol=2e-5)
+    assert (np.asarray(logprobs[..., 4]) <= module.NEGATIVE / 2).all()
+
+
 def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward() -> None:
     hidden, head, ids, valid = inputs(101)
 
     def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return sum(x.sum() for x in linear_logprobs(hidden, head, ids, valid, TEMPERATURE))
+        outputs = linear_logprobs(hidden, head, ids, valid, TEMPERATURE, candidates=candidates(101))
+        return sum(x.sum() for x in outputs)
 
     largest = max(_sizes(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head).jaxpr))
     padded = 7 * 16 * HIDDEN  # 101 ids in seven blocks

@@ -99,10 +99,10 @@ async def test_another_protocol_version_is_refused_with_both_numbers():
     async with served() as (_, http, _remote):
         for headers in ({}, {wire.PROTOCOL_HEADER: "0"}):
             async with send(http.url, headers=headers) as response:
-                assert response.status == 426 and "protocol 5" in (await response.json())["error"]["message"]
+                assert response.status == 426 and "protocol 6" in (await response.json())["error"]["message"]
         old = RemoteBackend(http.url)
         old._headers[wire.PROTOCOL_HEADER] = "4"
-        with pytest.raises(BackendError, match="speaks protocol 5, the client 4"):
+        with pytest.raises(BackendError, match="speaks protocol 6, the client 4"):
             await old.start()
 
 

@@ -52,6 +52,30 @@ async def test_logprobs_temperature(probe: Probe) -> None:
         probe.assert_logprobs(prompt, output, f"log-probs at temperature {value:g}", cause=cause, temperature=value)
 
 
+@check("scoring")
+async def test_scores_match_reference(probe: Probe) -> None:
+    """Given ids have the log-probs of a full forward pass, and with them come the likeliest ids of each position."""
+    for length, start, top_k in ((2, 1, 0), (40, 1, 3), (probe.room, 17, 3)):
+        ids = probe.prompt(length, seed=5)
+        scores = await probe.backend.score(ids, start=start, top_k=top_k)
+        logits = probe.subject.reference.logits(ids[:-1], weights=probe.serving)[start - 1 :]
+        expected = log_softmax(np.asarray(logits, np.float64))
+        likeliest = -np.sort(-expected, axis=-1)[:, :top_k]
+        top_ids = np.asarray(scores.top_ids, np.int64).reshape(len(expected), top_k)
+        for what, wanted, got in (
+            ("log-probs of ids", expected[np.arange(len(expected)), ids[start:]], scores.log_probs),
+            ("log-probs of the likeliest ids", likeliest, np.reshape(scores.top_log_probs, likeliest.shape)),
+            ("the likeliest ids", likeliest, np.take_along_axis(expected, top_ids, axis=1)),
+        ):
+            if np.shape(got) != wanted.shape or np.abs(wanted - got).max(initial=0.0) > probe.subject.tolerance:
+                raise CheckFailed(
+                    f"{what} of a context of {length} from id {start} on",
+                    expected=np.round(wanted[:4], 3).tolist(),
+                    got=np.round(np.asarray(got)[:4], 3).tolist(),
+                    cause="they are shifted by one position, or of a temperature",
+                )
+
+
 @check("logprobs", "any_sampling")
 async def test_logprobs_top_p(probe: Probe) -> None:
     """With top-p, ids are in the nucleus and log-probs are normalized over it."""

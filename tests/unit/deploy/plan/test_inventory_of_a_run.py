@@ -1,5 +1,7 @@
 """What is described is compared with what a real learner and a real engine do."""
 
+import math
+
 import jax
 import pytest
 
@@ -11,6 +13,7 @@ from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.optimized_params import OptimizedParams
+from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.runtime.engines import engine_shapes
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import random_groups
@@ -68,6 +71,7 @@ ALGORITHMS = {
         "rollout_correction": {"rollout_is": "token"},
     },
     "critic": {"adv_estimator": "gae"},
+    "policy over candidates": {"kl": {"where": "loss", "top_k": 4}},
 }
 
 
@@ -75,9 +79,23 @@ ALGORITHMS = {
 def test_a_gradient_is_planned_for_the_arrays_a_learner_gives_it(trained, tmp_path, monkeypatch):
     config = load(recipe(tmp_path, **ONE_DEVICE, algorithm=ALGORITHMS[trained]), ["learner.ppo_epochs=2"])
     made = inventory(config, TINY, place_devices(config, jax.devices()[:1]))
-    (program,) = [program for program in made.programs if program.name == f"{trained} gradient"]
+    (program,) = [program for program in made.programs if program.name == f"{trained.split()[0]} gradient"]
     (*_, planned), _ = program.traced.in_avals
     assert shapes(planned) == shapes(first_batch(config, monkeypatch))
+
+
+def test_a_teacher_is_planned_in_place_of_the_reference_in_the_learners_compute_dtype(tmp_path):
+    file = recipe(tmp_path, **ONE_DEVICE)
+    config = load(file, [f"distill.teachers={tmp_path / 'model'}", "learner.compute_dtype=bfloat16"])
+    device = jax.devices()[0]
+    made = inventory(config, TINY, place_devices(config, [device]))
+    name = f"teacher {tmp_path / 'model'}"
+    sizes = {resident.name: resident.bytes[device] for resident in made.residents}
+    teacher = load_config(tmp_path / "model").parameter_shapes()
+    count = sum(math.prod(shape) for shape in jax.tree.leaves(teacher, is_leaf=lambda x: isinstance(x, tuple)))
+    assert sizes[name] == 2 * count and "reference" not in sizes
+    (scoring,) = [program for program in made.programs if program.name == name]
+    assert scoring.holds == {name}
 
 
 def test_an_engine_is_planned_with_the_programs_it_compiles(tmp_path):

@@ -51,6 +51,18 @@ class ZeroGreedyLogprobs(ToyBackend):
         return token, 0.0 if run.request.sampling.temperature == 0 else log_prob
 
 
+class ScoresTheNextPosition(ToyBackend):
+    async def score(self, token_ids, *, start=1, top_k=0):
+        scores = await super().score(token_ids, start=start, top_k=top_k)
+        return replace(scores, log_probs=(*scores.log_probs[1:], 0.0))
+
+
+class RanksTheLeastLikely(ToyBackend):
+    async def score(self, token_ids, *, start=1, top_k=0):
+        scores = await super().score(token_ids, start=start, top_k=top_k)
+        return replace(scores, top_ids=tuple(ids[::-1] for ids in scores.top_ids))
+
+
 class IgnoresSeed(ToyBackend):
     def sample(self, run):
         run.seed = self._metrics.generated_tokens
@@ -507,6 +519,8 @@ CAUGHT_BY = [
     (IgnoresTheStart, "experts-of-a-next-turn"),
     (CountsExpertsFromTheResumption, "experts-survive-an-abort"),
     (KeepsStaleExperts, "experts-of-new-weights"),
+    (ScoresTheNextPosition, "scores-match-reference"),
+    (RanksTheLeastLikely, "scores-match-reference"),
 ]
 
 
@@ -581,7 +595,7 @@ def test_an_unknown_check_is_refused():
 
 def test_every_check_states_its_rule():
     results = run_suite(toy_subject(ToyBackend)).results
-    assert len(results) == 57 and all(result.claim.endswith(".") for result in results)
+    assert len(results) == 58 and all(result.claim.endswith(".") for result in results)
 
 
 def test_a_failure_says_what_was_expected_what_came_and_why():

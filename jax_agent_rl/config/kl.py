@@ -1,0 +1,165 @@
+"""The ``algorithm.kl`` section, the distance to a reference model, and ``distill``, teachers that take its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from jax_agent_rl.config.base import NonNegative, Positive, Section
+from jax_agent_rl.config.conditions import Unless, WhenKey
+
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+
+_WITH_KL = Unless("algorithm.kl.where", "none")
+_SAMPLED_TOKENS = Unless("algorithm.kl.top_k")
+_ADAPTIVE = WhenKey("algorithm.kl.controller", "adaptive")
+
+
+class KLConfig(Section):
+    """KL divergence from the reference policy: the model the run started from, or the teachers of `distill`."""
+
+    where: Literal["none", "reward", "advantage", "loss"] = Field(
+        default="none",
+        description="none, reward (subtracted from every token's reward), advantage (subtracted from every token's "
+        "advantage, so that a token answers for its own divergence alone) or loss (a term of the loss). All but none "
+        "need the reference's weights.",
+    )
+    estimator: Annotated[KLEstimator, _WITH_KL & _SAMPLED_TOKENS] = Field(
+        default="k3",
+        description="Estimator per token; with + the gradient is that of k2. With `distill`: k1, in the loss k1+.",
+    )
+    top_k: Annotated[NonNegative, WhenKey("algorithm.kl.where", "loss")] = Field(
+        default=0,
+        description="loss: the KL itself instead of an estimate from the sampled token, over the ids that the "
+        "reference holds most likely, this many at each position, and all others as one. 0: an estimate.",
+    )
+    coef: Annotated[float, _WITH_KL] = Field(
+        default=0.001,
+        gt=0,
+        description="Weight; with the adaptive controller, the initial weight. With `distill`: 1.",
+    )
+    controller: Annotated[Literal["fixed", "adaptive"], _WITH_KL & _SAMPLED_TOKENS] = Field(
+        default="fixed", description="Constant weight, or adaptive: steers the KL towards `target`."
+    )
+    target: Annotated[float, _ADAPTIVE] = Field(
+        default=0.1, gt=0, description="adaptive: target KL per token, in nats."
+    )
+    horizon: Annotated[Positive, _ADAPTIVE] = Field(
+        default=10_000, description="adaptive: trajectories over which the coefficient may change by 20%."
+    )
+
+
+class TeacherConfig(Section):
+    """A teacher: a frozen model with the policy's tokenizer."""
+
+    path: str = Field(
+        description="Its weights, put on the learner's devices: a Hugging Face folder, a run folder, or "
+        "owner/name[@revision] on the Hub. With a url only its tokenizer is read."
+    )
+    url: str | None = Field(
+        default=None,
+        description="Where it is served instead: `http://HOST:8000/v1` of vLLM or another server whose completions "
+        "have vLLM's `prompt_logprobs`, or `http://HOST:8100` of `jax-agent-rl rollout-server`.",
+    )
+    model: str | None = Field(default=None, description="Its name at an address with /v1; null: its path.")
+    token_env: str | None = Field(default=None, description="Environment variable with the server's token.")
+    max_in_flight: Positive = Field(default=16, description="Maximum number of concurrent requests to its server.")
+    timeout: float = Field(default=300.0, gt=0, description="Timeout of a request to its server, in seconds.")
+    data_sources: tuple[str, ...] = Field(
+        default=("*",),
+        min_length=1,
+        description="Data sources of the rows it teaches (* matches). A row has the first teacher that fits.",
+    )
+
+
+def _listed(value: Any) -> Any:
+    """Return teachers as a list of mappings; a text is a teacher's path."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+_TEACHER = [{"type": "string"}, {"type": "object"}]
+
+
+class DistillConfig(Section):
+    """On-policy distillation: the policy is trained towards teachers on what it samples itself.
+
+    `algorithm.kl` says how. Unless it is given, every token's advantage is the teacher's log-prob minus the policy's
+    (Thinking Machines), and unless `algorithm.adv_estimator` is given, rewards are not learned from.
+    """
+
+    teachers: Annotated[
+        tuple[TeacherConfig, ...],
+        BeforeValidator(_listed),
+        WithJsonSchema({"anyOf": [*_TEACHER, {"type": "array", "items": {"anyOf": _TEACHER}}]}),
+    ] = Field(
+        min_length=1,
+        description="The teachers: a folder, or a list of folders and of mappings `{path, url, model, token_env, "
+        "max_in_flight, timeout, data_sources}`, of which only path is required: url is of a server that scores in its "
+        "place, data_sources of the rows it teaches (* matches). A row has the first teacher that fits.",
+    )
+
+
+def with_teachers(sections: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill an unvalidated tree with the ``algorithm`` of on-policy distillation, where it has ``distill`` only."""
+    algorithm = sections.get("algorithm") or {}
+    kl = algorithm.get("kl") or {} if isinstance(algorithm, Mapping) else None
+    if sections.get("distill") is None or not isinstance(kl, Mapping) or kl.get("where") == "none":
+        return sections
+    exact = bool(kl.get("top_k"))
+    kl = {"where": "loss" if exact else "advantage", "coef": 1.0, **kl}
+    if not exact:
+        kl = {"estimator": "k1+" if kl["where"] == "loss" else "k1", **kl}
+    # Groups of equal rewards have a gradient, too: the teacher's.
+    return {**sections, "algorithm": {"adv_estimator": "none", "filter_zero_variance": False, **algorithm, "kl": kl}}
+
+
+def kl_problems(kl: KLConfig, *, adv_estimator: str) -> Iterator[str]:
+    """Yield every inconsistency of the KL with itself and the advantages, each with its fix."""
+    if kl.where in ("reward", "advantage") and kl.estimator.endswith("+"):
+        yield (
+            f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its gradient only, and a "
+            f"reward has none, nor has an advantage; use {kl.estimator[:-1]}, or kl.where=loss"
+        )
+    if kl.where == "loss" and kl.estimator == "k1" and not kl.top_k:
+        yield "algorithm.kl.estimator=k1 has a gradient of mean zero in the loss; use k1+, k2 or k3"
+    if kl.where == "reward" and adv_estimator == "gdpo":
+        yield "algorithm.kl.where=reward would not reach gdpo, which reads the reward's parts; use kl.where=loss"
+    if kl.where in ("none", "reward") and adv_estimator == "none":
+        yield (
+            f"algorithm.adv_estimator=none learns from algorithm.kl alone, and kl.where={kl.where} leaves nothing; set "
+            "kl.where=advantage or loss, or another estimator"
+        )
+
+
+def distill_problems(
+    distill: DistillConfig, kl: KLConfig, *, temperature: float, restricts_sampling: bool
+) -> Iterator[str]:
+    """Yield every inconsistency of the teachers, each with its fix.
+
+    Args:
+        distill: the teachers.
+        kl: the distance to them.
+        temperature: ``rollout.temperature``.
+        restricts_sampling: some draws are from a part of the vocabulary.
+    """
+    if kl.where == "none":
+        yield "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage or loss"
+    served = [teacher.url for teacher in distill.teachers if teacher.url is not None]
+    if served and (temperature != 1 or restricts_sampling):
+        yield (
+            f"distill.teachers: {served[0]} gives log-probs of temperature 1 over all ids, but the policy samples with "
+            f"rollout.temperature={temperature:g}{' from some of them' if restricts_sampling else ''}; set "
+            "rollout.temperature=1 without top_p, top_k, min_p and agent.constrain_tool_calls, or put the teacher on "
+            "the learner's devices (remove its url)"
+        )
+    seen: set[str] = set()
+    for number, teacher in enumerate(distill.teachers):
+        if not set(teacher.data_sources) - seen:
+            yield (
+                f"distill.teachers[{number}] ({teacher.path}) teaches no row: the teachers before it have its "
+                f"data_sources {list(teacher.data_sources)}; name others, or order the special before the general"
+            )
+        seen.update(teacher.data_sources)
