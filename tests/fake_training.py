@@ -86,6 +86,7 @@ def make_trainer(
     record: RunRecord | None = None,
     rows: int = 1,
     capabilities: Capabilities | None = None,
+    ema_decay: float = 0.0,
     tracer: Tracer | None = None,
     **rollout,
 ) -> Trainer:
@@ -94,9 +95,10 @@ def make_trainer(
         {
             "run_dir": str(tmp_path),
             "model": {"path": "none"},
-            "data": {"train": "none"},
+            "data": {"train": "none", "eval": "none"},
             "rollout": {"prompts_per_step": 1, "group_size": 2} | rollout,
             "algorithm": algorithm or {},
+            "learner": {"ema_decay": ema_decay},
             "trainer": {"steps": steps, "checkpoint_every": 0} | (trainer or {}),
         }
     )

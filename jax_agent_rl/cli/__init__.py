@@ -207,11 +207,12 @@ def export(
     dtype: Dtype = "float32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapters, in PEFT's format.")] = False,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default the newest.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (learner.ema_decay).")] = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
     from jax_agent_rl.runtime.policy import export_run
 
-    print(export_run(run, out, step=step, dtype=dtype, adapter=adapter))
+    print(export_run(run, out, step=step, dtype=dtype, adapter=adapter, ema=ema))
 
 
 @command(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jax_agent_rl.cli.options import (
+    EmaOption,
     JsonOption,
     ModelOption,
     OptionalConfig,
@@ -54,6 +55,7 @@ def evaluate(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
+    ema: EmaOption = False,
     data: Annotated[str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.eval.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", help="Trajectories per prompt.")] = 8,
@@ -92,7 +94,7 @@ def evaluate(
     from jax_agent_rl.runtime.train import free_folder
 
     file, keys = config_or_key(config, overrides)
-    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
+    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, ema=ema, data=data)
     request = EvaluationRequest(
         samples=n,
         ks=parse_ks(k, n),
@@ -126,6 +128,7 @@ def rollout(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
+    ema: EmaOption = False,
     data: Annotated[str | None, typer.Option(help="Rows (file, glob or Hub dataset) instead of data.train.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of rows to use, from the first.")] = None,
     n: Annotated[
@@ -149,7 +152,7 @@ def rollout(
     from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
 
     file, keys = config_or_key(config, overrides)
-    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, data=data)
+    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, ema=ema, data=data)
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
     for source in request.sources(choose(choice)):
         find_files(source)  # fail before a checkpoint is written

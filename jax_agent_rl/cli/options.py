@@ -152,6 +152,9 @@ RunOption = Annotated[
 StepOption = Annotated[
     int | None, typer.Option("--step", help="With --run: step of the checkpoint; default the newest.")
 ]
+EmaOption = Annotated[
+    bool, typer.Option("--ema", help="With --run: the moving average of the weights (learner.ema_decay).")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jax_agent_rl.cli.options import (
+    EmaOption,
     JsonOption,
     ModelOption,
     OptionalConfig,
@@ -108,6 +109,7 @@ def rollout_server(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
+    ema: EmaOption = False,
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8100,
 ) -> None:
@@ -115,7 +117,7 @@ def rollout_server(
     from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_rollouts
 
-    choice = PolicyChoice(config=config, overrides=overrides or [], model=model, run=run, step=step)
+    choice = PolicyChoice(config=config, overrides=overrides or [], model=model, run=run, step=step, ema=ema)
     _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
 
 
@@ -125,6 +127,7 @@ def serve(
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
+    ema: EmaOption = False,
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the API key of clients.")] = None,
@@ -149,7 +152,7 @@ def serve(
         model_name=model_name,
         fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in keys),
     )
-    _serve(PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step), serving)
+    _serve(PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, ema=ema), serving)
 
 
 @command(engines, Panel.SERVE, "engines list runs/quickstart", name="list")

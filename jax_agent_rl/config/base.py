@@ -99,6 +99,11 @@ class OptimizerSection(Section):
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
         return patterns
 
+    @property
+    def averaging(self) -> float:
+        """Decay of a moving average of the parameters; 0: none is kept."""
+        return 0.0
+
     def problems(self, name: str) -> Iterator[str]:
         """Yield the keys of the section ``name`` that are set although its optimizer or schedule does not read them."""
         kind = self.lr_scheduler_type

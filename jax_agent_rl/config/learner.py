@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from jax_agent_rl.config.base import Distinct, NonNegative, OptimizerSection, Positive, Section
-from jax_agent_rl.config.conditions import WhenModelHasVision
+from jax_agent_rl.config.conditions import WhenKey, WhenModelHasVision
 
 
 class MeshConfig(Section):
@@ -147,6 +147,14 @@ class LearnerConfig(RowsConfig):
         default=1, description="Number of mini-batches (optimizer updates) per rollout batch."
     )
     ppo_epochs: Positive = Field(default=1, description="Passes over each rollout batch.")
+    ema_decay: Annotated[float, WhenKey("trainer.mode", "sync")] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Decay, per optimizer update, of an exponential moving average of the trained parameters. Held-out "
+        "evaluations sample from it; `export --ema` and `eval --run RUN --ema` use it. 0: none is kept. The "
+        "asynchronous modes keep none: their engines sample for training while they evaluate.",
+    )
     row_patches: Annotated[Positive | None, WhenModelHasVision()] = Field(
         default=None,
         description="Maximum number of image patches in a packed row, for vision models; null: as many as its tokens "
@@ -156,3 +164,7 @@ class LearnerConfig(RowsConfig):
         default=False, description="Freeze the vision tower and train the decoder alone."
     )
     multihost: MultihostConfig = Field(default_factory=MultihostConfig)
+
+    @property
+    def averaging(self) -> float:
+        return self.ema_decay

@@ -24,6 +24,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,14 @@ class Learner:
     def trained(self) -> Params:
         """The trained parameters alone, e.g. adapters; valid until the next :meth:`update`."""
         return self._policy.state.params
+
+    def averaged(self) -> Learner:
+        """Return a learner with the moving average as :attr:`params` (``ema_decay``); valid until the next update."""
+        state = self._policy.state
+        averaged = copy.copy(self)
+        averaged._policy = copy.copy(self._policy)
+        averaged._policy.state = replace(state, params=state.opt_state.average)
+        return averaged
 
     def merged(self, trained: Params) -> Params:
         """Return what :attr:`params` would be with these trained parameters."""

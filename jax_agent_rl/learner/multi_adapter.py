@@ -11,6 +11,7 @@ The learners share the frozen parameters and the compiled programs. A step chang
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -63,6 +64,12 @@ class MultiAdapterLearner:
         """The frozen model below the adapters, on device."""
         learner = next(iter(self._learners.values()))
         return learner.merged(jax.tree.map(jnp.zeros_like, learner.trained))
+
+    def averaged(self) -> MultiAdapterLearner:
+        """Return a learner with the moving averages as :attr:`adapters`; valid until the next update."""
+        averaged = copy.copy(self)
+        averaged._learners = {name: learner.averaged() for name, learner in self._learners.items()}
+        return averaged
 
     @property
     def adapters(self) -> dict[str, PeftAdapter]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class TrainState:
 
 
 def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.GradientTransformation:
-    """Return global-norm clipping, then the configured optimizer at a learning rate.
+    """Return global-norm clipping, the configured optimizer at a learning rate, and the average of parameters if any.
 
     References: AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. Muon: Jordan et al. 2024; its updates are scaled to
     AdamW's root mean square: Liu et al. 2025, arXiv 2502.16982. Adafactor: Shazeer and Stern 2018, arXiv 1804.04235.
@@ -84,7 +84,42 @@ def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.G
             weight_decay_rate=rate * config.weight_decay,  # optax adds it after the rate
             weight_decay_mask=decayed,
         )
-    return optax.chain(optax.stateless(clip), chosen)
+    optimizer = optax.chain(optax.stateless(clip), chosen)
+    return with_average(optimizer, config.averaging) if config.averaging else optimizer
+
+
+class AveragingState(NamedTuple):
+    """The state of :func:`with_average`."""
+
+    inner: Any
+    average: Params
+
+
+def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """Return the optimizer with an exponential moving average of the parameters that its updates lead to.
+
+    The average starts from the initial parameters and changes no update. An update that is skipped averages nothing.
+    """
+
+    def init(params: Any) -> AveragingState:
+        return AveragingState(optimizer.init(params), jax.tree.map(jnp.copy, params))
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, AveragingState]:
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        reached = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old), state.average, reached)
+        return updates, AveragingState(inner, average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def optimizer_bytes(config: OptimizerSection, shapes: Any) -> int:
+    """Return the bytes of an optimizer's state for float32 parameters of these shapes (tuples); nothing is computed."""
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    state = jax.eval_shape(make_optimizer(config, 0.0).init, params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 MUON_RMS = 0.2

@@ -20,6 +20,7 @@ import jax
 
 from jax_agent_rl.config import Config, EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.optimizer import optimizer_bytes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.mesh import Device
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jax_agent_rl.jetstream.shapes import EngineShapes
 
 MASTER = 4
-"""Bytes of a parameter, of its gradient, and of each of its two moments."""
+"""Bytes of a parameter, and of its gradient."""
 _USED_SHARE = 0.8
 """Share of a device's memory for what stays there; activations and programs need the rest."""
 
@@ -53,17 +54,17 @@ class ResidentBytes:
     def estimate(cls, config: Config, model: DecoderConfig, *, devices: int) -> ResidentBytes:
         """Estimate the bytes of an engine on so many devices, and of the configured learner."""
         mesh, engine = config.learner.mesh, config.rollout.jetstream
-        count, parts = _count(model), mesh.fsdp * mesh.tensor * mesh.expert
-        held = count / parts
-        copies = 1 + (config.algorithm.adv_estimator == "gae")
-        if config.learner.lora is None:
-            reference = config.algorithm.kl.where != "none" and config.distill is None
-            learner = held * MASTER * (4 * copies + reference)
+        shapes, count, learner = model.parameter_shapes(), _count(model), 0.0
+        if config.algorithm.adv_estimator == "gae":
+            learner += 2 * MASTER * count + optimizer_bytes(config.critic, shapes)
+        if config.learner.lora is not None:
+            learner += MASTER * count / 2
         else:
-            learner = held * MASTER * (4 * (copies - 1) + 0.5)
+            reference = config.algorithm.kl.where != "none" and config.distill is None
+            learner += (2 + reference) * MASTER * count + optimizer_bytes(config.learner, shapes)
         teachers = [t.path for t in config.distill.teachers if t.url is None] if config.distill else []
-        bytes_each = 2 if config.learner.compute_dtype == "bfloat16" else 4
-        learner += sum(_count(load_config(path)) for path in teachers) * bytes_each / parts
+        teacher_bytes = 2 if config.learner.compute_dtype == "bfloat16" else 4
+        learner += sum(_count(load_config(path)) for path in teachers) * teacher_bytes
         own = 2 if engine.dtype == "bfloat16" else 4
         heads = math.lcm(model.num_kv_heads, devices) / devices
         keys_values = 2 * model.num_layers * heads * model.head_dim * (own if engine.kv_dtype == "auto" else 1)
@@ -71,7 +72,7 @@ class ResidentBytes:
         if experts is not None:
             routed = model.num_layers * experts.per_token * (2 if experts.count > 256 else 1)
         return cls(
-            learner=learner,
+            learner=learner / (mesh.fsdp * mesh.tensor * mesh.expert),
             weights=count * (own if engine.quantize == "none" else 1) / devices,
             position=keys_values + routed,
         )

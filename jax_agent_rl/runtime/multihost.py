@@ -156,10 +156,21 @@ def _from_process_0(numbers: Sequence[int]) -> np.ndarray:
 
 
 class LeadingLearner:
-    """A :class:`~jax_agent_rl.learner.learner.Learner` whose every call happens on all processes."""
+    """A :class:`~jax_agent_rl.learner.learner.Learner` whose every call happens on all processes.
 
-    def __init__(self, learner: Learner, channel: ControlChannel) -> None:
+    Args:
+        learner: of this process.
+        channel: commands the others.
+        averaged: whether ``learner`` holds the moving average of the parameters; the others then use theirs.
+    """
+
+    def __init__(self, learner: Learner, channel: ControlChannel, *, averaged: bool = False) -> None:
         self._learner, self._channel = learner, channel
+        self._source = {"averaged": averaged}
+
+    def averaged(self) -> LeadingLearner:
+        """See :meth:`Learner.averaged`."""
+        return LeadingLearner(self._learner.averaged(), self._channel, averaged=True)
 
     @property
     def state(self) -> LearnerState:
@@ -173,18 +184,18 @@ class LeadingLearner:
     @property
     def params(self) -> Params:
         """The whole parameters on this process's first device, for its engine."""
-        with self._channel.command("params"):
+        with self._channel.command("params", self._source):
             # One at a time: no other device ever holds more than one whole parameter.
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
     def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
         """Put a copy of the parameters into every process's buffer; ``weight_buffer`` is that of this one."""
-        with self._channel.command("weights", {"version": version}):
+        with self._channel.command("weights", {"version": version, **self._source}):
             weight_buffer.put(version, self._learner.params)
 
     def store(self, folder: str, dtype: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
-        with self._channel.command("store", {"folder": folder, "dtype": dtype}):
+        with self._channel.command("store", {"folder": folder, "dtype": dtype, **self._source}):
             try:
                 stored.write_part(folder, self._learner.params, part=0, dtype=dtype)
             finally:  # the others will arrive there
@@ -292,6 +303,7 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
     checkpointer: Checkpointer | None = None
     while True:
         command, payload = channel.receive()
+        source = learner.averaged() if payload and payload.pop("averaged", False) else learner
         try:
             match command:
                 case "stop":
@@ -305,14 +317,14 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                     cancellation = channel.share(StepCancellation())
                     learner.update(groups, masked=masked, cancellation=cancellation, check=check)
                 case "params":
-                    for x in jax.tree.leaves(learner.params):
+                    for x in jax.tree.leaves(source.params):
                         gathered(x)
                 case "weights":
                     assert weight_buffer is not None  # process 0 has one, too
-                    weight_buffer.put(payload["version"], learner.params)
+                    weight_buffer.put(payload["version"], source.params)
                 case "store":
                     try:
-                        stored.write_part(**payload, params=learner.params, part=jax.process_index())
+                        stored.write_part(**payload, params=source.params, part=jax.process_index())
                     finally:  # process 0 notices what is missing
                         channel.barrier("store")
                 case _:

@@ -49,6 +49,7 @@ class PolicyChoice:
         model: Hugging Face folder; replaces the configuration's.
         run, step: a run folder and the step of its checkpoint (None: the newest).
         data: file of rows; replaces the configuration's.
+        ema: the moving average of the run's weights instead of its last ones.
     """
 
     config: Path | None = None
@@ -57,6 +58,7 @@ class PolicyChoice:
     run: Path | None = None
     step: int | None = None
     data: str | None = None
+    ema: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
     folder = make_folder("weights-", choice.run)
     names = set(config.agent.role_adapters.values())
     try:
-        export_run(choice.run, folder, step=step, adapter=bool(names))
+        export_run(choice.run, folder, step=step, adapter=bool(names), ema=choice.ema)
         if names:
             adapters = {name: str(folder / name) for name in names}
             served = {"rollout": config.rollout.model_copy(update={"adapters": adapters})}
@@ -101,7 +103,7 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
         yield ServedPolicy(
             config=config.model_copy(update=served),
             recorded=config,
-            name=f"{choice.run}, step {step}",
+            name=f"{choice.run}, step {step}{', moving average' if choice.ema else ''}",
             step=step,
         )
     finally:
@@ -118,6 +120,8 @@ def choose(choice: PolicyChoice) -> Config:
         raise ConfigError(f"--model {choice.model} and --run {choice.run} both name a policy; give one")
     if choice.step is not None and choice.run is None:
         raise ConfigError(f"--step {choice.step} is of a run's checkpoint; give --run, too")
+    if choice.ema and choice.run is None:
+        raise ConfigError("--ema is of a run's checkpoint; give --run, too")
     config = build(_tree(choice), choice.overrides)
     if choice.model is not None:
         model = config.model.model_copy(update={"path": str(choice.model.expanduser())})
@@ -145,7 +149,15 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
     return {"run_dir": f"runs/{name}", "model": model, "data": rows, "learner": {"pack_length": _NO_LEARNER_ROW}}
 
 
-def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "float32", adapter: bool = False) -> Path:
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    adapter: bool = False,
+    ema: bool = False,
+) -> Path:
     """Write a checkpoint as a Hugging Face folder, with adapters merged; return the folder.
 
     Args:
@@ -154,18 +166,21 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
         step: step of the checkpoint; None: the newest.
         dtype: dtype of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.
         adapter: write only the adapters, for PEFT; those of ``agent.role_adapters`` to a folder each.
+        ema: write the moving average of what was trained.
 
     Raises:
         CheckpointError: not a run folder, or its checkpoint is missing or damaged.
         ModelError: an unknown ``dtype``.
         ConfigError: ``adapter`` for a run that trained the whole model, or a whole model of one that trained several
-            adapters.
+            adapters; ``ema`` for one without an average.
     """
     target = named_dtype(dtype)
     trained = trained_run(run)
     lora, base = trained.learner.lora, trained.model_path
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
+    if ema and not trained.learner.averaging:
+        raise ConfigError(f"{run} kept no moving average (learner.ema_decay is 0); leave out --ema")
     names = trained.adapters
     if names and not adapter:
         raise ConfigError(f"{run} trained the adapters {names} over one model; export them with --adapter")
@@ -174,15 +189,20 @@ def export_run(run: Path, out: Path, *, step: int | None = None, dtype: str = "f
     checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)
-        part = {"policy": {"params": placed}}
+        part = {"policy": {"opt_state": {"average": placed}} if ema else {"params": placed}}
         saved = checkpointer.restore_part({name: part for name in names} if names else part, step=step)
     finally:
         checkpointer.close()
+
+    def weights(state: Any) -> Any:
+        policy = state["policy"]
+        return policy["opt_state"]["average"] if ema else policy["params"]
+
     if adapter and lora is not None:
         for folder, state in [(out / name, saved[name]) for name in names] or [(out, saved)]:
-            save_peft(folder, lora, model, state["policy"]["params"], base=base)
+            save_peft(folder, lora, model, weights(state), base=base)
         return out
-    params = jax.tree.map(lambda x: x.astype(target), start.merge(saved["policy"]["params"], start.frozen))
+    params = jax.tree.map(lambda x: x.astype(target), start.merge(weights(saved), start.frozen))
     save_hf(out, model, params, tokenizer_from=base)
     return out
 

@@ -26,7 +26,7 @@ from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.agreement import AgreementWatch
-from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
+from jax_agent_rl.trainer.components import CheckpointStore, RunComponents, WeightSource
 from jax_agent_rl.trainer.groups import (
     all_trajectories,
     evaluation_sampling,
@@ -70,7 +70,7 @@ class Trainer:
         self._partly_updated = False
         self._began = self.clock() - self.record.train_seconds  # of training, as if it had never been interrupted
         self.agreement = AgreementWatch(
-            self.runtime, self.folder, version=self.record.step, print_line=self.progress.print_line
+            self.runtime, self.folder, version=self._version(self.record.step), print_line=self.progress.print_line
         )
         self.continued = 0
         self.learner_idle_seconds = 0.0
@@ -237,7 +237,7 @@ class Trainer:
                 )
         account(self.runtime.collector.accounting, selection, result)
         if "loss" in result.metrics:  # not while only a critic learns
-            self.agreement.learned(step)
+            self.agreement.learned(self._version(step))
             self.record.learner_programs = self.record.learner_programs or self._learner_programs()
         return result
 
@@ -245,17 +245,39 @@ class Trainer:
         """Send new weights to every engine; version and prefix cache change with them.
 
         Args:
-            version: of the weights.
+            version: the step they are of; see :meth:`_version`.
             mode: of running generations; see :meth:`AsyncServer.update_weights`.
 
         Returns:
             seconds from the learner's parameters to engines that serve them: export, transfer, loading, proof.
         """
-        begin, runtime = self.clock(), self.runtime
-        with self.phases.measure("publish"):
-            update = await asyncio.to_thread(runtime.publisher.make, runtime.learner, version)
-            await runtime.client.update_weights(update, mode=mode)
+        begin = self.clock()
+        await self._push(self.runtime.learner, self._version(version), mode)
         return self.clock() - begin
+
+    async def _push(self, source: WeightSource, version: int, mode: PauseMode | None = None) -> None:
+        with self.phases.measure("publish"):
+            update = await asyncio.to_thread(self.runtime.publisher.make, source, version)
+            await self.runtime.client.update_weights(update, mode=mode)
+
+    def _version(self, step: int) -> int:
+        """Return the policy version of a step's weights: its number, plus the versions that evaluations took."""
+        return step + self.record.extra_versions
+
+    @asynccontextmanager
+    async def _serving_average(self) -> AsyncIterator[None]:
+        """Let the engines serve the average of the weights (``learner.ema_decay``), then the step's own again.
+
+        Versions only grow: each of the two is a new one. If the context fails, the run ends with the average served.
+        """
+        if not self.runtime.config.learner.ema_decay or not self.record.step:  # before training they are equal
+            yield
+            return
+        self.record.extra_versions += 1
+        await self._push(self.runtime.learner.averaged(), self._version(self.record.step))
+        yield
+        self.record.extra_versions += 1
+        await self._push(self.runtime.learner, self._version(self.record.step))
 
     async def evaluate(self) -> float | None:
         """Return the mean reward on the held-out rows (None without rows), and record it."""
@@ -265,10 +287,11 @@ class Trainer:
             return None
         begin = self.clock()
         label = f"held-out evaluation after step {step}"
-        with self.phases.measure("evaluate"):
-            groups = await self._gather(
-                runtime.evaluator, runtime.heldout, 1, evaluation_sampling(runtime.config), step, "heldout", label
-            )
+        async with self._serving_average():
+            with self.phases.measure("evaluate"):
+                groups = await self._gather(
+                    runtime.evaluator, runtime.heldout, 1, evaluation_sampling(runtime.config), step, "heldout", label
+                )
         runtime.evaluator.accounting.train(t.trajectory_id for t in all_trajectories(groups))
         return self.reporter.report_evaluation(groups, seconds=self.clock() - begin)
 

@@ -64,6 +64,10 @@ class TrainableLearner(WeightSource, Protocol):
         """Distinct programs compiled so far."""
         ...
 
+    def averaged(self) -> WeightSource:
+        """Return the moving average of the parameters (``learner.ema_decay``), to be published."""
+        ...
+
     def update(
         self,
         groups: Sequence[Group],

@@ -39,6 +39,7 @@ class RunRecord:
         buffer: of asynchronous trainers, what became of every group.
         in_flight: of asynchronous trainers, what the open groups have sampled, by number.
         role_baselines: running means of the rewards, by data source and role (RAE).
+        extra_versions: versions published besides one per step: averages that were evaluated, and the weights after.
     """
 
     step: int = 0
@@ -56,6 +57,7 @@ class RunRecord:
     buffer: dict[str, Any] = field(default_factory=dict)
     in_flight: dict[str, Any] = field(default_factory=dict)
     role_baselines: dict[str, float] = field(default_factory=dict)
+    extra_versions: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a shallow copy: asdict() would copy every sampled id.

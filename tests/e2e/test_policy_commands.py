@@ -8,11 +8,14 @@ import threading
 from pathlib import Path
 
 import httpx
+import jax
+import numpy as np
 import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner, Result
 
 from jax_agent_rl.cli import app
+from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.observe.run_dir import read_records
 from tests.tiny_run import tiny_recipe
 from tests.warm import python
@@ -73,6 +76,29 @@ def test_eval_of_a_checkpoint_begins_with_the_very_samples_of_the_runs_own_evalu
     assert summary["policy_versions"] == [2] and summary["temperature"] == 1.0
     assert summary == json.loads((tmp_path / "eval" / "summary.json").read_text())
     assert [p for p in run.iterdir() if p.name.startswith("weights-")] == []
+
+
+def test_the_average_that_a_run_evaluated_is_what_eval_and_export_give(tmp_path: Path):
+    """``learner.ema_decay``: the same samples again; those of the last weights are others."""
+    learner = {"ema_decay": 0.9, "learning_rate": 0.3}
+    recipe = tiny_recipe(tmp_path, rollout={"eval_temperature": 1.0}, trainer={"steps": 2}, learner=learner)
+    assert call("train", recipe).exit_code == 0
+    run = tmp_path / "run"
+    common = ("eval", "--run", run, "-n", 1, "--json")
+    assert last_json(call(*common, "--ema", "--out", tmp_path / "ema"))["policy"] == f"{run}, step 2, moving average"
+    call(*common, "--out", tmp_path / "last")
+    expected = sampled(run, step=2)
+    assert sampled(tmp_path / "ema", step=2) == expected != sampled(tmp_path / "last", step=2)
+    folders = [tmp_path / "model"]  # the weights before training, after each step, and the average
+    for options in (["--step", 1], ["--step", 2], ["--ema"]):
+        folders.append(tmp_path / f"exported-{len(folders)}")
+        call("export", run, folders[-1], *options)
+    steps = zip(*(jax.tree.leaves(load_hf(folder)[1]) for folder in folders), strict=True)
+    for before, first, second, average in steps:
+        wanted = 0.81 * np.float64(before) + 0.09 * np.float64(first) + 0.1 * np.float64(second)
+        np.testing.assert_allclose(average, wanted, atol=1e-6)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["max_logprob_gap"] < 1e-4 and not summary["warnings"]
 
 
 def test_eval_of_the_model_measures_what_the_run_measured_before_its_first_step(

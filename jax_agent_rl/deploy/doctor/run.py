@@ -31,11 +31,13 @@ from jax_agent_rl.deploy.doctor import machine
 from jax_agent_rl.deploy.doctor.machine import Check, Reporter, UnmetError
 from jax_agent_rl.environments import load_environments
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.learner.optimizer import optimizer_bytes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import check_files, load_config
 from jax_agent_rl.rewards import score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.runtime.engine_devices import MASTER
 from jax_agent_rl.runtime.engines import check_engine, read_model
 from jax_agent_rl.runtime.sampling import Source, make_agents, open_codec, read_rows
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
@@ -49,8 +51,6 @@ MAX_PROMPTS = 1000
 """Rows whose prompts are counted; evenly spread ones of larger files."""
 _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """Usual forms of an answer."""
-_CHECKPOINT_BYTES = 12  # per parameter: float32, and two moments of AdamW
-_LEARNER_BYTES = 16  # and the gradient
 _SHARED_MEMORY = Path("/dev/shm")
 _REMOTE_SECONDS = 3.0
 
@@ -116,11 +116,12 @@ class RunChecks:
             raise UnmetError("the tokenizer could not be read")
         return self.codec
 
-    def _count_parameters(self) -> int:
+    def _sizes(self) -> tuple[int, int]:
         if self.decoder is None:
             raise UnmetError("the model could not be read")
-        shapes = self.decoder.parameter_shapes()
-        return sum(map(math.prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))))
+        shapes = self.decoder.parameter_shapes()  # all are trained
+        count = sum(map(math.prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))))
+        return count, MASTER * count + optimizer_bytes(self.config.learner, shapes)
 
     # --- code, tools, model -------------------------------------------------------------------------------------
 
@@ -146,8 +147,8 @@ class RunChecks:
         """Check the model's files, family, tensor shapes, and whether it fits."""
         rollout, path = self.config.rollout, self.config.model.path
         self.decoder = model = check_files(path)
-        count = self._count_parameters()
-        need = count * (_LEARNER_BYTES + (2 if rollout.jetstream.dtype == "bfloat16" else 4))
+        count, saved = self._sizes()
+        need = saved + count * (MASTER + (2 if rollout.jetstream.dtype == "bfloat16" else 4))  # gradients, engine
         memory, size = machine.usable_memory(), f"{count / 1e6:.1f} M parameters"
         report.ok(f"{path}: {model.family}, {size}, {model.num_layers} layers, files complete")
         if self.config.learner.lora is None and need > memory:
@@ -191,8 +192,7 @@ class RunChecks:
 
     async def run_folder(self, report: Reporter) -> None:
         """Check the space for checkpoints and logs."""
-        kept = self.config.trainer.keep_checkpoints + 1  # while the next one is written
-        need = self._count_parameters() * _CHECKPOINT_BYTES * kept
+        need = self._sizes()[1] * (self.config.trainer.keep_checkpoints + 1)  # while the next one is written
         machine.check_disk(report, Path(self.config.run_dir), need=need, key="run_dir")
 
     # --- rows ---------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class RunChecks:
             return
         if not _SHARED_MEMORY.is_dir():
             raise UnmetError(f"there is no {_SHARED_MEMORY}")
-        need, free = 4 * self._count_parameters(), shutil.disk_usage(_SHARED_MEMORY).free
+        need, free = 4 * self._sizes()[0], shutil.disk_usage(_SHARED_MEMORY).free
         text = f"{_SHARED_MEMORY}: {machine.format_gib(free)} free"
         if free >= need:
             report.ok(text)

@@ -152,6 +152,50 @@ def test_cancelling_waits_for_an_update_that_is_under_way():
     assert done == [True, False]
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapters"])
+def test_the_average_follows_every_update_and_no_other_number_changes(lora: dict | None, tmp_path: Path):
+    """The recurrence in float64, on the trained parameters after each update; one skipped update averages nothing."""
+
+    def learner(**changes) -> Learner:
+        config = LearnerConfig(**{"learning_rate": 1e-2, "pack_length": 64, "remat": "none", "lora": lora} | changes)
+        return Learner(TINY, tiny_params(), algorithm=AlgorithmConfig(), config=config, temperature=1.0)
+
+    made, plain = learner(ema_decay=0.75, ppo_epochs=2), learner(ppo_epochs=2)
+    trained = [np.float64(x) for x in jax.tree.leaves(made.trained)]
+    expected = trained
+    apply = made._policy.apply
+
+    def recorded(*arguments):
+        nonlocal expected
+        applied = apply(*arguments)
+        reached = [np.float64(x) for x in jax.tree.leaves(made.trained)]
+        expected = [0.75 * old + 0.25 * new for old, new in zip(expected, reached, strict=True)]
+        return applied
+
+    made._policy.apply = recorded
+    for seed in (0, 1):
+        made.update(random_groups(seed))
+        plain.update(random_groups(seed))
+    averaged = made.averaged()
+    for got, wanted, new in zip(
+        jax.tree.leaves(averaged.trained), expected, jax.tree.leaves(made.trained), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+        assert not np.allclose(new, wanted, atol=1e-4)
+    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(made.params)] == [
+        np.asarray(x).tobytes() for x in jax.tree.leaves(plain.params)
+    ]
+    again = learner(ema_decay=0.75)
+    checkpointer = Checkpointer(tmp_path / "c", keep=1)
+    checkpointer.save(2, made.state, {})
+    checkpointer.wait()
+    _, again.state, _ = checkpointer.restore(again.state)
+    assert leaves(again.averaged()) == leaves(averaged)
+    with pytest.raises(CheckpointError, match="does not fit.*opt_state.*here"):
+        checkpointer.restore(plain.state)
+    checkpointer.close()
+
+
 MESHES = """
 import sys, pathlib, numpy as np, jax
 from dataclasses import replace

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.base import OptimizerSection
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.optimizer import check_patterns, learning_rate, make_optimizer
+from jax_agent_rl.learner.optimizer import check_patterns, learning_rate, make_optimizer, optimizer_bytes
 
 BASE = {"learning_rate": 0.1, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
 GRADIENTS = ([3.0, -4.0], [0.3, 0.4], [-0.5, 0.2])  # the first is clipped
@@ -169,3 +170,14 @@ def test_patterns_choose_what_is_decayed_and_must_match():
 def test_keys_that_an_optimizer_does_not_read_are_refused(keys, problem):
     (found,) = OptimizerSection.model_validate(keys).problems("x")
     assert problem in found
+
+
+def test_the_bytes_of_a_state_are_those_of_its_arrays():
+    """Two moments of AdamW and one of Muon's matrices in float32, and counters; the average is one copy more."""
+    total = 6 * 4 + 2 * 4 * 3 + 2 * 3 * 8 + 2 * 4 + 4
+    matrices = 2 * 4 * 3 + 2 * 3 * 8
+    sizes = {name: optimizer_bytes(OptimizerSection(optimizer=name), PARAMS) for name in ("adamw", "muon")}
+    assert 0 <= sizes["adamw"] - 8 * total < 20 and 0 <= sizes["muon"] - 8 * total + 4 * matrices < 40
+    assert optimizer_bytes(LearnerConfig(ema_decay=0.9), PARAMS) == sizes["adamw"] + 4 * total
+    wide = {"w": (256, 512)}
+    assert optimizer_bytes(OptimizerSection(optimizer="adafactor"), wide) < 4 * 2 * (256 + 512)

@@ -9,8 +9,9 @@ import pytest
 from jax_agent_rl.errors import EngineDiedError, StorageError
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.trainer.base import Trainer
+from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import DropReason, FinishReason
-from tests.fake_training import make_trainer, parity
+from tests.fake_training import IdleLearner, Notes, make_trainer, parity
 
 
 async def test_every_step_records_the_seconds_of_its_own_weight_update(tmp_path: Path):
@@ -32,6 +33,49 @@ async def test_a_run_without_an_engine_stops_and_says_why(tmp_path: Path):
     for collector in (training.runtime.collector, training.runtime.evaluator):
         collector.accounting.check()
     assert training.runtime.evaluator.accounting.dropped == {DropReason.BACKEND_ERROR: 1}
+
+
+class Averaging(IdleLearner):
+    """Its parameters say what they are."""
+
+    params = "current"
+
+    def averaged(self):
+        averaged = IdleLearner()
+        averaged.params = "average"
+        return averaged
+
+
+async def test_evaluations_sample_from_the_average_and_training_from_the_weights_alone(tmp_path: Path):
+    """Before training nothing was averaged yet. Every set of weights has a version of its own, higher than before."""
+    training = make_trainer(
+        tmp_path, steps=3, learner=Averaging(), ema_decay=0.9, trainer={"eval_every": 2}, checkpointer=Notes()
+    )
+    (server,) = training.runtime.client.servers
+    served, take = {0: "initial"}, server.backend.update_weights
+
+    async def update_weights(update):
+        served[update.version] = update.payload
+        await take(update)
+
+    server.backend.update_weights = update_weights
+    await training.run()
+    evaluated = ["average", "current"]
+    assert list(served.values()) == ["initial", "current", "current", *evaluated, "current", *evaluated]
+    assert list(served) == sorted(served) and server.backend.policy_version == max(served)
+    by = {}
+    for record in read_records(tmp_path / "trajectories.jsonl"):
+        (version,) = {v for v in record["policy_versions"] if v >= 0}
+        by.setdefault((record["split"], record["step"]), set()).add(served[version])
+    assert by == {
+        ("heldout", 0): {"initial"},
+        ("train", 1): {"initial"},
+        ("train", 2): {"current"},
+        ("heldout", 2): {"average"},
+        ("train", 3): {"current"},
+        ("heldout", 3): {"average"},
+    }
+    assert training.record.extra_versions == 4 and RunRecord.from_json(training.record.to_json()).extra_versions == 4
 
 
 def dropped(training: Trainer) -> dict[str, int]:
