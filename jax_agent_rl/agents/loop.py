@@ -29,7 +29,7 @@ from jax_agent_rl.config.default_agent import default_agent
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
-from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.text import did_you_mean
 
 
@@ -207,7 +207,11 @@ def get_agent(name: str) -> type[AgentLoop]:
         ConfigError: there is none; the message lists the nearest name and all names.
     """
     if name not in _AGENTS:
-        guess = did_you_mean(name, _AGENTS)
+        cls = load_installed("agents", name, fits=_is_loop, expected="a subclass of AgentLoop")
+        if cls is not None and name not in _AGENTS:  # its module may have registered it
+            register_agent(name)(cls)
+    if name not in _AGENTS:
+        guess = did_you_mean(name, agent_names())
         raise ConfigError(f"no agent is called {name!r}; {guess}there are {agent_names()} (see @register_agent)")
     return _AGENTS[name]
 
@@ -223,13 +227,17 @@ def load_agents(path: str | None) -> None:
 
 
 def agent_names() -> list[str]:
-    """Return the names of all registered loops."""
-    return sorted(_AGENTS)
+    """Return the names of all loops, those that installed packages register included."""
+    return sorted({*_AGENTS, *installed("agents")})
+
+
+def _is_loop(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, AgentLoop)
 
 
 def branching_agents() -> list[str]:
     """Return the names of the loops that can branch."""
-    return [name for name in agent_names() if _AGENTS[name].can_branch()]
+    return sorted(name for name, cls in _AGENTS.items() if cls.can_branch())
 
 
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:

@@ -8,19 +8,19 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import NonNegative, OptimizerSection, Positive, Section
+from jax_agent_rl.config.base import NonNegative, OptimizerSection, OrInstalled, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenKey
 from jax_agent_rl.config.kl import KLConfig, kl_problems
 
-AdvEstimator = Literal[
+AdvEstimator = Annotated[Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "gae", "gigpo", "mt_grpo", "tree_grpo", "treerl", "arpo", "rae",
     "none",
-]  # fmt: skip
-LossMode = Literal[
+], OrInstalled("advantages")]  # fmt: skip
+LossMode = Annotated[Literal[
     "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
     "dro",
-]  # fmt: skip
+], OrInstalled("losses")]  # fmt: skip
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]  # fmt: skip
@@ -31,8 +31,8 @@ RejectionRule = Literal[
 FilterAction = Literal["off", "mask", "drop"]
 Bounds = tuple[float, float]
 
-ADV_ESTIMATORS: tuple[str, ...] = get_args(AdvEstimator)
-LOSS_MODES: tuple[str, ...] = get_args(LossMode)
+ADV_ESTIMATORS: tuple[str, ...] = get_args(get_args(AdvEstimator)[0])
+LOSS_MODES: tuple[str, ...] = get_args(get_args(LossMode)[0])
 FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls_failed", "overlong", "repetition")
 
 WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "rae", "none"})
@@ -41,6 +41,7 @@ WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus"
 _CLIPPED = WhenKey(
     "algorithm.policy_loss.loss_mode",
     *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
+    plugins=True,
 )
 _PER_SEQUENCE = Unless("algorithm.loss_agg_mode", "token-mean", "token-sum")
 _WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
@@ -190,10 +191,10 @@ class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = Field(
         default="grpo", description="Advantage estimator; none: rewards are not learned from, only `kl` is."
     )
-    gamma: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", "reinforce_plus_plus")] = Field(
+    gamma: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", "reinforce_plus_plus", plugins=True)] = Field(
         default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
     )
-    lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae")] = Field(
+    lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", plugins=True)] = Field(
         default=1.0, ge=0, le=1, description="gae: lambda."
     )
     bootstrap: Annotated[Literal["none", "truncated"], WhenKey("algorithm.adv_estimator", "gae")] = Field(
@@ -226,9 +227,9 @@ class AlgorithmConfig(Section):
     clip_ratio_high: Annotated[float, _CLIPPED] = Field(
         default=0.28, gt=0, description="Clip range above 1 (clip-higher)."
     )
-    clip_ratio_c: Annotated[float | None, WhenKey("algorithm.policy_loss.loss_mode", "vanilla", "decoupled")] = Field(
-        default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound."
-    )
+    clip_ratio_c: Annotated[
+        float | None, WhenKey("algorithm.policy_loss.loss_mode", "vanilla", "decoupled", plugins=True)
+    ] = Field(default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound.")
     loss_agg_mode: LossAggMode = Field(
         default="token-mean",
         description="How token losses are averaged. The average is over the whole batch, however it is split.",

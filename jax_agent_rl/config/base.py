@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import core_schema
+
+from jax_agent_rl.utils.plugins import InstalledName, Kind, installed
+from jax_agent_rl.utils.text import did_you_mean
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -21,6 +25,40 @@ def _distinct(value: _Items) -> _Items:
 
 Distinct = AfterValidator(_distinct)
 """Annotates a tuple that must not repeat an item."""
+
+
+class OrInstalled:
+    """Annotates a choice (a ``Literal``) to which installed packages may add names.
+
+    Args:
+        kind: of what they register.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind: Kind = kind
+        self._own: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        self._own = get_args(source)
+        return core_schema.no_info_after_validator_function(self._check, core_schema.str_schema(strict=True))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string", "enum": list(self._own)}, {"type": "string", "format": INSTALLED_FORMAT}]}
+
+    def _check(self, value: str) -> str:
+        if value in self._own:
+            return value
+        if value in (known := installed(self._kind)):
+            return InstalledName(value)
+        names = [*self._own, *sorted(known)]
+        raise ValueError(
+            f"no such name; {did_you_mean(value, names)}there are {', '.join(names)} (installed packages may register "
+            f"more, in the entry-point group jax_agent_rl.{self._kind})"
+        )
+
+
+INSTALLED_FORMAT = "installed-name"
+"""JSON Schema's ``format`` of a name that an installed package registers."""
 
 
 class Section(BaseModel):

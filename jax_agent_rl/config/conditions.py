@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config.base import Section
+from jax_agent_rl.utils.plugins import InstalledName
 
 SCHEMA_KEY = "x-used-only"  # in a key's JSON Schema: its condition in words
 
@@ -71,15 +72,18 @@ class WhenKey(Condition):
     Args:
         path: path of the other key, from the root.
         values: accepted values; none: the key is set, that is not null, false, 0 or empty.
+        plugins: what an installed package registers may use the key, too.
     """
 
-    def __init__(self, path: str, *values: Any) -> None:
-        self.path, self.values = path, values
+    def __init__(self, path: str, *values: Any, plugins: bool = False) -> None:
+        self.path, self.values, self.plugins = path, values, plugins
 
-    def holds(self, config: Section, facts: Facts) -> bool:
+    def holds(self, config: Section, facts: Facts) -> bool | None:
         value = value_at(config, self.path)
         if not self.values:
             return bool(value)
+        if self.plugins and any(isinstance(x, InstalledName) for x in (value if isinstance(value, tuple) else [value])):
+            return None
         return not set(self.values).isdisjoint(value) if isinstance(value, tuple) else value in self.values
 
     def words(self) -> str:

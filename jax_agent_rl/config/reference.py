@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from jax_agent_rl.config.base import INSTALLED_FORMAT
 from jax_agent_rl.config.conditions import SCHEMA_KEY
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.text import nearest
@@ -89,6 +90,8 @@ def describe_type(schema: Schema) -> str:
     if kind == "object":
         names = describe_type(schema.get("propertyNames", {}) | {"type": "string"})
         return f"mapping of {names} to {describe_type(schema['additionalProperties'])}"
+    if schema.get("format") == INSTALLED_FORMAT:
+        return "a name that an installed package registers"
     limits = [f"{sign} {schema[name]:g}" for name, sign in _NUMBER_LIMITS if name in schema]
     return f"{_NAMES.get(kind, kind)} {' and '.join(limits)}".strip()
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import NonNegative, Positive, Section
+from jax_agent_rl.config.base import NonNegative, OrInstalled, Positive, Section
 from jax_agent_rl.config.conditions import Unless, WhenCommand, WhenKey, WhenModelHasVision
 from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.config.strategy import StrategyConfig
+from jax_agent_rl.utils.plugins import InstalledName
 
 _IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
 _BUILT_IN = Unless("rollout.jetstream.engine_factory")
@@ -197,7 +198,9 @@ class RolloutConfig(Section):
         description="The colocated engine releases its memory (KV cache, weights) while the learner updates. With "
         "placement colocated, this needs trainer.mode=sync.",
     )
-    backend: Literal["jetstream", "vllm", "remote"] = Field(default="jetstream", description="The engine that samples.")
+    backend: Annotated[Literal["jetstream", "vllm", "remote"], OrInstalled("backends")] = Field(
+        default="jetstream", description="The engine that samples."
+    )
     urls: tuple[str, ...] = Field(
         default=(), description="Rollout servers, for backend: remote, e.g. http://10.0.0.5:8100."
     )
@@ -351,6 +354,10 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.jetstream.kv_cache_tokens={tokens} holds no context of rollout.max_model_len="
             f"{rollout.max_model_len}; raise it, or lower rollout.max_model_len"
         )
+    if isinstance(rollout.backend, InstalledName):
+        for key, value in (("adapters", sorted(rollout.adapters)), ("placement", rollout.placement)):
+            if value not in ([], "colocated"):
+                yield f"rollout.{key}={value} does not go with rollout.backend={rollout.backend}; remove it"
     weight_dir = rollout.weight_dir
     if rollout.weight_transport == "tensorstore" and (rollout.backend != "remote" or weight_dir is None):
         yield (

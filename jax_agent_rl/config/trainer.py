@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import Distinct, NonNegative, Positive, Section
+from jax_agent_rl.config.base import Distinct, NonNegative, OrInstalled, Positive, Section
 from jax_agent_rl.config.conditions import WhenKey
 
 _FULLY_ASYNC = WhenKey("trainer.mode", "fully_async")
@@ -77,12 +77,14 @@ class TrainerConfig(Section):
     target_accuracy: Annotated[float | None, WhenKey("data.eval") & WhenKey("trainer.eval_every")] = Field(
         default=None, gt=0, le=1, description="Stop early once an evaluation during training reaches this accuracy."
     )
-    logger: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Distinct] = Field(
+    logger: Annotated[
+        tuple[Annotated[Literal["tensorboard", "wandb", "trackio"], OrInstalled("metric_sinks")], ...], Distinct
+    ] = Field(
         default=(),
         description="Where metrics go besides the console and metrics.jsonl; each needs the extra of its name.",
         json_schema_extra={"type": ["array", "string"], "uniqueItems": True},
     )
-    project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio")] = Field(
+    project_name: Annotated[str, WhenKey("trainer.logger", "wandb", "trackio", plugins=True)] = Field(
         default="jax_agent_rl", min_length=1, description="Project of the run in wandb and trackio."
     )
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
@@ -113,7 +115,9 @@ class TrainerConfig(Section):
 class TraceConfig(Section):
     """Traces: spans of trajectories (run, generate, tool, reward, wait), and their sinks."""
 
-    sinks: Annotated[tuple[Literal["files", "mlflow", "trackio", "weave"], ...], Distinct] = Field(
+    sinks: Annotated[
+        tuple[Annotated[Literal["files", "mlflow", "trackio", "weave"], OrInstalled("trace_sinks")], ...], Distinct
+    ] = Field(
         default=(),
         description="Where traces go. files: traces.jsonl in the run folder, shown by `jax-agent-rl report`; mlflow, "
         "trackio and weave need the extra `trace`. []: nothing is traced, at no cost.",
@@ -126,7 +130,7 @@ class TraceConfig(Section):
     max_text_length: Annotated[Positive, WhenKey("trace.sinks")] = Field(
         default=4000, description="Maximum number of characters of a text; a longer one keeps both ends."
     )
-    project: Annotated[str, WhenKey("trace.sinks", "mlflow", "trackio", "weave")] = Field(
+    project: Annotated[str, WhenKey("trace.sinks", "mlflow", "trackio", "weave", plugins=True)] = Field(
         default="jax-agent-rl", description="MLflow experiment, trackio or Weave project (entity/project)."
     )
     mlflow_tracking_uri: Annotated[str | None, WhenKey("trace.sinks", "mlflow")] = Field(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from jax_agent_rl.errors import ConfigError, DataError, EnvironmentFailedError
 from jax_agent_rl.types import FinishReason, ToolCallRecord
-from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.text import did_you_mean
 from jax_agent_rl.utils.threads import DaemonThreads
 
@@ -126,11 +126,20 @@ def get_environment(name: str) -> type[Environment]:
         ConfigError: there is none; the message lists the nearest name and all names.
     """
     if name not in _ENVIRONMENTS:
-        guess = did_you_mean(name, _ENVIRONMENTS)
+        cls = load_installed("environments", name, fits=_is_environment, expected="a subclass of Environment")
+        if cls is not None and name not in _ENVIRONMENTS:  # its module may have registered it
+            register_environment(name)(cls)
+    if name not in _ENVIRONMENTS:
+        known = sorted({*_ENVIRONMENTS, *installed("environments")})
         raise ConfigError(
-            f"no environment is called {name!r}; {guess}there are {sorted(_ENVIRONMENTS)} (see @register_environment)"
+            f"no environment is called {name!r}; {did_you_mean(name, known)}there are {known} (see "
+            "@register_environment)"
         )
     return _ENVIRONMENTS[name]
+
+
+def _is_environment(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Environment)
 
 
 def load_environments(path: str | None) -> None:

@@ -13,7 +13,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.comparison import INFINITE
 from jax_agent_rl.learner.image_packing import encode_images
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs, linear_top_k
-from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
+from jax_agent_rl.learner.losses import LossConfig, Terms, find_policy_loss
 from jax_agent_rl.learner.losses.kl import kl_penalty, top_k_kl
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.decoder import Decoder
@@ -253,7 +253,7 @@ def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tu
     active = weight > 0
     logprob, entropy, load, distance = scored_terms(objective, model, batch, active)
     terms = _terms(objective, batch, logprob, active)
-    policy = POLICY_LOSSES[objective.loss.own.loss_mode](terms, objective.loss)
+    policy = find_policy_loss(objective.loss.own.loss_mode)(terms, objective.loss)
     per_term = policy.loss * batch.get("term_importance", 1.0) - objective.entropy_coeff * entropy
     total = jnp.sum(weight * per_term)
     if distance is None and objective.kl_estimator is not None:

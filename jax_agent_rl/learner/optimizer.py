@@ -104,8 +104,8 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
     def init(params: Any) -> AveragingState:
         return AveragingState(optimizer.init(params), jax.tree.map(jnp.copy, params))
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, AveragingState]:
-        updates, inner = optimizer.update(gradients, state.inner, params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AveragingState]:
+        updates, inner = optimizer.update(updates, state.inner, params)
         reached = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old), state.average, reached)
         return updates, AveragingState(inner, average)

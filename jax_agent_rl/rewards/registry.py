@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.types import Trajectory
-from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
@@ -166,7 +166,10 @@ def register_reward(
 
 
 def find_reward(data_source: str) -> RewardFunction | None:
-    """Return the function of a data source: by name, else by the first matching pattern."""
+    """Return the function of a data source: by name (of an installed package, too), else by the first pattern."""
+    if data_source not in _REWARDS and (function := load_installed("rewards", data_source)) is not None:
+        if data_source not in _REWARDS:  # its module may have registered it
+            register_reward(data_source)(function)
     if exact := _REWARDS.get(data_source):
         return exact
     return next((entry for pattern, entry in _REWARDS.items() if fnmatchcase(data_source, pattern)), None)
@@ -174,7 +177,7 @@ def find_reward(data_source: str) -> RewardFunction | None:
 
 def known_data_sources() -> list[str]:
     """Return all registered names and patterns, for messages."""
-    return sorted(_REWARDS)
+    return sorted({*_REWARDS, *installed("rewards")})
 
 
 def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]:

@@ -16,7 +16,7 @@ Life of a backend::
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -277,6 +277,27 @@ class BackendMetrics:
         """Return the differences to an earlier reading; ``recompilations`` stays the total."""
         names = [name for name in self.__dataclass_fields__ if name != "recompilations"]
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """What the factory of a backend that an installed package registers is called with; it returns it unstarted.
+
+    Attributes:
+        model: Hugging Face folder with the weights to serve first.
+        max_model_len: longest context.
+        max_concurrent: requests at once, at most.
+        version: policy version of those weights.
+        seed: of sampling without a seed.
+        decode_text: ids to text with special tokens, for stop strings; None without a tokenizer.
+    """
+
+    model: str
+    max_model_len: int
+    max_concurrent: int
+    version: int = 0
+    seed: int = 0
+    decode_text: Callable[[Sequence[int]], str] | None = None
 
 
 @runtime_checkable

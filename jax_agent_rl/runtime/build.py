@@ -18,9 +18,11 @@ from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.data.dataset import RowOutlines
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.advantages import find_estimator
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.learner import Learner, ScoreContexts
+from jax_agent_rl.learner.losses import find_policy_loss
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
@@ -95,6 +97,8 @@ async def build(
         weights = [source.weight or 1.0 for source in config.data.train[: len(train)]]
         training_rows, every_row = RowOutlines(*train), RowOutlines(*prepared.rows)
         require_used(config, every_row)
+        find_policy_loss(config.algorithm.policy_loss.loss_mode)  # imported now, if an installed package registers them
+        find_estimator(config.algorithm.adv_estimator)
         refuse_adapters(config, every_row)
         require_teachers(config, training_rows)
         check_teachers(config)

@@ -5,6 +5,7 @@
     jetstream   engines in this process, on its devices, as one (``runtime.engine_devices``)
     vllm        one vLLM engine in child processes of this one
     remote      a client per rollout server of ``rollout.urls``, each with an engine of its own
+    any other   what an installed package registers (``utils.plugins``), called with a ``BackendSpec``
 
 The first two can run in other processes: :mod:`~jax_agent_rl.runtime.placement`.
 """
@@ -32,11 +33,12 @@ from jax_agent_rl.models.peft import blank_adapter, read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.pool import BackendFactory
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, resolve_engine_mesh
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.network import token_from
+from jax_agent_rl.utils.plugins import InstalledName, load_installed
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.external_engine import MakeEngine
@@ -68,6 +70,8 @@ def check_engine(config: Config) -> None:
         token_from(config.rollout.token_env, key="rollout.token_env")
     if config.rollout.backend == "jetstream":
         _engine_factory(config)
+    if isinstance(config.rollout.backend, InstalledName):
+        load_installed("backends", config.rollout.backend)
     if config.rollout.backend == "vllm":
         try:
             from gpu_backend.settings import check_engine_args, check_installation
@@ -149,6 +153,16 @@ def backend_factories(
             return {"vllm": functools.partial(_vllm, config, codec, version)}
         case "jetstream":
             return {"jetstream": lambda: _jetstream(config, codec, *weights(), print_line, version, table, serving)}
+        case name:
+            spec = BackendSpec(
+                model=str(model_folder(config.model.path, weights=True)),
+                max_model_len=config.rollout.max_model_len,
+                max_concurrent=config.rollout.max_in_flight,
+                version=version,
+                seed=config.seed,
+                decode_text=_decoder(codec),
+            )
+            return {name: functools.partial(load_installed("backends", name), spec)}
 
 
 def recovery_seconds(config: Config) -> float:

@@ -9,6 +9,7 @@
           type: function
           function: {name: …, description: …, parameters: {type: object, properties: …}}
                                                         # verl's own classes run as they are, see tools.verl
+      - class_name: weather                             # of an installed package, see utils.plugins
       - config: {type: mcp, timeout: 20}                # every tool of some MCP servers, see tools.mcp
         mcp:
           mcp_servers_config_path: mcp_servers.json     # or servers: {name: {url: …} | {command: …, args: […]}}
@@ -32,7 +33,8 @@ from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.schema import check_parameters, unwrap_function
 from jax_agent_rl.tools.verl import VerlTool, is_verl_tool, verl_modules
-from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
+from jax_agent_rl.utils.text import did_you_mean
 
 _KEY = "tools.tool_config_path"
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
@@ -166,6 +168,10 @@ def _is_mcp(entry: Any, place: str) -> bool:
 def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
     cls = _import_class(entry.get("class_name"), place)
     config, schema = entry.get("config") or {}, entry.get("tool_schema")
+    if isinstance(cls, BaseTool):
+        if config.keys() - {"type"} or schema is not None:
+            raise ToolDefinitionError(f"{place}: {entry['class_name']} is complete; remove config and tool_schema")
+        return cls
     function = None if schema is None else unwrap_function(schema, f"{place}: tool_schema")
     try:
         if issubclass(cls, BaseTool):
@@ -183,14 +189,21 @@ def _native_tool(entry: Mapping[str, Any], place: str) -> BaseTool:
     return tool
 
 
-def _import_class(name: Any, place: str) -> type:
-    """Import ``package.module.Class`` or ``file.py:Class``."""
+def _import_class(name: Any, place: str) -> type | BaseTool:
+    """Import ``package.module.Class``, ``file.py:Class`` or the tool of an installed package."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}")
     where, _, leaf = name.rpartition(":" if ".py:" in name else ".")
     with verl_modules():
-        module = load_user_module(where, key=f"{_KEY} class_name") if where else None
-    cls = getattr(module, leaf, None)
+        if where:
+            cls = getattr(load_user_module(where, key=f"{_KEY} class_name"), leaf, None)
+        elif (cls := load_installed("tools", name, fits=lambda _: True)) is None:
+            known = sorted(installed("tools"))
+            raise ConfigError(
+                f"{place}: no installed package registers a tool {name!r}; {did_you_mean(name, known)}there are {known}"
+            )
+        elif isinstance(cls, BaseTool):
+            return cls
     if not (isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))):
         raise ToolDefinitionError(
             f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found {cls!r:.80})"

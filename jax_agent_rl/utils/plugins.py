@@ -1,16 +1,92 @@
-"""Import of a user's code (tools, reward functions) from a Python file or a module."""
+"""Import of others' code (tools, reward functions, …): from a file or a module, or what installed packages register.
+
+A package registers names in entry-point groups, ``jax_agent_rl.<kind>`` for each of :data:`KINDS`::
+
+    [project.entry-points."jax_agent_rl.agents"]
+    second_look = "my_package.agents:SecondLook"
+
+Nothing of it is imported before a configuration or a row uses the name. Names of this package, and those that a run's
+own files register, come first. A package that fails to import fails only the runs that use it.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Kind = Literal[
+    "agents", "tools", "rewards", "environments", "interactions", "losses", "advantages", "backends", "metric_sinks",
+    "trace_sinks",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class InstalledName(str):
+    """A name in the configuration that an installed package registers."""
+
+    __slots__ = ()
+
+
+@functools.cache
+def installed(kind: Kind) -> Mapping[str, EntryPoint]:
+    """Return what installed packages register of a kind, by name. Nothing is imported.
+
+    Raises:
+        ConfigError: two packages register one name.
+    """
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=f"jax_agent_rl.{kind}"):
+        known = found.setdefault(entry.name, entry)
+        if known.value != entry.value:
+            raise ConfigError(
+                f"two packages register {entry.name!r} in {entry.group}: {_origin(known)} and {_origin(entry)}; "
+                "uninstall one"
+            )
+    return found
+
+
+def load_installed(kind: Kind, name: str, *, fits: Callable[[Any], bool] = callable, expected: str = "callable") -> Any:
+    """Import and return what an installed package registers under a name; None if none does.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        name: the name of the entry point.
+        fits: whether an object is of this kind.
+        expected: what it must be, for messages.
+
+    Raises:
+        ConfigError: it cannot be imported or is something else; names the package.
+    """
+    if (entry := installed(kind).get(name)) is None:
+        return None
+    try:
+        found = entry.load()
+    except Exception as error:  # whatever a package raises when it is imported
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{_origin(entry)} cannot be imported ({problem}); repair or uninstall it") from error
+    if not fits(found):
+        raise ConfigError(f"{_origin(entry)} must be {expected}, got {found!r:.100}; repair or uninstall it")
+    return found
+
+
+def _origin(entry: EntryPoint) -> str:
+    package = "an unknown package" if entry.dist is None else f"the package {entry.dist.name} {entry.dist.version}"
+    return f"{entry.name} = {entry.value} of {package} ({entry.group})"
 
 
 def load_user_module(where: str, *, key: str) -> ModuleType:

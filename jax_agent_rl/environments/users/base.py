@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import yaml
 
 from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
-from jax_agent_rl.utils.plugins import load_user_module
+from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
+from jax_agent_rl.utils.text import did_you_mean
 from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
@@ -257,11 +258,15 @@ def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
 
 
 def _find_class(path: str, where: str) -> type[BaseInteraction]:
-    """Return the class that ``package.module.Class`` or ``file.py:Class`` names."""
+    """Return the class that ``package.module.Class``, ``file.py:Class`` or an installed name stands for."""
     module, _, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
-    if not module:
-        raise ConfigError(f"{where}: class_name={path!r} must be package.module.Class or file.py:Class")
-    found = getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
+    if module:
+        found = getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
+    elif (found := load_installed("interactions", name)) is None:
+        raise ConfigError(
+            f"{where}: class_name={path!r} must be package.module.Class, file.py:Class, or a name that an installed "
+            f"package registers; {did_you_mean(name, known := sorted(installed('interactions')))}there are {known}"
+        )
     if not isinstance(found, type) or not issubclass(found, BaseInteraction):
         raise ConfigError(f"{where}: class_name={path!r} is not a subclass of BaseInteraction")
     return found

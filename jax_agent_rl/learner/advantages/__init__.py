@@ -28,6 +28,7 @@ from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
 from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, all_turns, turn_rewards, turn_spans
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, inherited
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.plugins import load_installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,12 @@ Estimator = Callable[[ScoredBatch, AlgorithmConfig], Advantages]
 
 def compute(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     """Advantages of all trajectories of a step; 0 at tokens the policy did not sample."""
-    return ESTIMATORS[config.adv_estimator](samples, config)
+    return find_estimator(config.adv_estimator)(samples, config)
+
+
+def find_estimator(name: str) -> Estimator:
+    """Return the estimator of a name, also one that an installed package registers."""
+    return ESTIMATORS.get(name) or load_installed("advantages", name)
 
 
 def _outcome(name: str, samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from jax_agent_rl.learner.losses import covariance, policy
 from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms
+from jax_agent_rl.utils.plugins import load_installed
 
 PolicyLoss = Callable[[Terms, LossConfig], TermLoss]
 
@@ -33,3 +34,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": policy.dppo_kl,
     "dro": policy.dro,
 }
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """Return the loss of a name, also one that an installed package registers."""
+    return POLICY_LOSSES.get(name) or load_installed("losses", name)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.utils.files import write_atomically
+from jax_agent_rl.utils.plugins import load_installed
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """Packages by name in ``trainer.logger``; the extra to install has the same name."""
@@ -169,6 +170,9 @@ def check_sinks(names: Sequence[str]) -> None:
     """
     missing = []
     for name in names:
+        if name not in SINKS:
+            load_installed("metric_sinks", name)
+            continue
         try:
             importlib.import_module(PACKAGES[name])
         except ImportError:
@@ -210,7 +214,7 @@ def open_sinks(names: Sequence[str], run: RunFacts, *, print_line: Callable[[str
             write_atomically(file, json.dumps(identities, indent=2) + "\n")
 
     def feed(name: str) -> SinkThread[StepScalars]:
-        sink = SINKS[name]()
+        sink = (SINKS.get(name) or load_installed("metric_sinks", name))()
         return SinkThread(name, sink, print_line=warn, start=lambda: start(name, sink))
 
     def warn(text: str) -> None:

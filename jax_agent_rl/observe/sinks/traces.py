@@ -18,6 +18,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.run_dir import RunDir, append_records
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
+from jax_agent_rl.utils.plugins import load_installed
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ def open_sinks(config: TraceConfig, run_dir: RunDir) -> dict[str, Sink[Trace]]:
     sinks: dict[str, Sink[Trace]] = {}
     for name in config.sinks:
         try:
-            sinks[name] = _Shortened(SINKS[name](config, run_dir), config.max_text_length)
+            make = SINKS.get(name) or load_installed("trace_sinks", name)
+            sinks[name] = _Shortened(make(config, run_dir), config.max_text_length)
         except ConfigError:
             raise
         except Exception as error:  # clients raise anything

@@ -20,16 +20,19 @@ from jax_agent_rl.chat.media import MediaTokens
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.ray.backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
 from jax_agent_rl.testing.conformance.models import (
     ModelDirs,
     Reference,
     TransformersReference,
+    decoder,
+    read_tokenizer,
     weight_files,
     with_probe,
 )
+from jax_agent_rl.utils.plugins import installed, load_installed
 
 if TYPE_CHECKING:
     from jax_agent_rl.models.quantized import EightBits
@@ -140,7 +143,9 @@ def select_backend(backend: str, options: BackendOptions) -> BackendUnderTest:
     factory = BACKENDS.get(backend)
     module, colon, function = backend.partition(":")
     if not (factory or colon):
-        names = ", ".join(BACKENDS)
+        if (found := registered(backend, options)) is not None:
+            return found
+        names = ", ".join([*BACKENDS, *sorted(installed("backends"))])
         raise ConfigError(f"no backend is called {backend!r}; there are {names}, or give your own as module:function")
     try:
         return (factory or getattr(importlib.import_module(module), function))(options)
@@ -180,7 +185,7 @@ def describe(
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
 
-    tokenizer = _tokenizer(options.folders.base)
+    tokenizer = read_tokenizer(options.folders.base)
     return BackendUnderTest(
         name=name,
         make=make,
@@ -188,7 +193,7 @@ def describe(
         payload=make_payload,
         vocab_size=vocab_size,
         eos_ids=_eos_ids(options.folders.base),
-        decode_text=decoder(tokenizer) if tokenizer else None,
+        decode_text=decoder(tokenizer),
         ending_prompts=_ending_prompts(tokenizer),
         media=MediaTokens.read(options.folders.base),
         adapter=options.adapters,
@@ -253,11 +258,6 @@ def _stored(model: Path, folder: Path) -> str:
     return address
 
 
-def decoder(tokenizer: Any) -> Callable[[Any], str]:
-    """Return a decoder that keeps special tokens, as engines do when they search for stop strings."""
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
 def jetstream(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of the embedded JAX engine, or of an external one."""
     from jax_agent_rl.config import EngineMeshConfig
@@ -284,11 +284,10 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     vision_processor = VisionProcessor.of(config, folders[BASE])
     external_engine = load_engine_function(options.engine_factory) if options.engine_factory else None
     adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
-    tokenizer = _tokenizer(folders[BASE])
+    tokenizer = read_tokenizer(folders[BASE])
     grammars = GrammarCompiler(tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size)
 
     def make() -> RolloutBackend:
-        decode = decoder(tokenizer) if tokenizer else None
         return make_backend(
             config,
             params,
@@ -296,7 +295,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
             mesh=make_engine_mesh(EngineMeshConfig(data=options.data_parallel)),
             external_engine=external_engine,
             vision_processor=vision_processor,
-            decode_text=decode,
+            decode_text=decoder(tokenizer),
             grammars=grammars if tokenizer else None,
             quantize=options.quantize,
             kv_dtype=options.kv_dtype,
@@ -324,9 +323,16 @@ def vllm(options: BackendOptions) -> BackendUnderTest:
         multi_modal={"image": 2, "video": 1} if MediaTokens.read(options.folders.base) else {},
         adapters={ADAPTER: str(options.folders.adapter)} if options.adapters else {},
     )
-    tokenizer = _tokenizer(options.folders.base)
-    decode = decoder(tokenizer) if tokenizer else None
+    decode = decoder(read_tokenizer(options.folders.base))
     return describe("vllm", lambda: VllmBackend(settings, decode_text=decode), options)
+
+
+def registered(name: str, options: BackendOptions) -> BackendUnderTest | None:
+    """Build the subject of a backend that an installed package registers; None if none does."""
+    make, folder = load_installed("backends", name), options.folders.base
+    lengths = {"max_model_len": options.max_model_len, "max_concurrent": options.max_concurrent}
+    spec = BackendSpec(model=str(folder), decode_text=decoder(read_tokenizer(folder)), **lengths)
+    return make and describe(name, functools.partial(make, spec), options)
 
 
 def remote(options: BackendOptions) -> BackendUnderTest:
@@ -357,14 +363,6 @@ def ray_actor(options: BackendOptions) -> BackendUnderTest:
 def _engine(options: BackendOptions) -> RolloutBackend:
     """Build the engine inside the actor."""
     return select_backend(options.engine, options).make()
-
-
-def _tokenizer(folder: Path) -> Any:
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def _eos_ids(folder: Path) -> frozenset[int]:

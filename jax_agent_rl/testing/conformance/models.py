@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -338,3 +338,17 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
     """Return log-probs over the last axis; -inf stays -inf."""
     shifted = scores - scores.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def decoder(tokenizer: Any) -> Callable[[Any], str] | None:
+    """Return a decoder that keeps special tokens, as engines do when they search for stop strings."""
+    return tokenizer and (lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer of a model's folder; None if it has none."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
