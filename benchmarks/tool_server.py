@@ -5,13 +5,15 @@
 Every trajectory takes a few actions in a Python session or a shell; some exit, hang, flood, fork, disconnect during an
 action or are never finished. At the end every environment must have been closed exactly once (finished, aborted,
 idle, or lost with a worker that ``--kill-every`` killed), no process may be left, and descriptors and memory of
-the server must be what they were after warming up. Otherwise the problem is printed and the exit status is 1.
+the server must be what they were after warming up. Otherwise the problem is printed and the exit status is 1. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -228,6 +230,8 @@ def main() -> None:
     print(f"ended early: {dict(report.errors)}")
     print(f"environments: {report.environments}; processes left: {report.processes_left}")
     print(f"workers' descriptors {report.descriptors}, memory in MiB {report.memory_mb} (before, after)")
+    counts = {"trajectories": report.trajectories, "ended_early": sum(report.errors.values())}
+    print(json.dumps(counts | {"actions_per_second": round(rate, 1), "processes_left": report.processes_left}))
     if report.problems:
         sys.exit("FAILED: " + "; ".join(report.problems))
 

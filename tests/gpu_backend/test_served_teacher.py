@@ -29,17 +29,17 @@ IDS = np.random.default_rng(3).integers(3, 49152, 40).tolist()
 def teacher(recipe: Path, tmp_path: Path) -> Path:
     """Another random model with the student's tokenizer."""
     folder, model = tmp_path / "teacher", replace(SMALL, vocab_size=49152, eos_token_ids=())
-    params = tiny_params(1, model)
-    save_hf(folder, model, params | {"embed": params["embed"] * 4}, tokenizer_from=TOKENIZER)  # far from uniform
+    save_hf(folder, model, tiny_params(1, model), tokenizer_from=TOKENIZER)
     return folder
 
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """``vllm serve`` in a process of its own; yields its address."""
+    """vLLM's server in a process of its own; yields its address."""
     port = free_port()
-    settings = ["--dtype=float32", f"--max-model-len={MAX_MODEL_LEN * 2}", "--max-num-seqs=8", f"--port={port}"]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host=127.0.0.1", *settings]
+    settings = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN * 2}", "--max-num-seqs=8", f"--port={port}"]
+    settings += [f"--model={folder}", "--host=127.0.0.1"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *settings]  # the CPU build has no `vllm`
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}

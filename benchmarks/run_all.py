@@ -1,0 +1,185 @@
+"""Run the benchmarks one after the other and write what they measured: benchmarks/results.json and docs/results.md.
+
+    python benchmarks/run_all.py                                   # about an hour on two cores
+    python benchmarks/run_all.py --only decode learner --again     # measures these anew
+    python benchmarks/run_all.py --vllm-python .venv-vllm/bin/python --trl-python /tmp/trl/bin/python
+
+Results are kept per benchmark and processor, each with its command, date and versions, and written as soon as they are
+there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and costs no other one.
+Peers run in environments of their own, see ``decode.py``, ``learner_peers.py`` and ``supervised_peers.py``; without one
+its ratios are left out. Keep the machine free of other work meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import argument_parser, cpu
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "results.md"
+VERSIONS = ("jax_agent_rl", "jax", "torch", "transformers")
+
+BENCHMARKS = {  # by script: its arguments
+    "decode": "--vllm-python {vllm_python}",
+    "decode_profile": "",
+    "speculation": "--rounds 1",
+    "deterministic": "",
+    "in_flight_update": "",
+    "learner": "",
+    "learner_profile": "",
+    "learner_peers": "--trl-python {trl_python} --tunix-python {tunix_python}",
+    "supervised_peers": "--trl-python {trl_python}",
+    "shared_prefix": "",
+    "service": "",
+    "async_rollout": "",
+    "agent_modes": "--repeats 1",
+    "prefix_routing": "",
+    "weight_publication": "",
+    "tool_server": "--seconds 60",
+}
+
+
+def command_of(name: str, options: argparse.Namespace) -> list[str] | None:
+    """Return a benchmark's arguments, those without a value left out; None if all its peers are missing."""
+    words = BENCHMARKS[name].format(**{key: value or "" for key, value in vars(options).items()}).split(" ")
+    given, missing = [], 0
+    for flag, value in zip(words[::2], words[1::2], strict=False):
+        given += [flag, value] if value else []
+        missing += not value
+    return None if missing and not given and name.endswith("_peers") else given
+
+
+def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark and return its record.
+
+    Raises:
+        RuntimeError: it failed, or printed no JSON object.
+    """
+    begin = time.monotonic()
+    command = [sys.executable, "-u", str(ROOT / "benchmarks" / f"{name}.py"), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    found = []
+    for line in process.stdout:
+        print("   ", line, end="", flush=True)
+        if line.startswith("{"):
+            found.append(json.loads(line))
+    if process.wait() or not found:
+        raise RuntimeError(f"status {process.returncode}" if process.returncode else "no JSON object was printed")
+    return {
+        "command": " ".join(
+            ["python", f"benchmarks/{name}.py", *("PYTHON" if "/" in word else word for word in arguments)]
+        ),
+        "date": datetime.date.today().isoformat(),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "versions": {package: importlib.metadata.version(package) for package in VERSIONS},
+        "load_before": round(os.getloadavg()[0], 2),
+        "result": found if len(found) > 1 else found[0],
+    }
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return docs/results.md: for each benchmark and processor what it measured, and how."""
+    lines = [
+        "# Results",
+        "",
+        "What the scripts in `benchmarks/` measured. `benchmarks/run_all.py` writes this page and",
+        "`benchmarks/results.json`; the `--help` of each script says what it does and what its figures mean. Each ran",
+        "alone on the machine. Figures of processors with other vectors differ.",
+    ]
+    for name in BENCHMARKS:
+        records = {machine: own[name] for machine, own in results.items() if name in own}
+        if not records:
+            continue
+        script = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        title = script.partition('"""')[2].partition("\n")[0].removesuffix('"""')
+        lines += ["", f"## {name}.py", "", title]
+        for machine, record in records.items():
+            versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+            facts = f"{machine}; {record['date']}; {record['minutes']} minutes; {versions}"
+            lines += ["", f"`{record['command']}`: {facts}", "", *tables(record["result"])]
+    return "\n".join(lines) + "\n"
+
+
+def tables(result: Any) -> list[str]:
+    """Return a result as Markdown: its plain values in one table, and one for the mappings in it of one shape."""
+    if isinstance(result, list):
+        return _table([shown(row) for row in result])
+    plain = {key: value for key, value in result.items() if not isinstance(value, Mapping)}
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            row = {"": key.replace("_", " "), **shown(value)}
+            groups.setdefault(tuple(value), []).append(row)
+    made = [_table(rows) for rows in groups.values()]
+    if plain:
+        made.insert(0, _table([shown(plain)]))
+    return [line for table in made for line in ["", *table]][1:]
+
+
+def shown(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return values as text by column, mappings flattened."""
+    made = {}
+    for key, value in values.items():
+        column = f"{prefix} {key}".strip().replace("_", " ")
+        if isinstance(value, Mapping):
+            made |= shown(value, column)
+        elif isinstance(value, float):
+            made[column] = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        elif isinstance(value, list):
+            made[column] = ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in value)
+        elif value is not None and column != "cpu":
+            made[column] = str(value)
+    return made
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    made = [columns, ["---"] * len(columns), *([row.get(column, "") for column in columns] for row in rows)]
+    return ["| " + " | ".join(cells) + " |" for cells in made]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--again", action="store_true", help="measure what has a result, too")
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    for peer in ("vllm", "trl", "tunix"):
+        parser.add_argument(f"--{peer}-python", help=f"interpreter of {peer}'s environment")
+    options = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    own = results.setdefault(cpu(), {})
+    failed = []
+    for number, name in enumerate([] if options.page else options.only):
+        arguments = command_of(name, options)
+        if arguments is None or (name in own and not options.again):
+            print(f"{name}: {'no peer is given' if arguments is None else 'has a result (--again measures anew)'}")
+            continue
+        print(f"{number + 1}/{len(options.only)} {name}", flush=True)
+        try:
+            own[name] = run(name, arguments)
+        except RuntimeError as error:
+            failed.append(f"{name} ({error})")
+            continue
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
+    if failed:
+        sys.exit("failed: " + ", ".join(failed))
+
+
+if __name__ == "__main__":
+    main()
