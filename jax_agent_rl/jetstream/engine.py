@@ -73,6 +73,7 @@ class JaxEngine(VerifyingEngine):
 
     Attributes:
         config: the model as the engine computes it, see :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
+        dtype: dtype of activations.
         kv_dtype: dtype of the cache.
         split: the mesh, if it has more than one device.
     """
@@ -96,7 +97,7 @@ class JaxEngine(VerifyingEngine):
         self.config = engine_config(config, self._mesh)
         self.shapes = shapes
         self.table = programs.ProgramTable() if table is None else table
-        self._dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
+        self.dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
         self._tokenizer = tokenizer
         self._replicated, self._cache_sharding = replicated(self._mesh), cache_sharding(self.config, self._mesh)
         self.split = self._mesh if self._mesh.size > 1 else None
@@ -118,7 +119,7 @@ class JaxEngine(VerifyingEngine):
 
     def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
         """Serve these adapters from the next dispatch on, all that :attr:`adapters` names."""
-        stacks = stack_adapters(self.config, [adapters[name] for name in self.adapters], dtype=self._dtype)
+        stacks = stack_adapters(self.config, [adapters[name] for name in self.adapters], dtype=self.dtype)
         self._stacks = jax.device_put(stacks, self._replicated)
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
@@ -248,7 +249,7 @@ class JaxEngine(VerifyingEngine):
 
     def _suits_cpu_kernels(self) -> bool:
         """Whether ``jetstream.cpu_kernels`` compute what this engine does: in float32, on one CPU."""
-        whole = self._quantize is None and jnp.dtype(self._dtype) == jnp.dtype(self.kv_dtype) == jnp.float32
+        whole = self._quantize is None and jnp.dtype(self.dtype) == jnp.dtype(self.kv_dtype) == jnp.float32
         return self._platform == "cpu" and self.split is None and whole
 
     @functools.cached_property

@@ -49,7 +49,7 @@ def score(scheduler: Scheduler, token_ids: Sequence[int], *, start: int, top_k: 
     if isinstance(params.embed, np.ndarray):
         raise BackendError("the engine sleeps: its weights are on the host; wake it to score")
     length = max(CHUNK, 1 << (count - 1).bit_length())
-    cache = empty_cache(engine.config, 1, length, engine.kv_dtype)
+    cache = empty_cache(engine.config, 1, length, engine.dtype)  # exact: it holds but one context
     padded = np.zeros(length + 1, np.int32)
     padded[:count] = token_ids
     found: list[tuple[np.ndarray, ...]] = []
@@ -106,11 +106,7 @@ def _score_chunk(
         return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), starts[0], axis)
 
     written = [
-        LayerKV(
-            keys=place(old.keys, new.keys, 3),
-            values=place(old.values, new.values, 2),
-            scales=None if old.scales is None or new.scales is None else place(old.scales, new.scales, 3),
-        )
+        LayerKV(keys=place(old.keys, new.keys, 3), values=place(old.values, new.values, 2), scales=None)
         for old, (_, new, _) in zip(cache.layers, layers, strict=True)
     ]
     return KVCache(tuple(written), cache.routed), (own, ids, top)
