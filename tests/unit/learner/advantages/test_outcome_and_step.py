@@ -112,7 +112,15 @@ def test_every_name_in_the_configuration_has_an_estimator():
     assert set(ADV_ESTIMATORS) == set(ESTIMATORS)
 
 
-@pytest.mark.parametrize("name", sorted(set(ADV_ESTIMATORS) - {"gae", "gdpo", "remax", "grpo_passk"}))
+def test_none_learns_from_no_reward():
+    samples = scored_batch(random_groups(0), turn_reward="none")
+    for advantages, mask in zip(
+        compute(samples, AlgorithmConfig(adv_estimator="none")).advantages, samples.masks, strict=True
+    ):
+        np.testing.assert_array_equal(advantages, np.zeros(len(mask)))
+
+
+@pytest.mark.parametrize("name", sorted(set(ADV_ESTIMATORS) - {"gae", "gdpo", "remax", "grpo_passk", "none"}))
 def test_estimators_leave_inserted_tokens_at_zero_and_put_the_better_above_the_worse(name: str):
     groups = random_groups(0)
     config = AlgorithmConfig(adv_estimator=name, turn_reward="tool_success" if name == "mt_grpo" else "none")
