@@ -1,7 +1,7 @@
-"""verl's overrides, and verl-tool's, as a configuration of ours: ``jax-agent-rl import-config verl run.sh``.
+"""Overrides of verl, verl-tool and AgentFly as a configuration of ours: ``jax-agent-rl import-config verl run.sh``.
 
-``SAME`` maps keys whose values carry over, ``_derived`` translates those that need more, ``NO_MEANING`` and ``CHOICES``
-explain the rest, ``DEFAULTS`` are verl's where they differ. docs/moving.md shows the same tables.
+The tables of ``verl_keys`` map keys whose values carry over and explain those without a counterpart; ``_derive``
+translates those that need more. docs/moving/verl.md shows the same tables.
 """
 
 from __future__ import annotations
@@ -16,124 +16,20 @@ from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.config.overrides_script import Override
 from jax_agent_rl.config.run import Config, build
+from jax_agent_rl.config.verl_keys import (
+    ACTOR,
+    AGENT,
+    AGENTFLY,
+    CHOICES,
+    DEFAULTS,
+    MODEL,
+    NO_MEANING,
+    ROLLOUT,
+    SAME,
+    TURNS,
+    VLLM,
+)
 from jax_agent_rl.errors import ConfigError
-
-_A = "actor_rollout_ref.actor."
-_M = "actor_rollout_ref.model."
-_R = "actor_rollout_ref.rollout."
-_TURNS = f"{_R}multi_turn."
-_AGENT = "actor_rollout_ref.agent."  # of verl-tool; its keys have the same names here
-
-SAME: Mapping[str, str] = {
-    f"{_M}path": "model.path",
-    "data.train_files": "data.train",
-    "data.val_files": "data.eval",
-    "data.train_batch_size": "rollout.prompts_per_step",
-    "data.max_prompt_length": "agent.max_prompt_length",
-    "data.max_response_length": "agent.max_response_length",
-    f"{_R}n": "rollout.group_size",
-    f"{_R}temperature": "rollout.temperature",
-    f"{_R}top_p": "rollout.top_p",
-    f"{_R}max_model_len": "rollout.max_model_len",
-    f"{_TURNS}max_assistant_turns": "agent.max_assistant_turns",
-    f"{_TURNS}max_user_turns": "agent.max_user_turns",
-    f"{_TURNS}max_parallel_calls": "agent.max_parallel_calls",
-    f"{_TURNS}tool_config_path": "tools.tool_config_path",
-    f"{_TURNS}interaction_config_path": "interactions.interaction_config_path",
-    f"{_TURNS}format": "agent.tool_format",
-    f"{_R}agent.default_agent_loop": "agent.default_agent",
-    f"{_A}ppo_epochs": "learner.ppo_epochs",
-    f"{_A}grad_clip": "learner.max_grad_norm",
-    f"{_A}optim.lr": "learner.learning_rate",
-    f"{_A}optim.lr_scheduler_type": "learner.lr_scheduler_type",
-    f"{_A}optim.min_lr_ratio": "learner.min_lr_ratio",
-    f"{_A}optim.weight_decay": "learner.weight_decay",
-    f"{_A}clip_ratio_low": "algorithm.clip_ratio_low",
-    f"{_A}clip_ratio_high": "algorithm.clip_ratio_high",
-    f"{_A}clip_ratio_c": "algorithm.clip_ratio_c",
-    f"{_A}loss_agg_mode": "algorithm.loss_agg_mode",
-    f"{_A}loss_scale_factor": "algorithm.loss_scale_factor",
-    f"{_A}entropy_coeff": "algorithm.entropy_coeff",
-    "algorithm.gamma": "algorithm.gamma",
-    "algorithm.lam": "algorithm.lam",
-    "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.rollout_is",
-    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
-    "algorithm.rollout_correction.rollout_rs": "algorithm.rollout_correction.rollout_rs",
-    "critic.optim.lr": "critic.learning_rate",
-    "critic.cliprange_value": "critic.cliprange_value",
-    "critic.model.path": "critic.path",
-    "trainer.critic_warmup": "critic.critic_warmup",
-    "trainer.total_training_steps": "trainer.steps",
-}
-"""verl's key -> ours, where the value is the same."""
-
-VLLM: Mapping[str, str] = {
-    f"{_R}tensor_model_parallel_size": "rollout.vllm.tensor_parallel_size",
-    f"{_R}gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
-    f"{_R}enforce_eager": "rollout.vllm.enforce_eager",
-    f"{_R}max_num_seqs": "rollout.vllm.max_num_seqs",
-}
-"""The same for settings of the engine, with ``rollout.backend=vllm``."""
-
-NO_MEANING: Mapping[str, str] = {
-    r"data\.(filter_overlong_prompts.*|return_raw_chat|val_batch_size|shuffle|prompt_key|truncation)": (
-        "rows are shuffled, messages kept, and trajectories with too long a prompt dropped and counted"
-    ),
-    rf"{_M}(use_remove_padding|trust_remote_code|use_fused_kernels|use_shm)": (
-        "rows are always packed, and code of a checkpoint never runs"
-    ),
-    r".*\.(use_dynamic_bsz|log_prob_use_dynamic_bsz|\w*max_token_len_per_gpu|log_prob_micro_batch_size(_per_gpu)?)": (
-        "rows are packed to learner.pack_length"
-    ),
-    r".*(\.|_)(param_offload|optimizer_offload|grad_offload|use_torch_compile|strategy|forward_prefetch)": (
-        "JAX compiles and shards the learner's step"
-    ),
-    rf"{_R}(mode|free_cache_engine|enable_chunked_prefill|calculate_log_probs|dtype|load_format|layered_summon)": (
-        "the engine always works asynchronously, prefills in chunks and reports log-probs"
-    ),
-    rf"{_TURNS}enable": "a row's agent_name, or agent.default_agent, selects the agent",
-    r"trainer\.(val_before_train|default_hdfs_dir|balance_batch|\w+_data_dir|log_val_generations)": (
-        "a run evaluates first if data.eval is set, and keeps trajectories in its folder"
-    ),
-}
-"""Pattern of verl's keys -> why there is no such key here."""
-
-CHOICES: Mapping[str, str] = {
-    rf"{_A}ppo_micro_batch_size(_per_gpu)?": (
-        "set learner.micro_batch_size, which counts packed rows of learner.pack_length tokens, by the memory"
-    ),
-    rf"{_A}(fsdp_config\.fsdp_size|ulysses_sequence_parallel_size)|trainer\.(n_gpus_per_node|nnodes)": (
-        "set learner.mesh.fsdp and learner.mesh.context for your devices"
-    ),
-    rf"{_M}enable_gradient_checkpointing": "set learner.remat (default dots) by the memory",
-    rf"{_TURNS}max_tool_response_length": "verl counts characters; set agent.max_tool_response_length in tokens",
-    rf"{_A}clip_ratio": "set algorithm.clip_ratio_low and algorithm.clip_ratio_high",
-    rf"{_A}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
-    r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",
-    r"trainer\.resume_mode": "resume with the option --resume of train",
-    r"custom_reward_function\..*|(reward|reward_model)\.(?!.*overlong_buffer).*": (
-        "register the function with @register_reward in a file, and set reward.path"
-    ),
-    r"data\.gen_batch_size": "refills draw as many prompts as are missing; see algorithm.max_resample_rounds",
-    r"algorithm\.filter_groups\.metric": "groups are filtered by their rewards",
-}
-"""Pattern of verl's keys -> what to decide."""
-
-DEFAULTS: Mapping[str, Any] = {
-    "algorithm.clip_ratio_high": 0.2,
-    "algorithm.filter_zero_variance": False,
-    "algorithm.segment_weight": "segment",
-    "algorithm.policy_loss.ppo_kl_coef": 0.1,
-    "algorithm.adv_estimator": "gae",
-    "rollout.group_size": 1,
-    "rollout.prompts_per_step": 1024,
-    "learner.num_minibatches": 4,
-    "learner.adam_b2": 0.999,
-    "learner.weight_decay": 0.01,
-    "critic.adam_b2": 0.999,
-    "critic.weight_decay": 0.01,
-}
-"""Our key -> verl's default, where ours differs and results would, too."""
 
 _KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _SIDES = {"left": "right", "right": "left", "middle": "middle"}  # verl names the side that is kept
@@ -165,7 +61,7 @@ class Imported:
 
 
 def import_verl(given: Mapping[str, Override]) -> Imported:
-    """Translate overrides of verl or verl-tool.
+    """Translate overrides of verl, verl-tool or AgentFly.
 
     Raises:
         ConfigError: no model or no rows are named, or what was translated is not valid together.
@@ -173,6 +69,8 @@ def import_verl(given: Mapping[str, Override]) -> Imported:
     made = Imported()
     known = {key: one.value for key, one in given.items() if not one.unresolved}
     for key, one in given.items():
+        if key in ("trainer.default_local_dir", "trainer.experiment_name"):
+            continue  # see _complete
         line = f"{one.where}: {key}={one.value}"
         ours = _same(key, given)
         if one.unresolved:
@@ -203,11 +101,11 @@ def import_verl(given: Mapping[str, Override]) -> Imported:
 
 def _same(key: str, given: Mapping[str, Override]) -> str | None:
     """Return our key for one of verl's or verl-tool's whose value carries over."""
-    name = key.removeprefix(_AGENT)
-    if key.startswith(_AGENT) and name in AgentConfig.model_fields:
+    name = key.removeprefix(AGENT)
+    if key.startswith(AGENT) and name in AgentConfig.model_fields:
         return f"agent.{name}"
-    on_vllm = f"{_R}name" in given and given[f"{_R}name"].value == "vllm"
-    return SAME.get(key) or (VLLM.get(key) if on_vllm else None)
+    on_vllm = f"{ROLLOUT}name" in given and given[f"{ROLLOUT}name"].value == "vllm"
+    return SAME.get(key) or AGENTFLY.get(key) or (VLLM.get(key) if on_vllm else None)
 
 
 def _reason(key: str, line: str) -> tuple[str, str]:
@@ -227,35 +125,35 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if match and given.get(f"{match[1]}enable", False):
         factor = given.get(f"{match[1]}penalty_factor", 1.0)
         return {"algorithm.shaping.overlong_buffer": value, "algorithm.shaping.overlong_factor": factor}
-    if key == f"{_R}name":
+    if key == f"{ROLLOUT}name":
         other = {"choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"}
         return {"rollout.backend": "vllm"} if value == "vllm" else other
-    if key == f"{_R}top_k":
+    if key == f"{ROLLOUT}top_k":
         return {"rollout.top_k": max(value, 0)}
-    if key in (f"{_R}val_kwargs.temperature", f"{_R}val_kwargs.do_sample"):
-        samples = given.get(f"{_R}val_kwargs.do_sample", False)
-        temperature = given.get(f"{_R}val_kwargs.temperature", 0)
+    if key in (f"{ROLLOUT}val_kwargs.temperature", f"{ROLLOUT}val_kwargs.do_sample"):
+        samples = given.get(f"{ROLLOUT}val_kwargs.do_sample", False)
+        temperature = given.get(f"{ROLLOUT}val_kwargs.temperature", 0)
         return {"rollout.eval_temperature": temperature} if samples and leaf == "temperature" else {}
-    if key == f"{_TURNS}tool_response_truncate_side":
+    if key == f"{TURNS}tool_response_truncate_side":
         return {"agent.tool_response_truncate_side": _SIDES.get(value, value)}
-    if key == f"{_AGENT}tool_server_url":
+    if key == f"{AGENT}tool_server_url":
         return {"agent.tool_server_url": str(value).removesuffix("/get_observation")}
-    if key == f"{_A}ppo_mini_batch_size":
+    if key == f"{ACTOR}ppo_mini_batch_size":
         return _minibatches(given.get("data.train_batch_size", 1024), value)
-    if key == f"{_A}optim.lr_warmup_steps":
+    if key == f"{ACTOR}optim.lr_warmup_steps":
         return {"learner.lr_warmup_steps": max(value, 0)}
-    if key == f"{_A}optim.betas":
+    if key == f"{ACTOR}optim.betas":
         return {"learner.adam_b1": value[0], "learner.adam_b2": value[1]}
-    if key == f"{_A}policy_loss.loss_mode":
+    if key == f"{ACTOR}policy_loss.loss_mode":
         return {"algorithm.policy_loss.loss_mode": value.replace("-", "_")}
-    if key == f"{_A}use_token_level_loss":
+    if key == f"{ACTOR}use_token_level_loss":
         return {"algorithm.loss_agg_mode": "token-mean" if value else "seq-mean-token-mean"}
-    if key in (f"{_A}use_kl_loss", "algorithm.use_kl_in_reward"):
+    if key in (f"{ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"):
         return _kl(given, key) if value else {}
-    if key in (f"{_A}kl_loss_coef", f"{_A}kl_loss_type", "algorithm.kl_penalty") or "kl_ctrl." in key:
+    if key in (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type", "algorithm.kl_penalty") or "kl_ctrl." in key:
         return {}  # read with the switches above; without them, verl does not use them either
-    if key in (f"{_M}lora_rank", f"{_M}lora_alpha", f"{_M}target_modules"):
-        lora = given.get(f"{_M}lora_rank", 0) > 0 and not (leaf == "target_modules" and value == "all-linear")
+    if key in (f"{MODEL}lora_rank", f"{MODEL}lora_alpha", f"{MODEL}target_modules"):
+        lora = given.get(f"{MODEL}lora_rank", 0) > 0 and not (leaf == "target_modules" and value == "all-linear")
         ours = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
         return {f"learner.lora.{ours}": value} if lora else {}
     if key == "algorithm.adv_estimator":
@@ -274,8 +172,8 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return {"trainer.logger": known} | ({"choice": f"there is no logger {', '.join(rest)}"} if rest else {})
     if key == "trainer.project_name":
         return {"trainer.project_name": value}
-    if key in ("trainer.default_local_dir", "trainer.experiment_name"):
-        return {}  # see _complete
+    if key == "trainer.remove_previous_ckpt_in_save":
+        return {"trainer.keep_checkpoints": 1} if value else {}
     if key == "trainer.total_epochs" and "trainer.total_training_steps" in given:
         return {}
     return None
@@ -289,11 +187,11 @@ def _minibatches(batch: int, mini_batch: int) -> dict[str, Any]:
 
 def _kl(given: Mapping[str, Any], switch: str) -> dict[str, Any]:
     """Return the section ``algorithm.kl`` for the switch that is on."""
-    if given.get(f"{_A}use_kl_loss") and given.get("algorithm.use_kl_in_reward"):
+    if given.get(f"{ACTOR}use_kl_loss") and given.get("algorithm.use_kl_in_reward"):
         return {"choice": "verl adds both; set algorithm.kl.where to loss or to reward"}
     if switch.endswith("use_kl_loss"):
-        where, coef = "loss", given.get(f"{_A}kl_loss_coef", 0.001)
-        estimator = given.get(f"{_A}kl_loss_type", "low_var_kl")
+        where, coef = "loss", given.get(f"{ACTOR}kl_loss_coef", 0.001)
+        estimator = given.get(f"{ACTOR}kl_loss_type", "low_var_kl")
     else:
         where, coef = "reward", given.get("algorithm.kl_ctrl.kl_coef", 0.001)
         estimator = given.get("algorithm.kl_penalty", "kl")
@@ -337,10 +235,10 @@ def _complete(made: Imported, given: Mapping[str, Override]) -> None:
     made.put("learner.pack_length", longest, "max_prompt_length + max_response_length, which must fit")
     missing = [key for key in ("model.path", "data.train") if key not in made.values]
     if missing:
-        theirs = {"model.path": f"{_M}path", "data.train": "data.train_files"}
+        theirs = {"model.path": f"{MODEL}path", "data.train": "data.train_files"}
         raise ConfigError([f"{key}: the overrides lack {theirs[key]}; add it to the file" for key in missing])
     for key, value in DEFAULTS.items():
-        if key in made.values or (key == "learner.num_minibatches" and f"{_A}ppo_mini_batch_size" in given):
+        if key in made.values or (key == "learner.num_minibatches" and f"{ACTOR}ppo_mini_batch_size" in given):
             continue
         if key == "learner.num_minibatches":
             batch = made.values["rollout.prompts_per_step"]

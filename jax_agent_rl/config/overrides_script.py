@@ -2,8 +2,8 @@
 
 Of a script, only what Hydra would see matters: the words ``key.path=value``, with ``+``, ``++`` or ``~`` before them.
 Variables and arrays that the file itself assigns are substituted, ``${x:-default}`` and integer arithmetic too;
-``$HOME`` becomes ``~``. What
-only a shell could know (``$(hostname)``) stays in the text and is named in :attr:`Override.unresolved`.
+``$HOME`` becomes ``~``,
+``$(pwd)`` and ``$PWD`` become ``.``. What only a shell could know (``$(hostname)``) stays in the text and is named in :attr:`Override.unresolved`.
 """
 
 from __future__ import annotations
@@ -221,6 +221,8 @@ class _ScriptReader:
             return []
         if text.startswith("$(("):
             return [self._calculate(text)]
+        if text in ("$(pwd)", "`pwd`", "$PWD", "${PWD}"):
+            return ["."]
         inner = text[2:-1] if text.startswith("${") else text[1:]
         match = re.fullmatch(r"([A-Za-z_]\w*|[0-9])(\[[@*]\])?(?::?[-=](.*))?", inner, re.S)
         if not match:

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config import build, load
-from jax_agent_rl.config.from_verl import DEFAULTS, SAME, VLLM, as_yaml, import_verl
+from jax_agent_rl.config.from_verl import as_yaml, import_verl
 from jax_agent_rl.config.loading import valid_keys
 from jax_agent_rl.config.overrides_script import read_overrides
 from jax_agent_rl.config.run import Config
+from jax_agent_rl.config.verl_keys import AGENTFLY, DEFAULTS, SAME, VLLM
 from jax_agent_rl.errors import ConfigError
 from tests.unit.docs.pages import DOCS
 
@@ -93,6 +94,40 @@ def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
     ]
 
 
+def test_the_folder_that_the_script_runs_in_is_the_one_that_training_runs_in(tmp_path: Path):
+    text = (
+        'DIR="$(pwd)"\npython -m verl.trainer.main_ppo actor_rollout_ref.model.path=$PWD/m \\\n'
+        "  data.train_files=[$(pwd)/a.parquet,`pwd`/b.parquet] \\\n"
+        '  actor_rollout_ref.rollout.multi_turn.tool_config_path="$DIR/tools.yaml"\n'
+    )
+    values = import_verl(overrides(tmp_path, text)).values
+    assert values["model.path"] == "./m" and values["tools.tool_config_path"] == "./tools.yaml"
+    assert values["data.train"] == ["./a.parquet", "./b.parquet"]
+
+
+def test_a_name_that_only_a_shell_knows_is_listed_once(tmp_path: Path):
+    made = import_verl(overrides(tmp_path, MODEL_AND_ROWS + "trainer.experiment_name=run-$(date)\n"))
+    assert made.leftovers == {"choice": ["run.sh:2: trainer.experiment_name=run-$(date): set run_dir"]}
+
+
+def test_settings_of_another_engine_need_a_decision(tmp_path: Path):
+    text = MODEL_AND_ROWS + "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.max_num_seqs=8\n"
+    made = import_verl(overrides(tmp_path, text))
+    assert "unknown" not in made.leftovers and "rollout.vllm.max_num_seqs" not in made.values
+    assert "max_num_seqs=8: a setting of vLLM" in made.leftovers["choice"][1]
+
+
+def test_agentfly_keys_are_translated(tmp_path: Path):
+    text = MODEL_AND_ROWS + (
+        "agent.use_agent=True agent.num_chains=5 agent.max_turns=4 agent.init_config.max_model_len=16384\n"
+        "agent.init_config.tool_parser_name=hermes agent.init_config.tools=[search]\n"
+    )
+    made = import_verl(overrides(tmp_path, text))
+    assert made.values["rollout.group_size"] == 5 and made.values["agent.max_assistant_turns"] == 4
+    assert made.values["rollout.max_model_len"] == 16384 and made.values["agent.tool_format"] == "hermes"
+    assert [line.split(": ")[1] for line in made.leftovers["choice"]] == ["agent.init_config.tools=['search']"]
+
+
 def test_mini_batches_that_do_not_divide_the_batch_need_a_choice(tmp_path: Path):
     text = MODEL_AND_ROWS + "data.train_batch_size=100 actor_rollout_ref.actor.ppo_mini_batch_size=48"
     made = import_verl(overrides(tmp_path, text))
@@ -151,15 +186,23 @@ def test_any_overrides_are_read_back_in_any_quoting(tmp_path_factory, mapping):
     assert {key: one.value for key, one in read_overrides(file).items()} == {k: v for k, (v, _) in mapping.items()}
 
 
-PAGE = (DOCS / "moving.md").read_text().split("## From verl\n")[1].split("## From TRL")[0]
-ROWS = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 3]
+PAGE = (DOCS / "moving" / "verl.md").read_text()
+OF_AGENTFLY = (DOCS / "moving" / "agentfly.md").read_text()
 
 
-@pytest.mark.parametrize("theirs, ours", [*SAME.items(), *VLLM.items()])
-def test_the_page_lists_every_key_that_carries_over(theirs: str, ours: str):
+def rows(page: str) -> list[list[str]]:
+    return [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `") and line.count("|") == 3]
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, page",
+    [*((*pair, PAGE) for pair in [*SAME.items(), *VLLM.items()]), *((*pair, OF_AGENTFLY) for pair in AGENTFLY.items())],
+    ids=lambda value: value if len(value) < 100 else "",
+)
+def test_the_page_lists_every_key_that_carries_over(theirs: str, ours: str, page: str):
     assert ours in valid_keys(Config)
     leaf = theirs.rpartition(".")[2]
-    assert any(f"{leaf}`" in row[0] and f"`{ours}`" in row[1] for row in ROWS)
+    assert any(f"{leaf}`" in row[0] and f"`{ours}`" in row[1] for row in rows(page))
 
 
 def test_the_page_lists_the_defaults_that_are_written():

@@ -1,20 +1,26 @@
-"""Every name of ours that docs/moving.md gives for another project's exists."""
+"""Every name of ours that the pages for newcomers from other projects give exists, and their examples load."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
-from jax_agent_rl.config import Config
-from jax_agent_rl.config.loading import valid_keys
-from tests.unit.docs.pages import DOCS
+from jax_agent_rl.config import Config, load
+from jax_agent_rl.config.loading import parse_value, read_tree, valid_keys
+from tests.unit.docs.pages import DOCS, blocks
 
 KEYS = set(valid_keys(Config))
-ROWS = [line.split("|")[2] for line in (DOCS / "moving.md").read_text().splitlines() if line.startswith("| `")]
+PAGES = {page.stem: page for page in sorted((DOCS / "moving").glob("*.md"))}
+LINES = [line for page in [DOCS / "moving.md", *PAGES.values()] for line in page.read_text().splitlines()]
+ROWS = [line.split("|")[2] for line in LINES if line.startswith("| `")]
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`([\w.]+\.\w+)`", row)})
 
 
@@ -39,7 +45,7 @@ def default_of(path: str) -> object:
 
 DEFAULTS = [
     re.fullmatch(r"\| `([\w.]+)` \| [^|]+ \| `([^`]+)` \| [^|]+ \|", line)
-    for line in (DOCS / "moving.md").read_text().splitlines()
+    for line in LINES
     if line.count("|") == 5 and line.startswith("| `")
 ]
 
@@ -51,3 +57,34 @@ def test_a_default_that_differs_is_the_one_here(row: re.Match[str] | None):
 
 def test_the_page_names_enough_to_be_read():
     assert len(NAMES) > 80 and len(DEFAULTS) > 15
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+
+
+def plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_the_example_loads_and_has_the_values_of_its_table(page: Path, tmp_path: Path):
+    table = page.read_text().split("\n## A script, line by line\n")[1]
+    given = dict(
+        (key, value)
+        for line in table.splitlines()
+        if line.startswith("| ")
+        for _, key, value in re.findall(r"(`+)([a-z_0-9.]+)=(.+?)(?<!`)\1(?!`)", line.split(" | ")[1])
+    )
+    (block,) = [block for block in blocks(page) if block.language == "yaml" and block.title]
+    file = tmp_path / block.title
+    file.write_text(block.text)
+    config = load(file)
+    assert set(leaves(read_tree(file))) == set(given)  # every line of the YAML is a row's
+    for key, text in given.items():
+        assert plain(functools.reduce(getattr, key.split("."), config)) == parse_value(text), key
+
+
+def test_there_is_a_page_for_each_project():
+    assert set(PAGES) == {"verl", "trl", "verl_tool", "agentfly", "tunix"}
