@@ -2,8 +2,8 @@
 
 Of a script, only what Hydra would see matters: the words ``key.path=value``, with ``+``, ``++`` or ``~`` before them.
 Variables and arrays that the file itself assigns are substituted, ``${x:-default}`` and integer arithmetic too;
-``$HOME`` becomes ``~``,
-``$(pwd)`` and ``$PWD`` become ``.``. What only a shell could know (``$(hostname)``) stays in the text and is named in :attr:`Override.unresolved`.
+``$HOME`` becomes ``~``, ``$(pwd)`` and ``$PWD`` become ``.``. What only a shell could know (``$(hostname)``) stays in
+the text and is named in :attr:`Override.unresolved`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys of verl, verl-tool and AgentFly: which have the same value here, which have no meaning, which need a decision."""
+"""Keys of verl, verl-tool and AgentFly: those with the same value here, without a meaning, and that need a decision."""
 
 from __future__ import annotations
 

@@ -37,7 +37,13 @@ def teacher(recipe: Path, tmp_path: Path) -> Path:
 def serving(folder: Path) -> Iterator[str]:
     """vLLM's server in a process of its own; yields its address."""
     port = free_port()
-    settings = ["--dtype=float32", "--enforce-eager", f"--max-model-len={MAX_MODEL_LEN * 2}", "--max-num-seqs=8", f"--port={port}"]
+    settings = [
+        "--dtype=float32",
+        "--enforce-eager",
+        f"--max-model-len={MAX_MODEL_LEN * 2}",
+        "--max-num-seqs=8",
+        f"--port={port}",
+    ]
     settings += [f"--model={folder}", "--host=127.0.0.1"]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *settings]  # the CPU build has no `vllm`
     with (folder / "server.log").open("w") as log:
