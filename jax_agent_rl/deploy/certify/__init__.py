@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jax_agent_rl.deploy.certify import kernels, speed, system
 from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.results import CheckResult, Claim, NotRunError, Outcome, Recorder
+from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim, NotRunError, Recorder
 from jax_agent_rl.errors import ConfigError
 
 
@@ -117,16 +117,16 @@ def run_checks(machine: Machine, checks: Collection[Check]) -> Iterator[CheckRes
         try:
             check.run(machine, record)
         except NotRunError as error:
-            outcome, reason = Outcome.NOT_RUN, str(error)
+            outcome, reason = CheckOutcome.NOT_RUN, str(error)
         except Exception as error:  # whatever this machine does to it: the other checks still run
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.name}, line {where.lineno} of {Path(where.filename).name}"
-            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error} ({place})"
+            outcome, reason = CheckOutcome.FAILED, f"{type(error).__name__}: {error} ({place})"
         else:
             limited = [one for one in record.measurements if one.limited]
-            outcome = Outcome.AS_CLAIMED if limited else Outcome.MEASURED
+            outcome = CheckOutcome.AS_CLAIMED if limited else CheckOutcome.MEASURED
             if any(one.deviates for one in record.measurements):
-                outcome = Outcome.DEVIATES
+                outcome = CheckOutcome.DEVIATES
         yield CheckResult(
             name=check.name,
             title=check.title,

@@ -18,18 +18,18 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.certify import Check, run_checks, select_checks
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
 from jax_agent_rl.deploy.certify.page import as_json, deviations, write
-from jax_agent_rl.deploy.certify.results import CheckResult, Outcome
+from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult
 from jax_agent_rl.observe.progress import duration, print_line
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.runtime.multihost import initialize
 from jax_agent_rl.runtime.policy import with_resolved_model
 
 _STYLES = {
-    Outcome.AS_CLAIMED: "green",
-    Outcome.MEASURED: "green",
-    Outcome.DEVIATES: "bold red",
-    Outcome.FAILED: "bold red",
-    Outcome.NOT_RUN: "yellow",
+    CheckOutcome.AS_CLAIMED: "green",
+    CheckOutcome.MEASURED: "green",
+    CheckOutcome.DEVIATES: "bold red",
+    CheckOutcome.FAILED: "bold red",
+    CheckOutcome.NOT_RUN: "yellow",
 }
 
 
@@ -107,7 +107,7 @@ def _print_result(result: CheckResult, console: Console) -> None:
     line = Text(f"{result.outcome:<10}  ", style=_STYLES[result.outcome])
     line.append(f"{result.name}: ", style="bold")
     line.append(f"{len(result.measurements)} measured in {duration(result.seconds)}", style="default")
-    reasons = [result.reason] if result.outcome is Outcome.NOT_RUN else []
+    reasons = [result.reason] if result.outcome is CheckOutcome.NOT_RUN else []
     line.append("".join(f"; {text}" for text in (*reasons, *(f"without {part}" for part in result.left_out))))
     console.print(line, soft_wrap=True)
     for text, claim in deviations([result.to_json()]):

@@ -70,7 +70,7 @@ def load_config(file: Path | None, overrides: Sequence[str], scratch: Path, *, d
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LocalPlan:
     """What ``plan`` says about this machine.
 
     Attributes:
@@ -212,12 +212,12 @@ class Machine:
         return JaxEngine(self.model, engine_shapes(self.alone), **settings, mesh=mesh)
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> LocalPlan:
         """The run's programs, compiled for this machine as ``plan`` compiles them for a slice."""
         chip = self.as_chip(self.alone.rollout.jetstream.dtype)
         made = inventory(self.alone, self.model, place_devices(self.alone, self.devices))
         compiled = [compile_program(program, chip) for program in made.programs]
-        return Plan(
+        return LocalPlan(
             compiled=compiled,
             loads=loads(made, compiled, capacity=chip.hbm_bytes),
             predicts=self.platform == "tpu" and self.chip is not None,

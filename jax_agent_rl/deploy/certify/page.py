@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.deploy.certify.results import CheckResult, Outcome, format_number
+from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, format_number
 from jax_agent_rl.utils.files import write_atomically, writing
 
 VERSION = 1
@@ -29,11 +29,11 @@ h2 .good, h2 .bad, h2 .idle { float: right; font-size: 13px; }
 blockquote { margin: 2px 0; padding-left: 10px; border-left: 2px solid var(--rule); color: var(--soft); }
 """
 _CLASSES = {
-    Outcome.AS_CLAIMED: "good",
-    Outcome.MEASURED: "idle",
-    Outcome.DEVIATES: "bad",
-    Outcome.FAILED: "bad",
-    Outcome.NOT_RUN: "idle",
+    CheckOutcome.AS_CLAIMED: "good",
+    CheckOutcome.MEASURED: "idle",
+    CheckOutcome.DEVIATES: "bad",
+    CheckOutcome.FAILED: "bad",
+    CheckOutcome.NOT_RUN: "idle",
 }
 
 
@@ -99,7 +99,7 @@ def page(report: Mapping[str, Any]) -> str:
 def deviations(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield what deviates, in words, with the claim that it concerns."""
     for check in checks:
-        if check["outcome"] == Outcome.FAILED:
+        if check["outcome"] == CheckOutcome.FAILED:
             yield f"{check['name']}: {check['reason']}", check["claim"]
         for one in check["measurements"]:
             if one["deviates"]:

@@ -75,7 +75,7 @@ class NotRunError(Exception):
     """A check, or a part of one, cannot run on this machine."""
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """How a check ended."""
 
     AS_CLAIMED = "as claimed"
@@ -133,7 +133,7 @@ class CheckResult:
 
     name: str
     title: str
-    outcome: Outcome
+    outcome: CheckOutcome
     claim: Claim
     reason: str = ""
     seconds: float = 0.0

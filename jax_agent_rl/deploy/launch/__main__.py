@@ -114,10 +114,12 @@ def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
         )
     config = [f"--config={arguments.config.absolute()}"] if arguments.config else []
     command = [sys.executable, "-m", "jax_agent_rl.cli", "certify", *config, *arguments.overrides]
+    # A GPU that cannot be opened fails the launch; without this, the processor would be measured instead.
+    environment = {"JAX_PLATFORMS": arguments.device}
     if arguments.dry_run:
-        print(shlex.join(command))
+        print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
         return 0
-    os.execv(command[0], command)
+    os.execve(command[0], command, os.environ | environment)
 
 
 def _cluster_file(arguments: argparse.Namespace) -> str:

@@ -19,7 +19,7 @@ import jax_agent_rl.deploy.certify as certify
 from jax_agent_rl.cli import app
 from jax_agent_rl.deploy.certify import kernels, page, run_checks, select_checks, speed, system
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
-from jax_agent_rl.deploy.certify.results import CheckResult, Claim, Outcome
+from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.learner.checkpoint import Checkpointer
@@ -73,7 +73,7 @@ def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machines_kernels_are_within_their_limits(machine: Machine, few_kernels: None):
     result = run(machine, "kernels")
-    assert result.outcome is Outcome.AS_CLAIMED and not result.left_out
+    assert result.outcome is CheckOutcome.AS_CLAIMED and not result.left_out
     names = {one.name for one in result.measurements}
     assert {"decode attention, int8 cache", "tree attention, bfloat16: gradients"} <= names
 
@@ -92,7 +92,7 @@ def test_a_wrong_kernel_deviates_and_no_other(
     right = getattr(where, name)
     monkeypatch.setattr(where, name, lambda *arguments, **options: broken(right(*arguments, **options)))
     result = run(machine, "kernels")
-    assert result.outcome is Outcome.DEVIATES and set(found(result).values()) == {kernels.CLAIM}
+    assert result.outcome is CheckOutcome.DEVIATES and set(found(result).values()) == {kernels.CLAIM}
     names = {one for one in found(result) if "gradients" not in one}
     assert names >= {f"{deviating}float32" + (" cache" if "tree" not in deviating else "")}
     assert all(one.startswith(deviating) for one in names)
@@ -125,7 +125,7 @@ def test_a_wrong_gradient_deviates_though_the_output_is_right(machine: Machine, 
 
 
 def test_a_slow_engine_deviates_from_its_ideal_time(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    assert run(machine, "speed").outcome is Outcome.AS_CLAIMED
+    assert run(machine, "speed").outcome is CheckOutcome.AS_CLAIMED
     right = JaxEngine.decode
 
     def decode(self, *arguments):
@@ -134,7 +134,7 @@ def test_a_slow_engine_deviates_from_its_ideal_time(machine: Machine, monkeypatc
 
     monkeypatch.setattr(JaxEngine, "decode", decode)
     result = run(machine, "speed")
-    assert found(result) == {"decoding, 8 slots of 64": speed.IDEAL} and result.outcome is Outcome.DEVIATES
+    assert found(result) == {"decoding, 8 slots of 64": speed.IDEAL} and result.outcome is CheckOutcome.DEVIATES
 
 
 def test_a_tpu_that_misses_its_prediction_either_way_deviates(machine: Machine, monkeypatch: pytest.MonkeyPatch):
@@ -153,8 +153,8 @@ def test_a_tpu_below_its_documented_peaks_deviates(machine: Machine, monkeypatch
     assert found(run(machine, "peaks")) == {"reading of memory": speed.PEAKS}
 
 
-@pytest.mark.parametrize(("share", "outcome"), [(1.1, Outcome.AS_CLAIMED), (1.5, Outcome.DEVIATES)])
-def test_more_memory_than_planned_deviates(share: float, outcome: Outcome, machine: Machine):
+@pytest.mark.parametrize(("share", "outcome"), [(1.1, CheckOutcome.AS_CLAIMED), (1.5, CheckOutcome.DEVIATES)])
+def test_more_memory_than_planned_deviates(share: float, outcome: CheckOutcome, machine: Machine):
     planned = max(load.total for load in machine.plan.loads)
     machine.devices = [SimpleNamespace(id=0, memory_stats=lambda: {"peak_bytes_in_use": share * planned})]
     result = run(machine, "memory")
@@ -163,7 +163,7 @@ def test_more_memory_than_planned_deviates(share: float, outcome: Outcome, machi
 
 
 def test_a_cpu_counts_what_learner_and_engine_add_to_the_process(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    assert run(machine, "memory").outcome is Outcome.AS_CLAIMED
+    assert run(machine, "memory").outcome is CheckOutcome.AS_CLAIMED
     hoard: list[np.ndarray] = []
     right = JaxEngine.init_cache
 
@@ -185,7 +185,7 @@ def one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engine_and_learner_agree(machine: Machine, one_precision: None):
-    assert run(machine, "agreement").outcome is Outcome.AS_CLAIMED
+    assert run(machine, "agreement").outcome is CheckOutcome.AS_CLAIMED
 
 
 def test_a_drifting_engine_deviates(machine: Machine, one_precision: None, monkeypatch: pytest.MonkeyPatch):
@@ -252,14 +252,14 @@ def test_an_exchange_that_goes_wrong_deviates_on_its_axis(recipe: Path):
 
 def test_one_device_exchanges_nothing(machine: Machine):
     result = run(machine, "collectives")
-    assert result.outcome is Outcome.NOT_RUN and "one device" in result.reason
+    assert result.outcome is CheckOutcome.NOT_RUN and "one device" in result.reason
 
 
 # --- checkpoints and training -------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_restores_other_numbers_deviates(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    assert run(machine, "checkpoint").outcome is Outcome.AS_CLAIMED
+    assert run(machine, "checkpoint").outcome is CheckOutcome.AS_CLAIMED
     right = Checkpointer.restore
 
     def restore(self, like, **options):
@@ -278,7 +278,7 @@ def test_a_checkpoint_that_restores_other_numbers_deviates(machine: Machine, mon
 
 def test_a_short_run_is_as_claimed(machine: Machine):
     result = run(machine, "training")
-    assert result.outcome is Outcome.AS_CLAIMED
+    assert result.outcome is CheckOutcome.AS_CLAIMED
     values = {one.name: one.value for one in result.measurements}
     assert values["trajectories unaccounted for"] == 0 and values["trajectories trained on"] == 16
 
@@ -317,10 +317,10 @@ def test_a_check_that_raises_is_a_deviation_and_ends_no_other(machine: Machine, 
 
     monkeypatch.setattr(Checkpointer, "save", full)
     failed, none = run_checks(machine, [*select_checks(["checkpoint"]), *select_checks(["collectives"])])
-    assert failed.outcome is Outcome.FAILED and failed.reason.startswith(
+    assert failed.outcome is CheckOutcome.FAILED and failed.reason.startswith(
         "OSError: No space left on device (full, line "
     )
-    assert none.outcome is Outcome.NOT_RUN
+    assert none.outcome is CheckOutcome.NOT_RUN
     ((text, claim),) = page.deviations([failed.to_json(), none.to_json()])
     assert "No space left" in text and claim == vars(system.CHECKPOINT)
 
@@ -328,7 +328,7 @@ def test_a_check_that_raises_is_a_deviation_and_ends_no_other(machine: Machine, 
 def test_a_part_without_time_is_left_out_and_said_to_be(machine: Machine):
     (check,) = select_checks(["kernels"])
     (result,) = run_checks(machine, [replace(check, seconds=0.0)])
-    assert result.outcome is Outcome.MEASURED and not result.measurements
+    assert result.outcome is CheckOutcome.MEASURED and not result.measurements
     assert len(result.left_out) > 10 and "the 0 s of this check were used up" in result.left_out[0]
 
 
@@ -354,7 +354,7 @@ def test_the_page_lists_every_check():
 
 def test_text_of_others_is_text_on_the_page(machine: Machine):
     hostile = "<script>alert(1)</script>"
-    result = replace(run(machine, "collectives"), outcome=Outcome.FAILED, reason=hostile)
+    result = replace(run(machine, "collectives"), outcome=CheckOutcome.FAILED, reason=hostile)
     about = machine.describe() | {"device": hostile, "model": hostile}
     report = page.as_json([result], machine=about, command=hostile, date="2026-01-01", seconds=1.0)
     text = page.page(report)
