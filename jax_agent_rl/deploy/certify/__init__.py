@@ -74,7 +74,7 @@ CHECKS = (
         title="Engine and learner, per precision",
         run=system.check_agreement,
         claim=system.AGREEMENT,
-        seconds=90,
+        seconds=150,
     ),
     Check(
         name="checkpoint",

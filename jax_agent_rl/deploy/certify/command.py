@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,15 @@ def run_command(
         host = initialize(config.learner.multihost)
         if file is None and jax.default_backend() != "cpu":  # whose simulated devices share its cores
             config = load_config(file, overrides, scratch, devices=jax.device_count())
-        report = certify(with_resolved_model(config), checks, scratch, Console(), command=shlex.join(arguments))
-    name = "certify" if host == 0 else f"certify-host-{host}"
-    made = write(report, out, name=name)
-    print_line(Console(), f"{report['verdict']}; report: {', '.join(map(str, made))}")
+        # The lines of the training run are not shown, so its warnings would stand alone.
+        logging.getLogger("jax_agent_rl.agents").setLevel(logging.ERROR)
+        report, made = {}, ()
+        name = "certify" if host == 0 else f"certify-host-{host}"
+        console, command = Console(), shlex.join(arguments)
+        # Written after every check, as a machine may end the process: the report then says before which one.
+        for report in certify(with_resolved_model(config), checks, scratch, console, command=command):
+            made = write(report, out, name=name)
+    print_line(console, f"{report['verdict']}; report: {', '.join(map(str, made))}")
     return report
 
 
@@ -72,8 +78,8 @@ def certify(
     *,
     command: str,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
-    """Run checks, print a line for each, and return the report.
+) -> Iterator[dict[str, Any]]:
+    """Run checks, print a line for each, and yield the report so far after each.
 
     Args:
         config: the resolved configuration.
@@ -93,13 +99,14 @@ def certify(
     for result in run_checks(machine, checks):
         results.append(result)
         _print_result(result, console)
-    return as_json(
-        results,
-        machine=about,
-        command=command,
-        date=date.isoformat(timespec="seconds"),
-        seconds=clock() - begin,
-    )
+        yield as_json(
+            results,
+            unfinished=[check.name for check in checks[len(results) :]],
+            machine=about,
+            command=command,
+            date=date.isoformat(timespec="seconds"),
+            seconds=clock() - begin,
+        )
 
 
 def _print_result(result: CheckResult, console: Console) -> None:

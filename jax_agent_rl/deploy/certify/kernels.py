@@ -298,8 +298,9 @@ def logprob_errors(dtype: str) -> Errors:
 
     @jax.jit
     def run(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
-        results, pull = jax.vjp(lambda x, w: linear_logprobs(x, w, ids, ids >= 0, temperature), hidden, head)
-        return *results, *pull((d_logprob, d_entropy))
+        made: Any = jax.vjp(lambda x, w: linear_logprobs(x, w, ids, ids >= 0, temperature), hidden, head)
+        (log_probs, entropies), pull = made
+        return log_probs, entropies, *pull((d_logprob, d_entropy))
 
     x, w, chosen = double(hidden).reshape(-1, size), double(head), ids.reshape(-1)
     scores = x @ w.T / temperature

@@ -38,12 +38,19 @@ _CLASSES = {
 
 
 def as_json(
-    results: Sequence[CheckResult], *, machine: Mapping[str, Any], command: str, date: str, seconds: float
+    results: Sequence[CheckResult],
+    *,
+    unfinished: Sequence[str] = (),
+    machine: Mapping[str, Any],
+    command: str,
+    date: str,
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the report.
 
     Args:
-        results: of all checks.
+        results: of the checks so far.
+        unfinished: names of those that are still to end.
         machine: what describes it.
         command: the command line.
         date: when it began, ISO 8601.
@@ -51,13 +58,14 @@ def as_json(
     """
     checks = [result.to_json() for result in results]
     found = len(list(deviations(checks)))
+    verdict = f"{found} deviation{'s' * (found != 1)}" if found else "as claimed"
     return {
         "certify": VERSION,
         "date": date,
         "command": command,
         "seconds": round(seconds, 1),
-        "ok": not found,
-        "verdict": f"{found} deviation{'s' * (found != 1)}" if found else "as claimed",
+        "ok": not found and not unfinished,
+        "verdict": f"{verdict}, ended before {', '.join(unfinished)}" if unfinished else verdict,
         "machine": dict(machine),
         "checks": checks,
     }

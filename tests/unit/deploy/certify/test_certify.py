@@ -19,7 +19,7 @@ import jax_agent_rl.deploy.certify as certify
 from jax_agent_rl.cli import app
 from jax_agent_rl.deploy.certify import kernels, page, run_checks, select_checks, speed, system
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
-from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim
+from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim, Recorder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.learner.checkpoint import Checkpointer
@@ -366,12 +366,24 @@ def test_an_unknown_check_is_refused_with_the_known_ones():
         select_checks(["nothing"])
 
 
+def test_what_a_machine_ends_is_reported_up_to_there(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def killed(machine: Machine, record: Recorder) -> None:
+        raise SystemExit
+
+    first, last = select_checks(["collectives"])[0], replace(select_checks(["peaks"])[0], run=killed)
+    monkeypatch.setattr(certify, "CHECKS", (first, last))
+    CliRunner().invoke(app, ["certify", "--config", str(recipe), "--out", str(tmp_path / "out")])
+    report = json.loads((tmp_path / "out" / "certify.json").read_text())
+    assert report["verdict"] == "as claimed, ended before peaks"
+    assert not report["ok"] and len(report["checks"]) == 1
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_command_writes_both_files_and_its_status_says_whether_there_are_deviations(
     broken: bool, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if broken:
-        monkeypatch.setattr(system, "_differing", lambda one, other: 1)
+        monkeypatch.setattr(system, "differing", lambda one, other: 1)
     arguments = ["certify", "--config", str(recipe), "--only", "checkpoint", "--out", str(tmp_path / "out"), "seed=3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == broken, result.output
