@@ -30,7 +30,7 @@ from jax_agent_rl.models.quantized import DTYPES
 from jax_agent_rl.models.tree_mask import TreeMask
 
 CLAIM = Claim(
-    page="docs/engine.md", text="All platforms share one program; on a TPU, attention is computed by Pallas kernels."
+    page="docs/engine.md", text="Every kernel computes what float64 numpy does, to rounding, forward and backward."
 )
 LIMITS = {"float32": 2e-5, "tf32": 5e-3, "bfloat16": 2e-2}
 """Largest relative error by the precision of products; gradients, which multiply twice, may have four times as much."""

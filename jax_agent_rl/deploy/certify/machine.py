@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class Machine:
             "hosts": jax.process_count(),
             "processor": processor(),
             "cores": usable_cores(),
+            "load": round(os.getloadavg()[0], 1),
             "memory_bytes": usable_memory(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "python": platform.python_version(),

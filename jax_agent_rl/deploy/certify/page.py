@@ -132,6 +132,7 @@ def _head(report: Mapping[str, Any]) -> Iterator[str]:
         "device": f"{machine['devices']} x {machine['device']}",
         "hosts": machine["hosts"],
         "processor": f"{machine['processor']}, {machine['cores']:g} cores",
+        "load at the start": f"{machine['load']:g}",
         "memory": format_number(machine["memory_bytes"], "B"),
         "model": machine["model"],
         "took": f"{report['seconds'] / 60:.1f} min",

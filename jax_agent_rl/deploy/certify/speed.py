@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.results import Claim, NotRunError, Recorder
+from jax_agent_rl.deploy.certify.results import Claim, NotRunError, Recorder, format_number
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
 from jax_agent_rl.deploy.plan.prediction import pass_flops
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_decode_batch
@@ -94,9 +94,9 @@ def _record_rate(
         unit,
         low=work / most,
         high=FACTOR * work / planned if predicts else None,
-        beside={"plan": work / planned, "peak": work / ideal} if predicts else {"peak": work / ideal},
+        beside=({"plan": work / planned} if predicts else {}) | {"ideal": work / ideal},
         claim=PREDICTED if predicts else IDEAL,
-        detail=f"{ideal / seconds:.0%} of the peak; {seconds:.3g} s a call",
+        detail=f"{ideal / seconds:.0%} of the ideal; {format_number(seconds, 's')} a call",
     )
 
 

@@ -34,20 +34,22 @@ from jax_agent_rl.runtime.engines import backend_factories
 from jax_agent_rl.runtime.train import train
 from jax_agent_rl.types import SamplingParams, TokenOutput
 
-COLLECTIVES = Claim(page="docs/testing.md", text="any mesh, packing and split against one device")
+COLLECTIVES = Claim(page="docs/training.md", text="Any mesh computes the gradient of one device")
 AGREEMENT = Claim(
     page="docs/agreement.md",
     text="Tolerances are in nats and depend on the coarsest precision on either side",
 )
-CONFORMANCE = Claim(page="docs/index.md", text="protocol and pass one conformance suite.")
+CONFORMANCE = Claim(
+    page="docs/index.md",
+    text="The embedded JAX engine, vLLM, rollout servers and Ray actors implement one small protocol and pass one "
+    "conformance suite.",
+)
 CHECKPOINT = Claim(page="docs/testing.md", text="a resumed run equals one that was never interrupted.")
 ACCOUNTING = Claim(
-    page="docs/certify.md",
-    text="Every trajectory that was started is trained on, dropped with a reason that is counted, or in flight.",
+    page="docs/index.md", text="Every trajectory is trained on, in flight, or dropped for a counted reason"
 )
-DRIFT = Claim(page="docs/certify.md", text="The learner trains on the ids that the policy sampled.")
+DRIFT = Claim(page="docs/index.md", text="The learner trains on the ids that the policy sampled")
 COMPILED = Claim(page="docs/certify.md", text="Nothing is compiled after the first step.")
-"""What a training run is compared with."""
 HANG_SECONDS = 600.0
 """Most that an engine or a training run may take before it counts as hanging."""
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
