@@ -275,10 +275,16 @@ def certify(
     with 1 if there are deviations.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
+    import asyncio
+
     from jax_agent_rl.deploy.certify.command import run_command
+    from jax_agent_rl.utils.interrupt import EXIT_CODE
 
     arguments = ["jax-agent-rl", *sys.argv[1:]]
-    report = run_command(config, overrides or [], only=only or [], out=out, arguments=arguments)
+    try:
+        report = run_command(config, overrides or [], only=only or [], out=out, arguments=arguments)
+    except (asyncio.CancelledError, KeyboardInterrupt):  # the report ends before this check
+        raise typer.Exit(EXIT_CODE) from None
     if not report["ok"]:
         raise typer.Exit(1)
 

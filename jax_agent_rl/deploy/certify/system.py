@@ -305,5 +305,8 @@ def _engine_precision(config: Config) -> str:
 
 
 async def _train(config: Config, console: Console) -> dict[str, Any]:
-    async with asyncio.timeout(HANG_SECONDS):
-        return await train(config, resume=False, console=console)
+    try:
+        async with asyncio.timeout(HANG_SECONDS):
+            return await train(config, resume=False, console=console)
+    except TimeoutError as error:
+        raise TimeoutError(f"the run did not end within {HANG_SECONDS:g} s") from error
