@@ -261,7 +261,7 @@ def check_checkpoint(machine: Machine, record: Recorder) -> None:
 
 def digests(state: Any) -> list[bytes]:
     """Return a digest of every array: copies of two states would not fit every machine."""
-    return [hashlib.sha256(np.ascontiguousarray(x).data.cast("B")).digest() for x in jax.tree.leaves(state)]
+    return [hashlib.sha256(np.asarray(x).tobytes()).digest() for x in jax.tree.leaves(state)]
 
 
 def differing(one: Sequence[bytes], other: Sequence[bytes]) -> int:
