@@ -51,7 +51,7 @@ CHECKS = (
         title="Kernels against float64",
         run=kernels.check_kernels,
         claim=kernels.CLAIM,
-        seconds=120,
+        seconds=240,
     ),
     Check(
         name="conformance",

@@ -115,7 +115,11 @@ def _print_result(result: CheckResult, console: Console) -> None:
     line.append(f"{result.name}: ", style="bold")
     line.append(f"{len(result.measurements)} measured in {duration(result.seconds)}", style="default")
     reasons = [result.reason] if result.outcome is CheckOutcome.NOT_RUN else []
-    line.append("".join(f"; {text}" for text in (*reasons, *(f"without {part}" for part in result.left_out))))
+    if len(result.left_out) > 1:
+        reasons.append(f"{len(result.left_out)} parts were not run, see the report")
+    else:
+        reasons += [f"without {part}" for part in result.left_out]
+    line.append("".join(f"; {text}" for text in reasons))
     console.print(line, soft_wrap=True)
     for text, claim in deviations([result.to_json()]):
         print_line(console, f"    {text}\n        concerns {claim['page']}: “{claim['text']}”")
