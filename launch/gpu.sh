@@ -18,6 +18,7 @@
 #   RAY_ADDRESS=http://10.0.0.1:8265 ./launch/gpu.sh --config my.yaml learner.multihost.num_processes=2
 #   ./launch/gpu.sh --render ray --hosts me@10.0.0.1,me@10.0.0.2 >cluster.yaml
 #   ./launch/gpu.sh --render kuberay --nodes 2 --config my.yaml run_dir=/runs/my >run.yaml
+#   ./launch/gpu.sh --certify                              measures this machine; the report is certify/certify.html
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -33,7 +34,11 @@ case "$arguments" in
   *) "$ROOT/launch/gpu_environment.sh" "$device" ;;
 esac
 case "$arguments" in
-  *" --help "* | *" -h "* | *" --dry-run "* | *" --render"* | *" --config"*) ;;
+  *" --help "* | *" -h "* | *" --dry-run "* | *" --render"* | *" --no-install "*) ;;
+  *" --certify "*) program python -m pip install --quiet "pytest>=8.4" ;; # of the conformance suite
+esac
+case "$arguments" in
+  *" --help "* | *" -h "* | *" --dry-run "* | *" --render"* | *" --config"* | *" --certify "*) ;;
   *) # the quickstart
     program jax-agent-rl fetch-model
     (cd "$ROOT" && program jax-agent-rl prepare shop --out data/shop)

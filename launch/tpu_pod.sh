@@ -11,11 +11,14 @@
 #
 # --env WANDB_API_KEY takes the value from here; it goes to the hosts through the connection, and is in no command line.
 #
+# --certify measures the slice with jax-agent-rl certify instead; the report is in runs/NAME on host 0, and in the bucket.
+#
 # Exit status: the run's; 1 if the slice cannot be created or is preempted, or a host cannot be set up; 2 for a wrong
 # command line; 130 after Ctrl-C.
 #
 # Examples:
 #   ./launch/tpu_pod.sh --name try --zone us-west4-a --topology v5e:2x2
+#   ./launch/tpu_pod.sh --name try --zone us-west4-a --topology v5e:2x2 --bucket gs://b --certify
 #   ./launch/tpu_pod.sh --name big --zone us-east5-a,us-central1-a --topology v5p:4x4x4 --spot --bucket gs://b \
 #       --config my.yaml --render sky > big.sky.yaml && sky jobs launch big.sky.yaml
 set -euo pipefail

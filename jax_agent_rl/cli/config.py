@@ -1,7 +1,8 @@
-"""``jax-agent-rl config`` and ``doctor``: keys explained, resolved configurations, and checks before a run."""
+"""``jax-agent-rl config``, ``doctor`` and ``certify``: keys explained, and checks of a run and of a machine."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ CommandOption = Annotated[CommandName, typer.Option("--command", help="Whose con
 
 
 def register(parent: typer.Typer) -> None:
-    """Add ``doctor`` and ``import-config``, and the other commands of this module as ``config``."""
+    """Add ``doctor``, ``certify`` and ``import-config``, and the other commands of this module as ``config``."""
     command(
         parent,
         Panel.CHECK,
@@ -46,6 +47,13 @@ def register(parent: typer.Typer) -> None:
         "doctor configs/quickstart.yaml",
         "doctor configs/ppo_tool.yaml rollout.backend=vllm --json",
     )(doctor)
+    command(
+        parent,
+        Panel.CHECK,
+        "certify",
+        "certify --config my.yaml learner.mesh.fsdp=4 --out reports/v5e",
+        "certify --only kernels --only speed",
+    )(certify)
     command(
         parent,
         Panel.CHECK,
@@ -248,6 +256,36 @@ def doctor(config: OptionalConfig = None, overrides: Overrides = None, json: Jso
     if json:
         print(json_module.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
     if failed:
+        raise typer.Exit(1)
+
+
+def certify(
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML configuration of a run; default the quickstart's model and task.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for certify.json and certify.html.")] = Path("certify"),
+) -> None:
+    """Measure this machine, and compare it with what the documentation claims, in about ten minutes.
+
+    Kernels against float64, every backend against the protocol, engine against learner in every precision, speed and
+    memory beside plan and the device's peaks, exchanges between devices, a checkpoint, a short training run. The report
+    (certify.json, certify.html) says for each deviation which claim it concerns; it is meant to be sent to us. Exits
+    with 1 if there are deviations.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
+    import asyncio
+
+    from jax_agent_rl.deploy.certify.command import run_command
+    from jax_agent_rl.utils.interrupt import EXIT_CODE
+
+    arguments = ["jax-agent-rl", *sys.argv[1:]]
+    try:
+        report = run_command(config, overrides or [], only=only or [], out=out, arguments=arguments)
+    except (asyncio.CancelledError, KeyboardInterrupt):  # the report ends before this check
+        raise typer.Exit(EXIT_CODE) from None
+    if not report["ok"]:
         raise typer.Exit(1)
 
 

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add_run_options(add)
+    add("--certify", action="store_true", help="measure this machine with jax-agent-rl certify instead of training")
     add("--dry-run", action="store_true", help="check the configuration, print the job, and run nothing")
     add("--no-install", action="store_true", help="the environment exists already")
     add("--render", choices=["ray", "kuberay"], help="print a cluster file for ray up, or a RayJob, and run nothing")
@@ -72,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _launch(arguments: argparse.Namespace) -> int:
     cluster = os.environ.get("RAY_ADDRESS")
+    if arguments.certify:
+        return _certify(arguments, cluster)
     if arguments.render == "ray":
         print(_cluster_file(arguments), end="")
         return 0
@@ -100,6 +103,23 @@ def _launch(arguments: argparse.Namespace) -> int:
     # CPUs for the learner's actor, the learner, and each engine.
     with connected(cpus=2 + config.rollout.num_engines) as client:
         return asyncio.run(RayJob(client, passed, cli.TimedPrinter()).follow())
+
+
+def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
+    """Run ``jax-agent-rl certify`` in place of this process; with ``--dry-run``, print the command."""
+    if arguments.render or arguments.resume or arguments.tool_server or cluster:
+        raise LaunchError(
+            "--certify measures this machine: leave out --render, --resume and --tool-server, unset RAY_ADDRESS, and "
+            "run it on each node of a cluster"
+        )
+    config = [f"--config={arguments.config.absolute()}"] if arguments.config else []
+    command = [sys.executable, "-m", "jax_agent_rl.cli", "certify", *config, *arguments.overrides]
+    # A GPU that cannot be opened fails the launch; without this, the processor would be measured instead.
+    environment = {"JAX_PLATFORMS": arguments.device}
+    if arguments.dry_run:
+        print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
+        return 0
+    os.execve(command[0], command, os.environ | environment)
 
 
 def _cluster_file(arguments: argparse.Namespace) -> str:

@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--keep", action="store_true", help="leave the slice when the run has ended")
     add("--poll", type=cli.seconds, default=15.0, metavar="S", help="seconds between polls of the slice's state (15)")
     add("--logs-dir", type=Path, metavar="DIR", help="folder of a log per host (runs/NAME.logs)")
+    add("--certify", action="store_true", help="measure the slice with jax-agent-rl certify instead of training")
     what = result.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print the commands in order, and run none")
     what.add_argument("--render", choices=render.KINDS, help="print a job of SkyPilot, GKE or Slurm for the same run")
@@ -93,6 +94,8 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     job.require_overrides(arguments.overrides)
+    if arguments.certify and (arguments.resume or arguments.render):
+        raise LaunchError("--certify measures a slice from the beginning: leave out --resume and --render")
     variables = dict(arguments.env)
     if render.TOKEN in variables:
         raise LaunchError(f"--env {render.TOKEN}: the rendered job sets it itself; leave it out")
@@ -112,6 +115,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         bucket=arguments.bucket,
         prepare=arguments.prepare,
         install=not arguments.no_install,
+        certify=arguments.certify,
         variables=variables,
     )
 

@@ -24,8 +24,13 @@ CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in that folder."""
 QUICKSTART = "configs/quickstart.yaml"
 _QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
-_BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 _VENV = f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"  # expanded by the host's shell
+# The conformance suite's reference runs on torch; without an index of CPU builds, Linux gets several GB of CUDA.
+_CERTIFY_PACKAGES = (
+    f'"{_VENV}/bin/python" -m pip install --quiet "pytest>=8.4"',
+    f'"{_VENV}/bin/python" -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "torch>=2.11"',
+)
+_BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9._]*(/.*)?")
 
 OWN_KEYS = ("run_dir", "trainer.checkpoint_dir", "learner.multihost.coordinator")
 """Keys that the launcher sets itself."""
@@ -45,6 +50,7 @@ class Job:
     bucket: str | None  # gs://… for checkpoints, small files and logs
     prepare: str | None  # shell command for every host before the run, in the project's folder: model and data
     install: bool = True  # create the environment first
+    certify: bool = False  # measure the hosts with ``jax-agent-rl certify`` instead of training
     variables: Mapping[str, str | None] = field(default_factory=dict, repr=False)  # None: the value is not known here
 
     def __post_init__(self) -> None:
@@ -68,8 +74,8 @@ class Job:
 
     @property
     def preparation(self) -> str | None:
-        """``prepare``, or what the quickstart needs."""
-        return self.prepare or (None if self.config else _QUICKSTART_PREPARATION)
+        """``prepare``, or what the quickstart needs; certifying fetches it by itself."""
+        return self.prepare or (None if self.config or self.certify else _QUICKSTART_PREPARATION)
 
     def exports(self) -> str:
         """Return the shell commands that set the variables; they go to a host through its connection."""
@@ -129,7 +135,8 @@ def set_up(job: Job, host: int) -> Call:
     """
     steps = [f"mkdir -p {CODE}", f"cd {CODE}", f"touch ../{_COPIED}", f"xargs -d '\\n' rm -f -- < ../{_COPIED}"]
     steps += [f"tar -xzvf ../{ARCHIVE} --quoting-style=literal > ../{_COPIED}"]
-    steps += ["./launch/tpu_environment.sh"] if job.install else []
+    if job.install:
+        steps += ["./launch/tpu_environment.sh", *(_CERTIFY_PACKAGES if job.certify else ())]
     steps += [f'export PATH="{_VENV}/bin:$PATH"', f"({job.preparation})"] if job.preparation else []
     return _ssh(job, host, *_read_variables(job), *steps)
 
@@ -142,8 +149,12 @@ def start(job: Job, host: int, *, resume: bool) -> Call:
         environment += [f"RUN_BUCKET={job.kept}", f"RUN_HOST=host-{host}"]
         if host == 0:  # which writes the small files
             environment += [f"RUN_FOLDER=runs/{job.name}", *(["RUN_RESTORE=1"] if resume else [])]
-    own = [f"run_dir=runs/{job.name}", *(["learner.multihost.coordinator=auto"] if job.hosts > 1 else [])]
-    program = train(CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else []))
+    together = ["learner.multihost.coordinator=auto"] if job.hosts > 1 else []
+    if job.certify:
+        program = certify(job, together)
+    else:
+        own = [f"run_dir=runs/{job.name}", *together]
+        program = train(CONFIG if job.config else QUICKSTART, job, own, *(["--resume"] if resume else []))
     run = f'"{_VENV}/bin/python" -m jax_agent_rl.cli {shlex.join(program)}'
     return on_host(job, host, "start", run, before=[*_read_variables(job), f"export {' '.join(environment)}"])
 
@@ -159,6 +170,13 @@ def train(config: str, job: Job, own: Sequence[str], *options: str) -> list[str]
     """
     kept = [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.kept else []
     return ["train", config, *job.overrides, *own, *kept, *options]
+
+
+def certify(job: Job, own: Sequence[str]) -> list[str]:
+    """Return the arguments of ``jax-agent-rl`` that certify, with settings that depend on how it is started."""
+    config = ["--config", CONFIG] if job.config else []
+    shared = [f"trainer.checkpoint_dir={job.kept}/checkpoints"] if job.hosts > 1 else []
+    return ["certify", *config, f"--out=runs/{job.name}", *job.overrides, *own, *shared]
 
 
 def on_host(job: Job, host: int, action: str, *words: str, before: Sequence[str] = ()) -> Call:

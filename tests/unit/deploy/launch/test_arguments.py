@@ -1,10 +1,14 @@
 """Options of the launchers: what cannot be meant is refused before anything is asked or made."""
 
 import argparse
+import shlex
+import sys
 
 import pytest
 
+from jax_agent_rl.deploy.launch.__main__ import main as gpu_main
 from jax_agent_rl.deploy.launch.__main__ import parser as gpu_parser
+from jax_agent_rl.deploy.launch.tpu.__main__ import main as tpu_main
 from jax_agent_rl.deploy.launch.tpu.__main__ import parser as tpu_parser
 from tests.launching import ROOT
 
@@ -47,3 +51,22 @@ def test_help_shows_the_comment_of_the_script_and_all_options(parser: argparse.A
     text = parser.format_help()
     assert "\n".join(line.removeprefix("#").removeprefix(" ") for line in comment) in text
     assert "Exit status:" in text and "--render" in text
+
+
+def test_gpu_certifies_its_own_device_with_what_it_is_given(capsys: pytest.CaptureFixture[str]):
+    assert gpu_main(["--certify", "--dry-run", "--device", "cpu", "--config", "/my.yaml", "seed=3"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    python = [sys.executable, "-m", "jax_agent_rl.cli"]
+    assert command == ["env", "JAX_PLATFORMS=cpu", *python, "certify", "--config=/my.yaml", "seed=3"]
+
+
+@pytest.mark.parametrize("option", ["--resume", "--render=ray"])
+def test_certifying_begins_at_the_beginning_and_renders_nothing(option: str, capsys: pytest.CaptureFixture[str]):
+    assert gpu_main(["--certify", option]) == 1
+    assert tpu_main([*TPU, "--certify", option.replace("ray", "sky")]) == 1
+    assert capsys.readouterr().err.count("error: --certify measures") == 2
+
+
+def test_gpu_refuses_to_certify_a_cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
+    assert gpu_main(["--certify"]) == 1 and "unset RAY_ADDRESS" in capsys.readouterr().err

@@ -34,6 +34,8 @@ DRY_RUNS = {
     "v5p_2x2x2.txt": (job_of("v5p:2x2x2", prepare="gcloud storage cp -r gs://b/model /tmp"), {}),
     "spot_v6e_2x4.txt": (job_of("v6e:2x4", spot=True, config=None), {"resume": True}),
     "one_host_no_bucket.txt": (job_of("v5e:2x2", bucket=None), {}),
+    "certify_v5e_2x2.txt": (job_of("v5e:2x2", config=None, certify=True), {}),
+    "certify_v5e_4x4.txt": (job_of(certify=True), {}),
 }
 
 
