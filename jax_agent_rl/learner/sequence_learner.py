@@ -387,14 +387,14 @@ def _terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, list[np.nda
     """Return the terms of a batch by name, [S] per sequence; raise ValueError if one lacks what the loss reads."""
     needed = {"cross_entropy": (), "gspo": ("advantage", "old_logprob", "ratio_mask")}
     reads = ("weight", *needed.get(loss, ("advantage", "old_logprob")))
-    terms = {"scored": [np.ones(sequence.num_scored) for sequence in data]}
+    terms: dict[str, list[np.ndarray]] = {"scored": [np.ones(sequence.num_scored) for sequence in data]}
     for name, default in {"weight": 1.0, "advantage": 1.0, "old_logprob": 0.0, "ratio_mask": 1.0}.items():
         given = [getattr(sequence, name) if name in reads else None for sequence in data]
         if name in reads[1:] and (lacking := [number for number, values in enumerate(given) if values is None]):
             raise ValueError(f"the loss {loss} needs {name} of every sequence, which sequence {lacking[0]} lacks")
         pairs = zip(data, given, strict=True)
         terms[name] = [np.full(s.num_scored, default) if values is None else values for s, values in pairs]
-    terms["ratio_mask"] = [np.float32(mask != 0) for mask in terms["ratio_mask"]]
+    terms["ratio_mask"] = [(mask != 0).astype(np.float32) for mask in terms["ratio_mask"]]
     if empty := [number for number, mask in enumerate(terms["ratio_mask"]) if not mask.any()]:
         raise ValueError(f"the ratio mask of sequence {empty[0]} is 0 everywhere; mark the tokens that were sampled")
     return terms

@@ -252,6 +252,8 @@ def test_twins_share_programs_and_frozen_parameters_but_no_update():
         ({"loss": "ppo", "beta": 1.0}, "ppo has no constant beta; it has clip_low_threshold, clip_high_threshold"),
         ({"loss": "ppo", "drop": "old_logprob"}, "needs old_logprob of every sequence, which sequence 0 lacks"),
         ({"loss": "dro", "drop": "advantage"}, "needs advantage of every sequence"),
+        ({"loss": "gspo", "drop": "ratio_mask"}, "needs ratio_mask of every sequence"),
+        ({"loss": "gspo", "ratio_mask": 0.0}, "the ratio mask of sequence 0 is 0 everywhere"),
         ({"targets": TINY.vocab_size}, "sequence 0 has the id 97; the model's are 0 to 96"),
     ],
 )
@@ -261,8 +263,8 @@ def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, message
     before = jax.device_get(made._gradients)
     dropped = changed.pop("drop", None)
     wrong = [replace(sequence, **({dropped: None} if dropped else {})) for sequence in data]
-    if (target := changed.pop("targets", None)) is not None:
-        wrong[0] = replace(wrong[0], targets=np.full(wrong[0].num_scored, target))
+    for name in changed.keys() & {"targets", "ratio_mask"}:
+        wrong[0] = replace(wrong[0], **{name: np.full(wrong[0].num_scored, changed.pop(name))})
     with pytest.raises(ValueError, match=message):
         made.forward_backward(wrong, **changed)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made._gradients)))
