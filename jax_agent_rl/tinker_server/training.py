@@ -106,7 +106,7 @@ class Models:
             if context.targets is not None and made is not None:
                 for ids, column in zip(context.targets.T, made.T, strict=True):
                     if len(at := np.flatnonzero(ids >= 0)):
-                        others.append(_sequence(context.ids, at, ids[at]))
+                        others.append(_sequence(context.ids, at, ids[at].astype(np.int32)))
                         views.append((column, at))
         logprobs = self._base.forward([*data, *others], trained=self._scored[1])
         for (column, at), values in zip(views, logprobs[len(data) :], strict=True):
