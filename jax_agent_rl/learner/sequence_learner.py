@@ -127,8 +127,8 @@ class ForwardBackward:
     Attributes:
         loss: the sum over all tokens.
         logprobs: of each sequence's scored tokens, float64 [S].
-        metrics: ``clip_fraction`` of the weighted tokens, ``ratio_mean``, ``entropy`` in nats; ``router_aux`` of a
-            mixture whose routers are balanced.
+        metrics: of the weighted tokens ``entropy`` in nats, and ``clip_fraction`` and ``ratio_mean`` of a loss that has
+            ratios; ``router_aux`` of a mixture whose routers are balanced.
     """
 
     loss: float
@@ -225,8 +225,7 @@ class SequenceLearner:
         Args:
             trained: its trained parameters; None: a copy of this one's.
         """
-        twin = copy.copy(self)
-        initial = self.trained if trained is None else trained
+        twin, initial = copy.copy(self), self.trained if trained is None else trained
         twin._policy = OptimizedParams(initial, frozen=self._policy.frozen, programs=self._programs.policy)
         twin._gradients = None
         return twin
@@ -244,8 +243,7 @@ class SequenceLearner:
         Raises:
             ValueError: a sequence is longer than a packed row, or no reference was kept.
         """
-        weights = self._reference if reference else self._weights(trained)
-        if weights is None:
+        if (weights := self._reference if reference else self._weights(trained)) is None:
             raise ValueError("no reference was kept: construct the learner with reference=True")
         return self._scorer.logprobs(weights, self._pack(data))
 
@@ -292,6 +290,8 @@ class SequenceLearner:
         totals = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *(r["sum"] for r in results))
         count = max(totals.pop("tokens"), 1.0)
         value = totals.pop("loss")
+        if loss == "cross_entropy":
+            del totals["ratio_mean"], totals["clip_fraction"]
         logprobs = stack([r["terms"]["logprob"] for r in results], batch.term_target.shape)
         metrics = {name: total if name == "router_aux" else total / count for name, total in totals.items()}
         return ForwardBackward(loss=value, logprobs=batch.gather_terms(logprobs), metrics=metrics)

@@ -275,7 +275,10 @@ class TinkerServer:
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
         room = self._sampler.longest - len(ids)
         if not ids or room < 1:
-            raise BadRequest(f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}")
+            raise BadRequest(
+                f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}; start it with "
+                "a larger max_model_len for more"
+            )
         targets = read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size)
         count = range(int(body.get("num_samples", 1)))
         params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
@@ -293,7 +296,11 @@ class TinkerServer:
         """Score a context, together with all of the same checkpoint that wait for the training thread."""
         length = len(context.ids)
         if length > self._settings.pack_length:
-            raise BadRequest(f"log-probs of {length} tokens are asked for; pack_length={self._settings.pack_length}")
+            longest = self._settings.pack_length
+            raise BadRequest(
+                f"log-probs of {length} tokens are more than the {longest} that this server computes; start it with "
+                f"pack_length={length} or more"
+            )
         answer: asyncio.Future[ContextScores] = asyncio.get_running_loop().create_future()
         waiting = self._unscored.setdefault(checkpoint, [])
         waiting.append((context, answer))

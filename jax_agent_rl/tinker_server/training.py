@@ -134,7 +134,7 @@ class Models:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _forward_backward(self, model: str, request: Request) -> bytes:
-        batch = read_batch(parse_batch(request.body or b"")[2])
+        batch = read_batch(parse_batch(request.body or b"")[2], pack_length=self._settings.pack_length)
         learner = self._learners[model]
         if batch.forward_only:
             result = ForwardBackward(loss=0.0, logprobs=learner.forward(batch.data))

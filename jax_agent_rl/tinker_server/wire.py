@@ -88,8 +88,8 @@ def parse_batch(body: bytes) -> tuple[str, int, pb.ForwardBackwardRequest]:
     return message.model_id, message.seq_id, message
 
 
-def read_batch(message: pb.ForwardBackwardRequest) -> ForwardRequest:
-    """Convert a request; raise BadRequest if the server does not compute it."""
+def read_batch(message: pb.ForwardBackwardRequest, *, pack_length: int) -> ForwardRequest:
+    """Convert a request; raise BadRequest if the server, whose packed rows have this length, does not compute it."""
     if message.loss_fn == "stable_reinforce":
         raise BadRequest(f"{STABLE_REINFORCE}; there are {', '.join(LOSSES)}")
     if message.loss_fn not in LOSSES:
@@ -105,6 +105,11 @@ def read_batch(message: pb.ForwardBackwardRequest) -> ForwardRequest:
     for number, datum in enumerate(message.data):
         try:
             sequences, count = _read_datum(datum, message.loss_fn)
+            if (length := len(sequences[0].token_ids)) > pack_length:
+                raise BadRequest(
+                    f"{length - 1} tokens are more than the {pack_length - 1} that this server trains on; start it "
+                    f"with pack_length={length} or more"
+                )
         except (BadRequest, ValueError) as error:
             raise BadRequest(f"datum {number}: {error}") from error
         data += sequences

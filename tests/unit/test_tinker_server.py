@@ -548,13 +548,15 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
         ({"target_tokens": np.array([5, 5], np.int64)}, r"target_tokens has shape \[2\]; the input has 3 tokens"),
         ({"weights": np.ones(2, np.float32)}, r"weights has shape \[2\], target_tokens \[3\]"),
         ({"target_tokens": np.ones((3, 2, 1), np.int64)}, r"shape \[3, 2, 1\]; send \[N\] or \[N, K\]"),
+        ({"long": True}, "70 tokens are more than the 63 that this server trains on; start it with pack_length=71 or"),
         ({"rewards": np.ones(3, np.float32)}, "loss_fn_inputs have rewards; there are target_tokens, weights"),
     ],
 )
 def test_a_batch_that_is_not_computed_is_refused_and_the_next_one_is(service, changed, message):
     client = trainer(service)
+    wrong = datum_of([5] * 71) if "long" in changed else datum_of([5, 6, 7, 8], **changed)
     with pytest.raises(tinker.RequestFailedError, match=message):
-        client.forward_backward([datum_of([5, 6, 7, 8], **changed)], "cross_entropy").result()
+        client.forward_backward([wrong], "cross_entropy").result()
     right = datum_of([5, 6, 7, 8])
     assert client.forward_backward([right], "cross_entropy").result().metrics["loss:sum"] > 0
 
