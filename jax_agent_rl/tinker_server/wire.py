@@ -16,8 +16,8 @@ from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages", "sequence_ratio_mask")
 """Tensors of a datum that are read; ``mask`` is another name of ``weights``."""
 STABLE_REINFORCE = (
-    "the loss stable_reinforce is not computed, because its objective is not published; train with another one, such "
-    "as loss_fn=importance_sampling"
+    "the loss stable_reinforce is not computed, because the SDK does not define its objective; train with another one, "
+    "such as loss_fn=importance_sampling"
 )
 MOST_IDS = 64
 """Ids that a client may have scored at each token, chosen or the likeliest."""
@@ -290,6 +290,8 @@ def read_targets(given: dict[str, Any] | None, length: int, *, vocab_size: int) 
     if given is None:
         return None
     name, shape, ids = "target_prompt_logprobs", given["shape"], np.array(given["data"], np.int64)
+    if length < 2:
+        raise BadRequest(f"{name} needs a prompt of at least two tokens")
     if len(shape) != 2 or shape[0] != length - 1 or not 1 <= shape[1] <= MOST_IDS:
         raise BadRequest(f"{name} has shape {shape}; send [{length - 1}, K] for {length} tokens, K at most {MOST_IDS}")
     if (crow := given.get("sparse_crow_indices")) is not None:

@@ -364,9 +364,9 @@ def test_ids_that_cannot_be_scored_are_refused(service, ids, message):
         sampler.sample(prompt, 1, asked, target_prompt_logprobs=tinker.TensorData.from_numpy(ids)).result()
 
 
-def test_a_loss_without_a_published_objective_is_refused_before_anything_is_sampled(service):
+def test_a_loss_that_the_sdk_does_not_define_is_refused_before_anything_is_sampled(service):
     client = trainer(service)
-    message = "stable_reinforce is not computed, because its objective is not published"
+    message = "stable_reinforce is not computed, because the SDK does not define its objective"
     with pytest.raises(tinker.RequestFailedError, match=message):
         client.forward_backward(data(), "stable_reinforce").result()
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
