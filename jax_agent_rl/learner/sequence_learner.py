@@ -14,7 +14,7 @@ arguments.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ LOSSES = {
     "ppo": "vanilla",
     "cispo": "cispo",
     "dro": "dro",
+    "gspo": "gspo",
 }
 """The policy loss that computes each loss: cross-entropy is a policy gradient of advantage 1, importance sampling PPO
 without a clip."""
@@ -67,6 +68,7 @@ class TrainingSequence:
         weight: float [S], what each counts in the loss, a sum; None: 1 each.
         advantage: float [S], for all losses but ``cross_entropy``.
         old_logprob: float [S], log-probs under the policy that sampled them, for the same losses.
+        ratio_mask: float [S], for ``gspo``: the sequence's ratio is the mean over tokens where it is not 0.
     """
 
     token_ids: np.ndarray
@@ -75,6 +77,7 @@ class TrainingSequence:
     weight: np.ndarray | None = None
     advantage: np.ndarray | None = None
     old_logprob: np.ndarray | None = None
+    ratio_mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.loss_mask):
@@ -85,7 +88,7 @@ class TrainingSequence:
                 f"{len(self.loss_mask)} tokens has {int(np.sum(self.loss_mask))}, the first "
                 f"{'among' if self.loss_mask[0] else 'not among'} them"
             )
-        for name in ("targets", "weight", "advantage", "old_logprob"):
+        for name in ("targets", "weight", "advantage", "old_logprob", "ratio_mask"):
             values = getattr(self, name)
             if values is not None and np.shape(values) != (self.num_scored,):
                 raise ValueError(f"{name} has shape {np.shape(values)}; there are {self.num_scored} scored tokens")
@@ -124,8 +127,8 @@ class ForwardBackward:
     Attributes:
         loss: the sum over all tokens.
         logprobs: of each sequence's scored tokens, float64 [S].
-        metrics: ``clip_fraction`` of the weighted tokens, ``ratio_mean``, ``entropy`` in nats; ``router_aux`` of a
-            mixture whose routers are balanced.
+        metrics: of the weighted tokens ``entropy`` in nats, and ``clip_fraction`` and ``ratio_mean`` of a loss that has
+            ratios; ``router_aux`` of a mixture whose routers are balanced.
     """
 
     loss: float
@@ -222,8 +225,7 @@ class SequenceLearner:
         Args:
             trained: its trained parameters; None: a copy of this one's.
         """
-        twin = copy.copy(self)
-        initial = self.trained if trained is None else trained
+        twin, initial = copy.copy(self), self.trained if trained is None else trained
         twin._policy = OptimizedParams(initial, frozen=self._policy.frozen, programs=self._programs.policy)
         twin._gradients = None
         return twin
@@ -241,8 +243,7 @@ class SequenceLearner:
         Raises:
             ValueError: a sequence is longer than a packed row, or no reference was kept.
         """
-        weights = self._reference if reference else self._weights(trained)
-        if weights is None:
+        if (weights := self._reference if reference else self._weights(trained)) is None:
             raise ValueError("no reference was kept: construct the learner with reference=True")
         return self._scorer.logprobs(weights, self._pack(data))
 
@@ -266,8 +267,8 @@ class SequenceLearner:
         Args:
             data: at least one sequence.
             loss: one of :data:`LOSSES`.
-            constants: of ``ppo`` and ``cispo`` the bounds of the ratio, ``clip_low_threshold`` (0.8) and
-                ``clip_high_threshold`` (1.2); of ``dro`` ``beta`` (0.05).
+            constants: of ``ppo``, ``cispo`` and ``gspo`` the bounds of the ratio, ``clip_low_threshold`` (0.8;
+                0.9997) and ``clip_high_threshold`` (1.2; 1.0004); of ``dro`` ``beta`` (0.05).
 
         Raises:
             ValueError: an unknown loss or constant, a sequence without what the loss reads, or one that is longer than
@@ -289,6 +290,8 @@ class SequenceLearner:
         totals = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *(r["sum"] for r in results))
         count = max(totals.pop("tokens"), 1.0)
         value = totals.pop("loss")
+        if loss == "cross_entropy":
+            del totals["ratio_mean"], totals["clip_fraction"]
         logprobs = stack([r["terms"]["logprob"] for r in results], batch.term_target.shape)
         metrics = {name: total if name == "router_aux" else total / count for name, total in totals.items()}
         return ForwardBackward(loss=value, logprobs=batch.gather_terms(logprobs), metrics=metrics)
@@ -340,7 +343,7 @@ def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
         old_logprob=batch["term_old_logprob"],
         rollout_logprob=batch["term_old_logprob"],
         advantage=batch["term_advantage"],
-        active=jnp.float32(scored),
+        active=batch["term_ratio_mask"],
         sequence=batch["term_sequence"],
         chosen=jnp.zeros_like(logprob),
     )
@@ -371,7 +374,8 @@ def _numbers(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]
     if loss not in LOSSES:
         raise ValueError(f"no loss is called {loss!r}; choose one of {', '.join(LOSSES)}")
     clipped = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    known = {"ppo": clipped, "cispo": clipped, "dro": {"beta": 0.05}}.get(loss, {})
+    of_paper = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}  # Zheng et al. 2025, arXiv 2507.18071
+    known = {"ppo": clipped, "cispo": clipped, "gspo": of_paper, "dro": {"beta": 0.05}}.get(loss, {})
     if unknown := sorted(constants.keys() - known.keys()):
         raise ValueError(f"{loss} has no constant {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
     unclipped = {"clip_low_threshold": -np.inf, "clip_high_threshold": np.inf, "beta": 0.0}
@@ -380,21 +384,17 @@ def _numbers(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]
 
 
 def _terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, list[np.ndarray]]:
-    """Return the terms of a batch by name, [S] per sequence."""
-
-    def values(name: str, default: float, needed: bool) -> Iterator[np.ndarray]:
-        for number, sequence in enumerate(data):
-            given = getattr(sequence, name)
-            if given is None and needed:
-                raise ValueError(f"the loss {loss} needs {name} of every sequence, which sequence {number} lacks")
-            yield np.full(sequence.num_scored, default) if given is None else np.asarray(given)
-
-    off_policy = loss != "cross_entropy"
-    return {
-        "weight": list(values("weight", 1.0, False)),
-        "scored": [np.ones(sequence.num_scored) for sequence in data],
-        "advantage": list(values("advantage", 1.0, off_policy))
-        if off_policy
-        else [np.ones(s.num_scored) for s in data],
-        "old_logprob": list(values("old_logprob", 0.0, off_policy)),
-    }
+    """Return the terms of a batch by name, [S] per sequence; raise ValueError if one lacks what the loss reads."""
+    needed = {"cross_entropy": (), "gspo": ("advantage", "old_logprob", "ratio_mask")}
+    reads = ("weight", *needed.get(loss, ("advantage", "old_logprob")))
+    terms: dict[str, list[np.ndarray]] = {"scored": [np.ones(sequence.num_scored) for sequence in data]}
+    for name, default in {"weight": 1.0, "advantage": 1.0, "old_logprob": 0.0, "ratio_mask": 1.0}.items():
+        given = [getattr(sequence, name) if name in reads else None for sequence in data]
+        if name in reads[1:] and (lacking := [number for number, values in enumerate(given) if values is None]):
+            raise ValueError(f"the loss {loss} needs {name} of every sequence, which sequence {lacking[0]} lacks")
+        pairs = zip(data, given, strict=True)
+        terms[name] = [np.full(s.num_scored, default) if values is None else values for s, values in pairs]
+    terms["ratio_mask"] = [(mask != 0).astype(np.float32) for mask in terms["ratio_mask"]]
+    if empty := [number for number, mask in enumerate(terms["ratio_mask"]) if not mask.any()]:
+        raise ValueError(f"the ratio mask of sequence {empty[0]} is 0 everywhere; mark the tokens that were sampled")
+    return terms

@@ -16,8 +16,19 @@ from jax_agent_rl.config.tinker_server import TinkerServerSettings
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.rest import RestRoutes, expiry
 from jax_agent_rl.tinker_server.sampling import Checkpoint, Sampler
-from jax_agent_rl.tinker_server.training import Models, Scores
-from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, read_prompt, sampling_params, write_samples
+from jax_agent_rl.tinker_server.training import Models
+from jax_agent_rl.tinker_server.wire import (
+    MOST_IDS,
+    STABLE_REINFORCE,
+    BadRequest,
+    ContextScores,
+    ScoringRequest,
+    parse_batch,
+    read_prompt,
+    read_targets,
+    sampling_params,
+    write_samples,
+)
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
 
 logger = logging.getLogger(__name__)
@@ -25,8 +36,6 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 30.0
 """How long a request for a result waits before the client asks again."""
 PROTOBUF = "application/x-protobuf"
-MOST_LIKELIEST = 64
-"""Top-k log-probs that a client may ask for."""
 _BINARY = ("forward", "forward_backward", "sample")
 _TRAINING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights", "unload_model")
 
@@ -60,7 +69,7 @@ class TinkerServer:
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._worker: asyncio.Task[None] | None = None
-        self._unscored: dict[Checkpoint | None, list[tuple[list[int], int, asyncio.Future[Scores]]]] = {}
+        self._unscored: dict[Checkpoint | None, list[tuple[ScoringRequest, asyncio.Future[ContextScores]]]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
         self._rest = RestRoutes(settings, models, database, training)
         routes = [
@@ -238,12 +247,13 @@ class TinkerServer:
 
     async def _sample(self, http: web.Request) -> web.Response:
         body = await read_json(http)
-        for key in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
-            if body.get(key):
-                raise Refused(400, f"{key} is not computed by this server")
+        if body.get("prompt_alt_tokens_k"):
+            raise Refused(400, "prompt_alt_tokens_k is not computed by this server")
+        if body.get("record_stability_info"):  # recorded for that loss only: refuse it before anything is sampled
+            raise Refused(400, STABLE_REINFORCE)
         for key in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-            if not 0 <= body.get(key, 0) <= MOST_LIKELIEST:
-                raise Refused(400, f"{key}={body[key]}; this server computes at most {MOST_LIKELIEST}")
+            if not 0 <= body.get(key, 0) <= MOST_IDS:
+                raise Refused(400, f"{key}={body[key]}; this server computes at most {MOST_IDS}")
         sampler, number = body.get("sampling_session_id"), body.get("seq_id")
         if sampler is not None and self._database.sampler(sampler) is None:
             raise Refused(404, f"there is no sampling session {sampler!r}")
@@ -265,26 +275,35 @@ class TinkerServer:
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
         room = self._sampler.longest - len(ids)
         if not ids or room < 1:
-            raise BadRequest(f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}")
+            raise BadRequest(
+                f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}; start it with "
+                "a larger max_model_len for more"
+            )
+        targets = read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size)
         count = range(int(body.get("num_samples", 1)))
         params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
         outputs = await self._sampler.sample(checkpoint, request.id, ids, params)
         prompt_top, sample_top = body.get("topk_prompt_logprobs", 0), body.get("topk_sample_logprobs", 0)
         prompt, samples = None, []
-        if (body.get("prompt_logprobs") or prompt_top) and len(ids) > 1:
-            prompt = await self._score(checkpoint, ids, prompt_top)
+        if (body.get("prompt_logprobs") or prompt_top or targets is not None) and len(ids) > 1:
+            prompt = await self._score(checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets))
         if sample_top:
-            whole = ([*ids, *output.token_ids] for output in outputs)
-            samples = await asyncio.gather(*(self._score(checkpoint, one, sample_top) for one in whole))
+            whole = (ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs)
+            samples = await asyncio.gather(*(self._score(checkpoint, one) for one in whole))
         return write_samples(body, len(ids), outputs, prompt, samples)
 
-    async def _score(self, checkpoint: Checkpoint | None, ids: list[int], top: int) -> Scores:
+    async def _score(self, checkpoint: Checkpoint | None, context: ScoringRequest) -> ContextScores:
         """Score a context, together with all of the same checkpoint that wait for the training thread."""
-        if len(ids) > self._settings.pack_length:
-            raise BadRequest(f"log-probs of {len(ids)} tokens are asked for; pack_length={self._settings.pack_length}")
-        answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        length = len(context.ids)
+        if length > self._settings.pack_length:
+            longest = self._settings.pack_length
+            raise BadRequest(
+                f"log-probs of {length} tokens are more than the {longest} that this server computes; start it with "
+                f"pack_length={length} or more"
+            )
+        answer: asyncio.Future[ContextScores] = asyncio.get_running_loop().create_future()
         waiting = self._unscored.setdefault(checkpoint, [])
-        waiting.append((ids, top, answer))
+        waiting.append((context, answer))
         if len(waiting) == 1:
             task = asyncio.create_task(self._score_waiting(checkpoint))
             self._scoring.add(task)
@@ -295,9 +314,9 @@ class TinkerServer:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._training, int)  # returns when the thread comes to it
         batch = self._unscored.pop(checkpoint)
-        answers = [answer for _, _, answer in batch]
+        answers = [answer for _, answer in batch]
         try:
-            work = [(ids, top) for ids, top, _ in batch]
+            work = [context for context, _ in batch]
             scored = await loop.run_in_executor(self._training, self._models.score, checkpoint, work)
         except Exception as error:
             for answer in answers:

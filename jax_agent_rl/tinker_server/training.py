@@ -22,12 +22,17 @@ from jax_agent_rl.learner.sequence_learner import AdamParams, ForwardBackward, S
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter, scaled_adapter
 from jax_agent_rl.tinker_server.database import Database, Request
-from jax_agent_rl.tinker_server.wire import BadRequest, parse_batch, read_batch, write_batch_result
+from jax_agent_rl.tinker_server.wire import (
+    BadRequest,
+    ContextScores,
+    ScoringRequest,
+    parse_batch,
+    read_batch,
+    write_batch_result,
+)
 from jax_agent_rl.utils.files import writing
 
 PREFIX = "tinker://"
-Scores = tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]
-"""Log-probs of a context's ids but the first, float64 [n - 1], and the likeliest ids there with theirs, [n - 1, k]."""
 
 
 class Models:
@@ -90,25 +95,31 @@ class Models:
         """V."""
         return self._model.vocab_size
 
-    def score(self, checkpoint: tuple[str, float] | None, work: list[tuple[list[int], int]]) -> list[Scores]:
-        """Score contexts under a checkpoint, or the base model, all in one batch.
-
-        Args:
-            checkpoint: its path, and when it was made; None: the base model.
-            work: ids, and how many of the likeliest ones are wanted at each.
-        """
+    def score(self, checkpoint: tuple[str, float] | None, work: list[ScoringRequest]) -> list[ContextScores]:
+        """Score contexts under a checkpoint (its path, and when it was made) or the base model, all in one batch."""
         if checkpoint != self._scored[0]:
             self._scored = (checkpoint, None if checkpoint is None else self._trained(checkpoint[0]))
-        data = [
-            TrainingSequence(token_ids=np.array(ids, np.int32), loss_mask=np.arange(len(ids)) > 0) for ids, _ in work
-        ]
-        logprobs = self._base.forward(data, trained=self._scored[1])
+        data = [_sequence(context.ids, np.arange(len(context.ids) - 1)) for context in work]
+        others, views = [], []  # a sequence for each column of targets, and where its log-probs go
+        targets = [None if context.targets is None else np.zeros(context.targets.shape) for context in work]
+        for context, made in zip(work, targets, strict=True):
+            if context.targets is not None and made is not None:
+                for ids, column in zip(context.targets.T, made.T, strict=True):
+                    if len(at := np.flatnonzero(ids >= 0)):
+                        others.append(_sequence(context.ids, at, ids[at].astype(np.int32)))
+                        views.append((column, at))
+        logprobs = self._base.forward([*data, *others], trained=self._scored[1])
+        for (column, at), values in zip(views, logprobs[len(data) :], strict=True):
+            column[at] = values
         tops: dict[int, Any] = {}
-        if chosen := [number for number, (_, top) in enumerate(work) if top]:
+        if chosen := [number for number, context in enumerate(work) if context.top]:
             some = [data[number] for number in chosen]
-            most = max(top for _, top in work)
+            most = max(context.top for context in work)
             tops = dict(zip(chosen, self._base.top_logprobs(some, most, trained=self._scored[1]), strict=True))
-        return [(values, tops.get(number)) for number, values in enumerate(logprobs)]
+        return [
+            ContextScores(logprobs=values, top=tops.get(number), targets=targets[number])
+            for number, values in enumerate(logprobs[: len(data)])
+        ]
 
     def forget(self, models: list[str]) -> None:
         """Free the memory of models. A later request restores them."""
@@ -123,7 +134,7 @@ class Models:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _forward_backward(self, model: str, request: Request) -> bytes:
-        batch = read_batch(parse_batch(request.body or b"")[2])
+        batch = read_batch(parse_batch(request.body or b"")[2], pack_length=self._settings.pack_length)
         learner = self._learners[model]
         if batch.forward_only:
             result = ForwardBackward(loss=0.0, logprobs=learner.forward(batch.data))
@@ -242,6 +253,13 @@ def _arrays(file: Path, like: Any, prefix: str) -> Any:
             raise BadRequest(f"{file.stem} does not hold {missing[0]}; a sampler's weights have no optimizer state")
         leaves = [jax.device_put(stored[sources[name]], x.sharding) for name, x in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _sequence(ids: list[int], at: np.ndarray, targets: np.ndarray | None = None) -> TrainingSequence:
+    """Return a sequence that scores the ids after places ``at``, or ``targets`` instead of them."""
+    mask = np.zeros(at[-1] + 2, bool)
+    mask[at + 1] = True
+    return TrainingSequence(token_ids=np.array(ids[: len(mask)], np.int32), loss_mask=mask, targets=targets)
 
 
 def _body(request: Request) -> dict[str, Any]:

@@ -13,12 +13,50 @@ from tinker.proto import tinker_public_pb2 as pb
 from jax_agent_rl.learner.sequence_learner import LOSSES, ForwardBackward, TrainingSequence
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 
+INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages", "sequence_ratio_mask")
+"""Tensors of a datum that are read; ``mask`` is another name of ``weights``."""
+STABLE_REINFORCE = (
+    "the loss stable_reinforce is not computed, because the SDK does not define its objective; train with another one, "
+    "such as loss_fn=importance_sampling"
+)
+MOST_IDS = 64
+"""Ids that a client may have scored at each token, chosen or the likeliest."""
 EMPTY = -99999.0
 """The log-prob of a cell of top-k log-probs that holds nothing."""
 
 
 class BadRequest(Exception):
     """A request that cannot be computed; the message is for the client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringRequest:
+    """A context of n ids to score.
+
+    Attributes:
+        ids: n of them.
+        top: how many of the likeliest ids are wanted at each.
+        targets: int64 [n - 1, K], ids to score in place of each id but the first; -1: none. None: no others.
+    """
+
+    ids: list[int]
+    top: int = 0
+    targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextScores:
+    """Log-probs at each id of a context but the first; float64.
+
+    Attributes:
+        logprobs: of the context's own ids, [n - 1].
+        top: the likeliest ids, int64, and theirs, [n - 1, top]; None if not wanted.
+        targets: of the targets, [n - 1, K], 0 where there is none; None without any.
+    """
+
+    logprobs: np.ndarray
+    top: tuple[np.ndarray, np.ndarray] | None
+    targets: np.ndarray | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +88,10 @@ def parse_batch(body: bytes) -> tuple[str, int, pb.ForwardBackwardRequest]:
     return message.model_id, message.seq_id, message
 
 
-def read_batch(message: pb.ForwardBackwardRequest) -> ForwardRequest:
-    """Convert a request; raise BadRequest if the server does not compute it."""
+def read_batch(message: pb.ForwardBackwardRequest, *, pack_length: int) -> ForwardRequest:
+    """Convert a request; raise BadRequest if the server, whose packed rows have this length, does not compute it."""
+    if message.loss_fn == "stable_reinforce":
+        raise BadRequest(f"{STABLE_REINFORCE}; there are {', '.join(LOSSES)}")
     if message.loss_fn not in LOSSES:
         raise BadRequest(f"no loss is called {message.loss_fn!r}; there are {', '.join(LOSSES)}")
     constants = {}
@@ -64,7 +104,12 @@ def read_batch(message: pb.ForwardBackwardRequest) -> ForwardRequest:
     data, columns = [], []
     for number, datum in enumerate(message.data):
         try:
-            sequences, count = _read_datum(datum, off_policy=message.loss_fn != "cross_entropy")
+            sequences, count = _read_datum(datum, message.loss_fn)
+            if (length := len(sequences[0].token_ids)) > pack_length:
+                raise BadRequest(
+                    f"{length - 1} tokens are more than the {pack_length - 1} that this server trains on; start it "
+                    f"with pack_length={length} or more"
+                )
         except (BadRequest, ValueError) as error:
             raise BadRequest(f"datum {number}: {error}") from error
         data += sequences
@@ -78,12 +123,15 @@ def read_batch(message: pb.ForwardBackwardRequest) -> ForwardRequest:
     )
 
 
-def _read_datum(datum: pb.Datum, *, off_policy: bool) -> tuple[list[TrainingSequence], int | None]:
+def _read_datum(datum: pb.Datum, loss: str) -> tuple[list[TrainingSequence], int | None]:
     tokens = _read_chunks(datum.model_input)
     inputs = {name: _read_tensor(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
-    wanted = {"target_tokens", *(("logprobs", "advantages") if off_policy else ())}
-    if missing := sorted(wanted - inputs.keys()):
-        raise BadRequest(f"loss_fn_inputs lack {', '.join(missing)}")
+    wanted = ["target_tokens"] if loss == "cross_entropy" else ["target_tokens", "logprobs", "advantages"]
+    wanted += ["sequence_ratio_mask"] if loss == "gspo" else []
+    if missing := [name for name in wanted if name not in inputs]:
+        raise BadRequest(f"loss_fn_inputs lack {', '.join(missing)}, which {loss} needs")
+    if unknown := sorted(inputs.keys() - set(INPUTS)):
+        raise BadRequest(f"loss_fn_inputs have {', '.join(unknown)}; there are {', '.join(INPUTS)}")
     targets = inputs["target_tokens"].astype(np.int32)
     if targets.shape[:1] != tokens.shape or not targets.size:
         shape, length = list(targets.shape), len(tokens)
@@ -98,7 +146,7 @@ def _read_datum(datum: pb.Datum, *, off_policy: bool) -> tuple[list[TrainingSequ
     columns = targets.shape[1] if targets.ndim == 2 else None
     by_column = {name: values.reshape(len(tokens), -1).T for name, values in inputs.items()}
     weights = by_column.get("weights", by_column.get("mask"))
-    advantages, logprobs = by_column.get("advantages"), by_column.get("logprobs")
+    advantages, logprobs, ratio = (by_column.get(name) for name in ("advantages", "logprobs", "sequence_ratio_mask"))
     ids = np.append(tokens, targets.reshape(len(tokens), -1)[-1, :1])
     return [
         TrainingSequence(
@@ -108,6 +156,7 @@ def _read_datum(datum: pb.Datum, *, off_policy: bool) -> tuple[list[TrainingSequ
             weight=None if weights is None else weights[column],
             advantage=None if advantages is None else advantages[column],
             old_logprob=None if logprobs is None else logprobs[column],
+            ratio_mask=None if ratio is None else ratio[column],
         )
         for column, own in enumerate(by_column["target_tokens"])
     ], columns
@@ -124,14 +173,44 @@ def _read_chunks(chunks: Any) -> np.ndarray:
 
 def _read_tensor(name: str, tensor: pb.Tensor) -> np.ndarray:
     dtypes = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
-    if tensor.HasField("sparse_csr") or len(tensor.shape) > 2:
-        raise BadRequest(f"{name} is sparse or has more than two axes; send it dense, [N] or [N, K]")
+    if len(tensor.shape) > 2:
+        raise BadRequest(f"{name} has shape {list(tensor.shape)}; send [N] or [N, K]")
     if tensor.dtype not in dtypes:
         raise BadRequest(f"{name} has dtype {tensor.dtype}; send float32 or int64")
-    values = np.frombuffer(tensor.dense, dtypes[tensor.dtype])
-    if tensor.shape:
-        values = values.reshape(tensor.shape)
+    if tensor.HasField("sparse_csr"):
+        csr = tensor.sparse_csr
+        values = np.frombuffer(csr.values, dtypes[tensor.dtype])
+        crow, columns = (np.frombuffer(x, np.int64) for x in (csr.crow_indices, csr.col_indices))
+        values = _dense(name, values, crow, columns, tensor.shape, 0)
+    else:
+        values = np.frombuffer(tensor.dense, dtypes[tensor.dtype])
+        values = values.reshape(tensor.shape) if tensor.shape else values
     return values.astype(np.float64) if values.dtype == np.float32 else values
+
+
+def _dense(
+    name: str, values: np.ndarray, crow: np.ndarray, columns: np.ndarray, shape: Sequence[int], fill: int
+) -> np.ndarray:
+    """Return a sparse tensor of two axes as a dense one.
+
+    Args:
+        name: for the message.
+        values: of the cells that are listed, row by row, [M].
+        crow: int64 [R + 1], where in ``values`` each row begins, and the last one ends.
+        columns: int64 [M].
+        shape: [R, C].
+        fill: value of all other cells.
+
+    Raises:
+        BadRequest: the indices do not fit the values or the shape.
+    """
+    counts = np.diff(crow)
+    fits = len(shape) == 2 and len(counts) == shape[0] and crow[0] == 0 and crow[-1] == len(columns) == len(values)
+    if not fits or np.any(counts < 0) or np.any((columns < 0) | (columns >= shape[1])):
+        raise BadRequest(f"{name} is no sparse CSR tensor of shape {list(shape)}: its indices do not fit")
+    made = np.full(shape, fill, values.dtype)
+    made[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return made
 
 
 def write_batch_result(result: ForwardBackward, columns: Sequence[int | None]) -> bytes:
@@ -197,8 +276,43 @@ def read_prompt(prompt: dict[str, Any], *, vocab_size: int) -> list[int]:
     return ids
 
 
+def read_targets(given: dict[str, Any] | None, length: int, *, vocab_size: int) -> np.ndarray | None:
+    """Return the ids that ``target_prompt_logprobs`` names, int64 [P - 1, K], -1: none; None if it is not asked for.
+
+    Args:
+        given: the tensor, dense or sparse.
+        length: of the prompt, P.
+        vocab_size: of the model.
+
+    Raises:
+        BadRequest: a shape, or an id, that cannot be scored.
+    """
+    if given is None:
+        return None
+    name, shape, ids = "target_prompt_logprobs", given["shape"], np.array(given["data"], np.int64)
+    if length < 2:
+        raise BadRequest(f"{name} needs a prompt of at least two tokens")
+    if len(shape) != 2 or shape[0] != length - 1 or not 1 <= shape[1] <= MOST_IDS:
+        raise BadRequest(f"{name} has shape {shape}; send [{length - 1}, K] for {length} tokens, K at most {MOST_IDS}")
+    if (crow := given.get("sparse_crow_indices")) is not None:
+        ids = _dense(name, ids, np.array(crow), np.array(given["sparse_col_indices"]), shape, -1)
+    elif ids.size != shape[0] * shape[1]:
+        raise BadRequest(f"{name} has {ids.size} ids, its shape is {shape}")
+    ids = ids.reshape(shape)
+    if not -1 <= ids.min() <= ids.max() < vocab_size or ids.max() < 0:
+        raise BadRequest(
+            f"{name} has ids from {ids.min()} to {ids.max()}; send 0 to {vocab_size - 1}, or -1 for no id, and at "
+            "least one id"
+        )
+    return ids
+
+
 def write_samples(
-    asked: dict[str, Any], length: int, outputs: Sequence[TokenOutput], prompt: Any, samples: Sequence[Any]
+    asked: dict[str, Any],
+    length: int,
+    outputs: Sequence[TokenOutput],
+    prompt: ContextScores | None,
+    samples: Sequence[ContextScores],
 ) -> bytes:
     """Return sampled sequences, and the log-probs that were asked for.
 
@@ -206,8 +320,8 @@ def write_samples(
         asked: the request.
         length: of the prompt, P.
         outputs: the samples.
-        prompt: log-probs of the prompt's ids but the first and the likeliest ids there; None if not asked for.
-        samples: the same of the prompt with each sample; empty if not asked for.
+        prompt: of the prompt; None if not asked for.
+        samples: of the prompt with each sample; empty if not asked for.
     """
     message = pb.SampleResponse()
     for number, output in enumerate(outputs):
@@ -217,22 +331,38 @@ def write_samples(
         is_cut = output.stop_reason == StopReason.LENGTH
         sequence.stop_reason = pb.STOP_REASON_LENGTH if is_cut else pb.STOP_REASON_STOP
         if samples:
-            ids, logprobs = samples[number][1]
+            ids, logprobs = _likeliest(samples[number])
             count = asked["topk_sample_logprobs"]
             sequence.topk_sampled_logprobs.CopyFrom(_top(ids[length - 1 :, :count], logprobs[length - 1 :, :count]))
     first = max(1, length - (asked.get("prompt_logprobs_last_n") or length))  # of those that are scored
     if asked.get("prompt_logprobs"):
         values = np.full(length, np.nan, np.float32)
         if prompt is not None:
-            values[first:] = prompt[0][first - 1 :]
+            values[first:] = prompt.logprobs[first - 1 :]
         message.prompt_logprobs = values.tobytes()
     if count := asked.get("topk_prompt_logprobs", 0):
         ids, logprobs = np.zeros((length, count), np.int32), np.full((length, count), EMPTY, np.float32)
         if prompt is not None:
-            ids[first:], logprobs[first:] = (x[first - 1 :, :count] for x in prompt[1])
+            ids[first:], logprobs[first:] = (x[first - 1 :, :count] for x in _likeliest(prompt))
         message.topk_prompt_logprobs.CopyFrom(_top(ids, logprobs))
+    if prompt is not None and prompt.targets is not None:
+        given, logprobs = asked["target_prompt_logprobs"], prompt.targets.astype(np.float32)
+        tensor = message.target_prompt_logprobs
+        tensor.dtype = pb.DTYPE_FLOAT32
+        tensor.shape.extend(given["shape"])
+        if (crow := given.get("sparse_crow_indices")) is None:
+            tensor.dense = logprobs.tobytes()
+        else:
+            crow, columns = (np.array(x, np.int64) for x in (crow, given["sparse_col_indices"]))
+            tensor.sparse_csr.values = logprobs[np.repeat(np.arange(length - 1), np.diff(crow)), columns].tobytes()
+            tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = crow.tobytes(), columns.tobytes()
     message.prompt_cache_hit_tokens = min((output.cached_tokens for output in outputs), default=0)
     return message.SerializeToString()
+
+
+def _likeliest(scores: ContextScores) -> tuple[np.ndarray, np.ndarray]:
+    assert scores.top is not None
+    return scores.top
 
 
 def _top(ids: np.ndarray, logprobs: np.ndarray) -> pb.TopkLogprobs:

@@ -106,6 +106,7 @@ def data(count: int = 3, seed: int = 0) -> list[tinker.Datum]:
             "weights": rng.choice([0.0, 1.0], size).astype(np.float32),
             "logprobs": rng.normal(-6, 0.3, size).astype(np.float32),
             "advantages": rng.normal(size=size).astype(np.float32),
+            "sequence_ratio_mask": np.float32(np.arange(size) > 1),
         }
         made.append(datum_of(ids.tolist(), **inputs))
     return made
@@ -137,26 +138,32 @@ def peer_logprobs(model_folder: Path, batch: list[tinker.Datum]) -> list[np.ndar
     return [np.take_along_axis(table, ids[:, None], 1)[:, 0] for table, ids in zip(tables, targets, strict=True)]
 
 
+def gspo(lp, w, old, a, mask):
+    ratio = np.exp((lp - old)[mask != 0].mean())
+    return -np.minimum(ratio * a, np.clip(ratio, 0.9, 1.1) * a) * w
+
+
 LOSSES: dict[str, Callable] = {
-    "cross_entropy": lambda lp, w, old, a: -(w * lp),
-    "importance_sampling": lambda lp, w, old, a: -np.exp(lp - old) * a * w,
-    "ppo": lambda lp, w, old, a: -np.minimum(np.exp(lp - old) * a, np.clip(np.exp(lp - old), 0.8, 1.2) * a) * w,
-    "cispo": lambda lp, w, old, a: -np.clip(np.exp(lp - old), 0.8, 1.2) * lp * a * w,
-    "dro": lambda lp, w, old, a: -(lp * a - 0.5 * 0.1 * (lp - old) ** 2) * w,
+    "cross_entropy": lambda lp, w, old, a, m: -(w * lp),
+    "importance_sampling": lambda lp, w, old, a, m: -np.exp(lp - old) * a * w,
+    "ppo": lambda lp, w, old, a, m: -np.minimum(np.exp(lp - old) * a, np.clip(np.exp(lp - old), 0.8, 1.2) * a) * w,
+    "cispo": lambda lp, w, old, a, m: -np.clip(np.exp(lp - old), 0.8, 1.2) * lp * a * w,
+    "dro": lambda lp, w, old, a, m: -(lp * a - 0.5 * 0.1 * (lp - old) ** 2) * w,
+    "gspo": gspo,
 }
+CONSTANTS = {"dro": {"beta": 0.1}, "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_log_probs_are_those_of_pytorch(service, model_folder, loss):
     batch = data()
-    config = {"beta": 0.1} if loss == "dro" else None
-    output = trainer(service).forward_backward(batch, loss, config).result()
+    output = trainer(service).forward_backward(batch, loss, CONSTANTS.get(loss)).result()
     expected = peer_logprobs(model_folder, batch)
     for ours, theirs in zip(logprobs_of(output), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
     def total(datum: tinker.Datum, logprobs: np.ndarray) -> float:
-        names = ("weights", "logprobs", "advantages")
+        names = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
         return LOSSES[loss](logprobs, *(np.array(datum.loss_fn_inputs[name].tolist()) for name in names)).sum()
 
     sums = [total(*both) for both in zip(batch, expected, strict=True)]
@@ -191,8 +198,13 @@ def test_targets_may_be_any_ids_and_several_per_token(service, model_folder):
     """The batch has a datum of each kind; its expected log-probs are PyTorch's of the input alone."""
     ids, rng = [5, 9, 17, 30, 8], np.random.default_rng(0)
     targets = {"own": np.array([0, 0, 17, 30], np.int64), "several": rng.integers(0, CONFIG.vocab_size, (4, 3))}
+    targets["sparse"] = np.where(np.arange(4)[:, None] == 2, targets["several"], 0)
     weights = {name: rng.random(ids.shape).astype(np.float32) for name, ids in targets.items()}
-    batch = [datum_of(ids, target_tokens=targets[name], weights=weights[name]) for name in targets]
+    weights["sparse"] *= targets["sparse"] != 0
+    batch = [datum_of(ids, target_tokens=targets[name], weights=weights[name]) for name in ("own", "several")]
+    sparse = [tinker.TensorData.from_torch_sparse(torch.tensor(x["sparse"])) for x in (targets, weights)]
+    assert all(one.sparse_crow_indices is not None for one in sparse)
+    batch.append(datum_of(ids, target_tokens=sparse[0], weights=sparse[1]))
     batch.append(datum_of(ids))
     client = trainer(service)
     output = client.forward_backward(batch, "cross_entropy").result()
@@ -312,6 +324,54 @@ def test_the_likeliest_ids_of_prompt_and_sample_are_those_of_the_model(service, 
             assert [token for token, _ in row] == order[: 2 if place < 3 else 3].tolist()
             np.testing.assert_allclose([logprob for _, logprob in row], table[place][order[: len(row)]], atol=1e-4)
     assert answer.topk_prompt_logprobs[0] is None
+
+
+def test_chosen_ids_are_scored_at_each_token_of_a_prompt(service, model_folder):
+    """The first row names ids everywhere, the others in some cells; the tensor is dense, then sparse."""
+    client = trainer(service)
+    client.forward_backward(data(), "cross_entropy").result()
+    client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    ids, rng = [5, 9, 17, 30, 8, 11], np.random.default_rng(0)
+    chosen = np.full((5, 4), -1, np.int64)
+    chosen[0], chosen[3, [0, 2]] = rng.integers(0, CONFIG.vocab_size, 4), (7, 0)
+    every = np.tile(np.arange(CONFIG.vocab_size), (5, 1))
+    (table,) = logprobs_of(client.forward([datum_of(ids, target_tokens=every)], "cross_entropy").result())
+    expected = np.where(chosen < 0, 0.0, np.take_along_axis(table, np.maximum(chosen, 0), 1))
+    tensors = tinker.TensorData.from_numpy(chosen), tinker.TensorData.from_torch_sparse(torch.tensor(chosen), -1)
+    prompt, asked = tinker.ModelInput.from_ints(ids), tinker.SamplingParams(max_tokens=1)
+    futures = [sampler.sample(prompt, 1, asked, target_prompt_logprobs=tensor) for tensor in tensors]
+    for tensor, future in zip(tensors, futures, strict=True):
+        answer = future.result()
+        assert answer.prompt_logprobs is None and answer.target_prompt_logprobs is not None
+        assert answer.target_prompt_logprobs.sparse_crow_indices == tensor.sparse_crow_indices
+        np.testing.assert_allclose(answer.target_prompt_logprobs.to_numpy(), expected, atol=1e-4)
+    assert tensors[0].sparse_crow_indices is None and tensors[1].sparse_crow_indices is not None
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.ones((3, 1), np.int64), r"has shape \[3, 1\]; send \[2, K\] for 3 tokens, K at most 64"),
+        (np.full((2, 1), -1), "has ids from -1 to -1; send 0 to 399, or -1 for no id, and at least one id"),
+        (np.array([[5], [400]]), "has ids from 5 to 400; send 0 to 399"),
+    ],
+)
+def test_ids_that_cannot_be_scored_are_refused(service, ids, message):
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    prompt, asked = tinker.ModelInput.from_ints([5, 9, 17]), tinker.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        sampler.sample(prompt, 1, asked, target_prompt_logprobs=tinker.TensorData.from_numpy(ids)).result()
+
+
+def test_a_loss_that_the_sdk_does_not_define_is_refused_before_anything_is_sampled(service):
+    client = trainer(service)
+    message = "stable_reinforce is not computed, because the SDK does not define its objective"
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        client.forward_backward(data(), "stable_reinforce").result()
+    sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    with pytest.raises(tinker.BadRequestError, match=message):
+        sampler.sample(tinker.ModelInput.from_ints([5]), 1, tinker.SamplingParams(max_tokens=1)).result()
 
 
 def test_log_probs_of_many_prompts_are_computed_together(model_folder, tmp_path, monkeypatch):
@@ -487,13 +547,16 @@ def test_whole_models_are_trained_and_sampled_from_one_at_a_time(model_folder, t
         ({"target_tokens": np.array([5, 5, 400], np.int64)}, "has the id 400; the model's are 0 to 399"),
         ({"target_tokens": np.array([5, 5], np.int64)}, r"target_tokens has shape \[2\]; the input has 3 tokens"),
         ({"weights": np.ones(2, np.float32)}, r"weights has shape \[2\], target_tokens \[3\]"),
-        ({"target_tokens": np.ones((3, 2, 1), np.int64)}, "more than two axes"),
+        ({"target_tokens": np.ones((3, 2, 1), np.int64)}, r"shape \[3, 2, 1\]; send \[N\] or \[N, K\]"),
+        ({"long": True}, "70 tokens are more than the 63 that this server trains on; start it with pack_length=71 or"),
+        ({"rewards": np.ones(3, np.float32)}, "loss_fn_inputs have rewards; there are target_tokens, weights"),
     ],
 )
 def test_a_batch_that_is_not_computed_is_refused_and_the_next_one_is(service, changed, message):
     client = trainer(service)
+    wrong = datum_of([5] * 71) if "long" in changed else datum_of([5, 6, 7, 8], **changed)
     with pytest.raises(tinker.RequestFailedError, match=message):
-        client.forward_backward([datum_of([5, 6, 7, 8], **changed)], "cross_entropy").result()
+        client.forward_backward([wrong], "cross_entropy").result()
     right = datum_of([5, 6, 7, 8])
     assert client.forward_backward([right], "cross_entropy").result().metrics["loss:sum"] > 0
 

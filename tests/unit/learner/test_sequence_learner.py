@@ -44,7 +44,7 @@ def named(params) -> dict[str, np.ndarray]:
 
 def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[TrainingSequence]:
     """Sequences that begin alike, some of their tokens scored, of these some with weight 0 or less."""
-    rng = np.random.default_rng(seed)
+    rng, masks = np.random.default_rng(seed), np.random.default_rng(seed + 100)
     common = rng.integers(1, TINY.vocab_size, 7)
     made = []
     for _ in range(count):
@@ -54,9 +54,9 @@ def sequences(count: int = 5, *, scored: float = 0.6, seed: int = 0) -> list[Tra
         size = int(mask.sum())
         weight, advantage = rng.choice([-0.5, 0.0, 1.0, 2.0], size), rng.normal(size=size)
         old = np.log(1 / TINY.vocab_size) + rng.normal(scale=0.4, size=size)
-        made.append(
-            TrainingSequence(token_ids=ids, loss_mask=mask, weight=weight, advantage=advantage, old_logprob=old)
-        )
+        of_loss = {"weight": weight, "advantage": advantage, "old_logprob": old}
+        in_ratio = np.append(masks.choice([0.0, 1.0], size - 1), 1.0)
+        made.append(TrainingSequence(token_ids=ids, loss_mask=mask, **of_loss, ratio_mask=in_ratio))
     return made
 
 
@@ -84,17 +84,20 @@ def peer_loss(peer, loss: str, sequence: TrainingSequence):
     logprob = peer_logprobs(peer, sequence)
     weight, advantage, old = (torch.tensor(x) for x in (sequence.weight, sequence.advantage, sequence.old_logprob))
     ratio = torch.exp(logprob - old)
+    mean = (logprob - old)[torch.tensor(sequence.ratio_mask) != 0].mean().detach()
+    of_sequence = torch.exp(mean + logprob - logprob.detach())
     per_token = {
         "cross_entropy": lambda: -logprob,
         "importance_sampling": lambda: -ratio * advantage,
         "ppo": lambda: -torch.min(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage),
         "cispo": lambda: -(ratio.clamp(0.9, 1.3).detach() * logprob * advantage),
         "dro": lambda: -(logprob * advantage - 0.5 * 0.3 * (logprob - old) ** 2),
+        "gspo": lambda: -torch.min(of_sequence * advantage, of_sequence.clamp(0.9, 1.3) * advantage),
     }[loss]()
     return (weight * per_token).sum()
 
 
-CONSTANTS = {name: {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3} for name in ("ppo", "cispo")} | {
+CONSTANTS = {name: {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3} for name in ("ppo", "cispo", "gspo")} | {
     "dro": {"beta": 0.3}
 }
 
@@ -249,6 +252,8 @@ def test_twins_share_programs_and_frozen_parameters_but_no_update():
         ({"loss": "ppo", "beta": 1.0}, "ppo has no constant beta; it has clip_low_threshold, clip_high_threshold"),
         ({"loss": "ppo", "drop": "old_logprob"}, "needs old_logprob of every sequence, which sequence 0 lacks"),
         ({"loss": "dro", "drop": "advantage"}, "needs advantage of every sequence"),
+        ({"loss": "gspo", "drop": "ratio_mask"}, "needs ratio_mask of every sequence"),
+        ({"loss": "gspo", "ratio_mask": 0.0}, "the ratio mask of sequence 0 is 0 everywhere"),
         ({"targets": TINY.vocab_size}, "sequence 0 has the id 97; the model's are 0 to 96"),
     ],
 )
@@ -258,8 +263,8 @@ def test_a_call_that_is_refused_says_why_and_keeps_the_gradient(changed, message
     before = jax.device_get(made._gradients)
     dropped = changed.pop("drop", None)
     wrong = [replace(sequence, **({dropped: None} if dropped else {})) for sequence in data]
-    if (target := changed.pop("targets", None)) is not None:
-        wrong[0] = replace(wrong[0], targets=np.full(wrong[0].num_scored, target))
+    for name in changed.keys() & {"targets", "ratio_mask"}:
+        wrong[0] = replace(wrong[0], **{name: np.full(wrong[0].num_scored, changed.pop(name))})
     with pytest.raises(ValueError, match=message):
         made.forward_backward(wrong, **changed)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(made._gradients)))
