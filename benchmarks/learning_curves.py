@@ -73,20 +73,21 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "jax_agent_rl.cli", "prepare", "shop", "--out", "data/shop"], check=True)
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
-    for curve, commands in EXPERIMENTS[name].items():
-        accuracies, seconds, steps = [], [], []
-        for seed in arguments.seeds:
+    measured: dict[str, list[tuple[list[int], list[float], float]]] = {curve: [] for curve in EXPERIMENTS[name]}
+    for seed in arguments.seeds:
+        for curve, commands in EXPERIMENTS[name].items():
             folder = f"run_dir={out}/{name}-{curve.replace(', ', '-').replace(' ', '-')}-{seed}"
             made = [f"{command} seed={seed}".format(out=out, seed=seed) for command in commands]
             made = [command if "run_dir=" in command else f"{command} {folder}" for command in made]
-            steps, own, spent = measure([run(command) for command in made])
-            accuracies.append(own)
-            seconds.append(spent)
+            measured[curve].append(measure([run(command) for command in made]))
+    for curve, of_seeds in measured.items():
+        steps, accuracies, seconds = of_seeds[0][0], *([one[i] for one in of_seeds] for i in (1, 2))
         values = np.asarray(accuracies) * 100
         (line,) = axes.plot(steps, values.mean(0), label=curve)
         axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2)
         facts = {"accuracy": np.round(values, 1).tolist(), "train_seconds": np.round(seconds, 1).tolist()}
-        print(json.dumps({"curve": curve, "steps": steps, **facts, "commands": commands, "cpu": cpu()}), flush=True)
+        facts |= {"steps": steps, "commands": EXPERIMENTS[name][curve], "cpu": cpu()}
+        print(json.dumps({"curve": curve, **facts}), flush=True)
     axes.set(xlabel="training steps", ylabel="held-out accuracy (%)", ylim=(0, 100))
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
