@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -72,6 +73,13 @@ class TeacherConfig(Section):
         min_length=1,
         description="Data sources of the rows it teaches (* matches). A row has the first teacher that fits.",
     )
+
+
+def first_teacher(data_sources: Iterable[Sequence[str]], row: Mapping[str, Any]) -> int | None:
+    """Return the number of the first teacher whose ``data_sources`` fit a row; None if none do."""
+    source = str(row.get("data_source"))
+    fits = (any(fnmatchcase(source, pattern) for pattern in patterns) for patterns in data_sources)
+    return next((number for number, one in enumerate(fits) if one), None)
 
 
 def _listed(value: Any) -> Any:

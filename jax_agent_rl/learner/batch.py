@@ -267,9 +267,7 @@ def pack(
     ]
     routed = pack_routed(sequences, located, arrays["token_ids"].shape)
     kept = row_supports(supports, vocab_size)
-    batch = Batch(
-        **arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept, candidates=None
-    )
+    batch = Batch(**arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept)
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.learner.experience import RefScores
 from jax_agent_rl.learner.image_packing import image_packing
 from jax_agent_rl.learner.parameterization import Parameterization, compute_params
@@ -57,7 +57,7 @@ class Teacher:
         data_sources: Sequence[str] = ("*",),
         vision_processor: VisionProcessor | None = None,
     ) -> None:
-        self._data_sources = data_sources
+        self.data_sources = data_sources
         own, programs = teacher_programs(
             model,
             compute_params(params, config.compute_dtype),
@@ -74,10 +74,6 @@ class Teacher:
     def programs_compiled(self) -> int:
         """Distinct programs compiled so far; constant once warm."""
         return self._scorer.programs_compiled
-
-    def teaches(self, data_source: str) -> bool:
-        """Return whether it teaches the rows of a data source."""
-        return any(fnmatchcase(data_source, pattern) for pattern in self._data_sources)
 
     def score(self, trajectories: Sequence[Trajectory]) -> RefScores:
         """Return what the KL reads of the reference, see :meth:`Scorer.reference`."""
@@ -135,9 +131,9 @@ def score_by_teachers(teachers: Sequence[Teacher], trajectories: Sequence[Trajec
             top = (np.asarray(brought.top_ids, np.int32), np.asarray(brought.top_log_probs, np.float32))
             scores[number] = top if brought.top_ids else np.asarray(brought.log_probs, np.float64)
             continue
-        source = str(trajectory.row.get("data_source"))
-        which = next((i for i, teacher in enumerate(teachers) if teacher.teaches(source)), None)
+        which = first_teacher((teacher.data_sources for teacher in teachers), trajectory.row)
         if which is None:
+            source = str(trajectory.row.get("data_source"))
             raise ValueError(f"trajectory {trajectory.trajectory_id} of data_source {source!r} has no teacher")
         own[which].append(number)
     for teacher, numbers in zip(teachers, own, strict=True):

@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jax_agent_rl.config import Config, TeacherConfig
+from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.runtime.teachers import teacher_of
 from jax_agent_rl.types import Group, TokenScores, Trajectory
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 from jax_agent_rl.utils.network import token_from
@@ -147,7 +147,7 @@ class ServedTeachers:
         ]
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
-        number = teacher_of(self._configs, trajectory.row)
+        number = first_teacher((config.data_sources for config in self._configs), trajectory.row)
         client = None if number is None else self._clients[number]
         if number is None or client is None:
             return trajectory

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from jax_agent_rl.config import Config, TeacherConfig
+from jax_agent_rl.config import Config
+from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.learner.teachers import Teacher
 from jax_agent_rl.models.config import DecoderConfig
@@ -58,20 +58,13 @@ def require_teachers(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     if config.distill is None:
         return
-    teachers = config.distill.teachers
-    if missing := sorted({str(row.get("data_source")) for row in rows if teacher_of(teachers, row) is None}):
-        patterns = [pattern for teacher in teachers for pattern in teacher.data_sources]
+    data_sources = [teacher.data_sources for teacher in config.distill.teachers]
+    if missing := sorted({str(row.get("data_source")) for row in rows if first_teacher(data_sources, row) is None}):
+        patterns = [pattern for own in data_sources for pattern in own]
         raise ConfigError(
             f"no teacher of distill.teachers has the rows of data_source {missing}: their data_sources are {patterns}; "
             "name them, or * for all"
         )
-
-
-def teacher_of(teachers: Sequence[TeacherConfig], row: Mapping[str, Any]) -> int | None:
-    """Return the number of the first teacher that teaches a row; None if none does."""
-    source = str(row.get("data_source"))
-    fits = (any(fnmatchcase(source, pattern) for pattern in teacher.data_sources) for teacher in teachers)
-    return next((number for number, one in enumerate(fits) if one), None)
 
 
 def make_teachers(config: Config, model: DecoderConfig) -> list[Teacher] | None:
