@@ -4,15 +4,16 @@
     python benchmarks/learning_curves.py lora --seeds 0 1    # train of an adapter, against train of all weights
     python benchmarks/learning_curves.py distill --out runs/curves
 
-Each curve is a list of commands as a user types them. Commands that have ended are not run again, so an interrupted
-benchmark goes on where it stopped. It prints a JSON object for each curve, with the accuracies of every seed, seconds
-of training and the commands, and draws mean and range into ``OUT/EXPERIMENT.svg``.
+Each curve is a list of commands as a user types them. Commands that have ended are not run again; one that was
+interrupted begins anew. It prints a JSON object for each curve, with the accuracies of every seed, seconds of training
+and the commands, and draws mean and range into ``OUT/EXPERIMENT.svg``.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,9 @@ def run(command: str) -> Path:
     words = shlex.split(command)
     folder = Path(next(word for word in words if word.startswith("run_dir=")).partition("=")[2])
     if not (folder / "summary.json").exists():
-        resume = ["--resume"] if folder.exists() else []
+        shutil.rmtree(folder, ignore_errors=True)
         print("+", command, file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "jax_agent_rl.cli", *words, *resume], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "jax_agent_rl.cli", *words], check=True, stdout=sys.stderr)
     return folder
 
 

@@ -1,6 +1,6 @@
 """Run the benchmarks one after the other and write what they measured: benchmarks/results.json and docs/results.md.
 
-    python benchmarks/run_all.py                                   # about an hour on two cores
+    python benchmarks/run_all.py
     python benchmarks/run_all.py --only decode learner --again     # measures these anew
     python benchmarks/run_all.py --vllm-python .venv-vllm/bin/python --trl-python /tmp/trl/bin/python
 
@@ -98,8 +98,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         "# Results",
         "",
         "What the scripts in `benchmarks/` measured. `benchmarks/run_all.py` writes this page and",
-        "`benchmarks/results.json`; the `--help` of each script says what it does and what its figures mean. Each ran",
-        "alone on the machine. Figures of processors with other vectors differ.",
+        "`benchmarks/results.json`; the `--help` of each script says what it does and what its figures mean. The load",
+        "is the machine's before the script began, 0 on a quiet one. Figures of processors with other vectors differ.",
     ]
     for name in BENCHMARKS:
         records = {machine: own[name] for machine, own in results.items() if name in own}
@@ -110,7 +110,9 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["", f"## {name}.py", "", title]
         for machine, record in records.items():
             versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-            facts = f"{machine}; {record['date']}; {record['minutes']} minutes; {versions}"
+            facts = (
+                f"{machine}; {record['date']}; {record['minutes']} minutes; load {record['load_before']}; {versions}"
+            )
             lines += ["", f"`{record['command']}`: {facts}", "", *tables(record["result"])]
     return "\n".join(lines) + "\n"
 

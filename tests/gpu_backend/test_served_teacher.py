@@ -51,7 +51,7 @@ def serving(folder: Path) -> Iterator[str]:
             command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
         )
     try:
-        while True:
+        while True:  # until pytest's timeout
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
                 break
