@@ -109,11 +109,8 @@ def select_checks(only: Collection[str]) -> list[Check]:
 def run_checks(machine: Machine, checks: Collection[Check]) -> Iterator[CheckResult]:
     """Run checks one after the other, and yield each result."""
     for check in checks:
-        record, begin, reason = (
-            Recorder(seconds=check.seconds, claim=check.claim, clock=machine.clock),
-            machine.clock(),
-            "",
-        )
+        record = Recorder(seconds=check.seconds, claim=check.claim, clock=machine.clock)
+        begin, reason = machine.clock(), ""
         try:
             check.run(machine, record)
         except NotRunError as error:

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 import jax_agent_rl.deploy.certify as certify
 from jax_agent_rl.cli import app
+from jax_agent_rl.config import load
 from jax_agent_rl.deploy.certify import kernels, page, run_checks, select_checks, speed, system
-from jax_agent_rl.deploy.certify.machine import Machine, load_config
+from jax_agent_rl.deploy.certify.machine import SHORT, Machine, load_config
 from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim, Recorder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.engine import JaxEngine
@@ -49,6 +50,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def machine(recipe: Path, tmp_path: Path) -> Machine:
     return Machine(load_config(recipe, [], tmp_path, devices=1), tmp_path, clock=Clock())
+
+
+def test_without_a_configuration_it_is_the_quickstarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jax_agent_rl.deploy.certify.machine.fetch_quickstart_model", lambda: Path("model"))
+    made = load_config(None, [], tmp_path, devices=1)
+    data = {"data.train": made.data.train[0].path, "data.eval": made.data.eval[0].path, "model.path": "model"}
+    own = [f"{key}={value}" for key, value in (data | {"run_dir": made.run_dir}).items()]
+    assert made == load(ROOT / "configs" / "quickstart.yaml", [*own, *SHORT, "trainer.checkpoint_every=10"])
 
 
 def run(machine: Machine, name: str) -> CheckResult:
