@@ -267,7 +267,9 @@ def pack(
     ]
     routed = pack_routed(sequences, located, arrays["token_ids"].shape)
     kept = row_supports(supports, vocab_size)
-    batch = Batch(**arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept)
+    batch = Batch(
+        **arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept, candidates=None
+    )
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
 

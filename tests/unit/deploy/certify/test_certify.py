@@ -55,6 +55,7 @@ def machine(recipe: Path, tmp_path: Path) -> Machine:
 def test_without_a_configuration_it_is_the_quickstarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax_agent_rl.deploy.certify.machine.fetch_quickstart_model", lambda: Path("model"))
     made = load_config(None, [], tmp_path, devices=1)
+    assert made.data.eval is not None
     data = {"data.train": made.data.train[0].path, "data.eval": made.data.eval[0].path, "model.path": "model"}
     own = [f"{key}={value}" for key, value in (data | {"run_dir": made.run_dir}).items()]
     assert made == load(ROOT / "configs" / "quickstart.yaml", [*own, *SHORT, "trainer.checkpoint_every=10"])
