@@ -234,12 +234,12 @@ def test_a_backend_that_breaks_a_rule_deviates_and_the_rule_is_named(machine: Ma
 # --- devices ------------------------------------------------------------------------------------------------------
 
 _EXCHANGES = """
-import sys, time, tempfile
+import sys, time
 from pathlib import Path
 import jax
 from jax_agent_rl.deploy.certify import run_checks, select_checks
 from jax_agent_rl.deploy.certify.machine import Machine, load_config
-scratch = Path(tempfile.mkdtemp())
+scratch = Path(sys.argv[2])
 config = load_config(Path(sys.argv[1]), ["learner.mesh.fsdp=2", "learner.mesh.tensor=2"], scratch, devices=1)
 machine = Machine(config, scratch, clock=time.perf_counter)
 def show():
@@ -254,8 +254,8 @@ show()
 """
 
 
-def test_an_exchange_that_goes_wrong_deviates_on_its_axis(recipe: Path):
-    right, names, wrong = run_on_devices(_EXCHANGES, str(recipe), devices=4)
+def test_an_exchange_that_goes_wrong_deviates_on_its_axis(recipe: Path, tmp_path: Path):
+    right, names, wrong = run_on_devices(_EXCHANGES, str(recipe), str(tmp_path), devices=4)
     assert right == "as claimed" and names == "14 True"  # five axes of all devices, two of the learner's
     assert wrong.split("|") == ["deviates", "exchanges over fsdp of 4 devices", "exchanges over fsdp of learner.mesh"]
 
