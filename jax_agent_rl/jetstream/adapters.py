@@ -1,7 +1,8 @@
 """LoRA adapters served beside the base model: every slot names one of them, or none.
 
-All adapters are stacked on the device. Every slot multiplies with all of them and a mask keeps its own: for a few
-adapters of low rank that is one product of two small matrices and needs no gather.
+All adapters are stacked on the device. In decoding every slot multiplies with all of them and a mask keeps its own: for
+a few adapters of low rank that is one product of two small matrices. On CPUs a kernel reads the adapters in use alone.
+A prompt's tokens are many, and gather the one adapter that they share.
 
 Shapes: N adapters, r their largest rank, D inputs, B slots or tokens; K key/value heads, G query heads of each, h head
 size, F feed-forward units.
@@ -9,6 +10,7 @@ size, F feed-forward units.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.peft import PeftAdapter
 
@@ -31,11 +34,11 @@ class LowRank:
 
     Attributes:
         a: [N, p r, D], for each of the p matrices fused into it.
-        b: [N, …, out, p r], laid out as the matrix, scaled; zero where a row's matrix is not the column's.
+        b: of each of those [N, …, out, r], laid out as its part of the matrix, scaled.
     """
 
     a: Any
-    b: Any
+    b: tuple[Any, ...]
 
 
 LayerAdapters = dict[str, LowRank]
@@ -63,71 +66,84 @@ def stack_adapters(config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dt
     rank = max(adapter.rank for adapter in adapters)
     used = {name for adapter in adapters for name in adapter.weights}
     kinds = [fused for fused, parts in FUSED.items() if used.intersection(parts)]
-
-    def layer(i: int) -> LayerAdapters:
-        return {
-            fused: LowRank(
-                a=np.stack([_fused_a(config, adapter, fused, i, rank) for adapter in adapters]).astype(dtype),
-                b=np.stack([_fused_b(config, adapter, fused, i, rank) for adapter in adapters]).astype(dtype),
-            )
-            for fused in kinds
-        }
-
-    return AdapterStacks(tuple(layer(i) for i in range(config.num_layers)))
+    each = [_lay_out(config, adapter, kinds, rank) for adapter in adapters]
+    return jax.tree.map(lambda *arrays: np.stack(arrays).astype(dtype), *each)
 
 
-def one_hot(adapter: jax.Array, stacks: AdapterStacks, dtype: jnp.dtype) -> jax.Array:
-    """Return [N, B] of int32 [B], where 0 is the plain model and n the n-th adapter."""
-    count = len(next(iter(stacks.layers[0].values())).a)
-    return jax.nn.one_hot(adapter - 1, count, axis=0, dtype=dtype)
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stacks: AdapterStacks, new: AdapterStacks, place: jax.Array) -> AdapterStacks:
+    return jax.tree.map(lambda all_, one: all_.at[place].set(one.astype(all_.dtype)), stacks, new)
 
 
-def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Add ``b a x`` of each slot's adapter to a product [..., out, B].
+def replace_adapter(config: DecoderConfig, stacks: AdapterStacks, place: int, adapter: PeftAdapter) -> AdapterStacks:
+    """Return the stacks with another adapter at a place, where they lie; those given are donated.
+
+    Raises:
+        ValueError: it has a higher rank, or adapts a matrix that no adapter in the stacks does.
+    """
+    kinds = list(stacks.layers[0])
+    rank = stacks.layers[0][kinds[0]].b[0].shape[-1]
+    parts = {part for kind in kinds for part in FUSED[kind]}
+    if adapter.rank > rank or not parts.issuperset(adapter.weights):
+        raise ValueError(
+            f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit adapters of rank {rank} "
+            f"for {sorted(parts)}; start the engine with one that does"
+        )
+    return _put(stacks, _lay_out(config, adapter, kinds, rank), np.int32(place))
+
+
+def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, adapter: jax.Array, *, native: bool) -> jax.Array:
+    """Add ``b a x`` of each context's adapter to a product [..., out, B T].
 
     Args:
         out: the product.
         adapters: of the matrix.
-        x: [D, B], the matrix's input.
-        chosen: [N, B], see :func:`one_hot`.
+        x: [D, B T], the matrix's input: T tokens of each context.
+        adapter: int32 [B], 0 is the plain model and n the n-th adapter.
+        native: use ``jetstream.cpu_kernels``.
     """
-    low = jnp.einsum("nrd,db->nrb", adapters.a, x) * chosen[:, None]
-    return out + jnp.einsum("n...or,nrb->...ob", adapters.b, low)
+    a, parts = adapters.a, len(adapters.b)
+    if native:
+        low = cpu_kernels.grouped_product(a, x, adapter).reshape(parts, -1, x.shape[1])
+        added = [cpu_kernels.grouped_product(b, part, adapter) for b, part in zip(adapters.b, low, strict=True)]
+    elif len(adapter) == x.shape[1]:
+        chosen = jax.nn.one_hot(adapter - 1, len(a), axis=0, dtype=x.dtype)
+        low = (jnp.einsum("nrd,db->nrb", a, x) * chosen[:, None]).reshape(len(a), parts, -1, x.shape[1])
+        added = [jnp.einsum("n...or,nrb->...ob", b, low[:, part]) for part, b in enumerate(adapters.b)]
+    else:
+        own, is_adapted = jnp.maximum(adapter - 1, 0), (adapter > 0).astype(x.dtype)
+        rows = x.reshape(len(x), len(adapter), -1)
+        low = jnp.einsum("crd,dct->crt", a[own], rows) * is_adapted[:, None, None]
+        low = low.reshape(len(adapter), parts, -1, rows.shape[2])
+        added = [jnp.einsum("c...or,crt->...oct", b[own], low[:, part]) for part, b in enumerate(adapters.b)]
+        added = [x.reshape(*x.shape[:-2], -1) for x in added]
+    return out + jnp.concatenate(added, axis=-2).reshape(out.shape)
 
 
-def _fused_a(config: DecoderConfig, adapter: PeftAdapter, fused: str, layer: int, rank: int) -> np.ndarray:
-    """Return ``a`` of one adapter and one of the engine's matrices, [p r, D]."""
-    parts = FUSED[fused]
-    inputs = {"o": config.num_heads * config.head_dim, "down": config.intermediate_size}.get(fused, config.hidden_size)
-    a = np.zeros((len(parts), rank, inputs), np.float32)
-    for i, part in enumerate(parts):
-        if part in adapter.weights:
-            a[i, : adapter.rank] = adapter.weights[part][0][layer]
-    return a.reshape(-1, inputs)
+def _lay_out(config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], rank: int) -> AdapterStacks:
+    """Return one adapter's matrices without the axis of adapters, float32 on the host."""
 
+    def part(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        group = config.num_heads // config.num_kv_heads
+        inputs = {"o": config.num_heads * config.head_dim, "down": config.intermediate_size}
+        shapes = {
+            "q": (config.num_kv_heads, group * config.head_dim),
+            **dict.fromkeys(("k", "v"), (config.num_kv_heads, config.head_dim)),
+            **dict.fromkeys(("gate", "up"), (config.intermediate_size,)),
+        }
+        a = np.zeros((rank, inputs.get(name, config.hidden_size)), np.float32)
+        b = np.zeros((*shapes.get(name, (config.hidden_size,)), rank), np.float32)
+        if name in adapter.weights:
+            own_a, own_b = (x[layer] for x in adapter.weights[name])
+            a[: adapter.rank] = own_a
+            if name in ("k", "v"):  # the engine may hold a head several times
+                heads = own_b.reshape(-1, config.head_dim, adapter.rank)
+                own_b = np.repeat(heads, config.num_kv_heads // len(heads), axis=0)
+            b[..., : adapter.rank] = own_b.reshape(*b.shape[:-1], -1)
+        return a, b
 
-def _fused_b(config: DecoderConfig, adapter: PeftAdapter, fused: str, layer: int, rank: int) -> np.ndarray:
-    """Return ``b`` of one adapter and one of the engine's matrices, […, out, p r], rows in the engine's order."""
-    kv_heads, size = config.num_kv_heads, config.head_dim
-    group = config.num_heads // kv_heads
-    up = {part: b[layer] for part, (_, b) in adapter.weights.items() if part in FUSED[fused]}
-    own = slice(adapter.rank)
-    if fused == "qkv":
-        b = np.zeros((kv_heads, group + 2, size, 3, rank), np.float32)
-        if "q" in up:
-            b[:, :group, :, 0, own] = up["q"].reshape(kv_heads, group, size, -1)
-        for i, part in enumerate(("k", "v"), 1):
-            if part in up:
-                heads = up[part].reshape(-1, size, adapter.rank)
-                b[:, group + i - 1, :, i, own] = np.repeat(heads, kv_heads // len(heads), axis=0)
-        return b.reshape(kv_heads, (group + 2) * size, -1)
-    if fused == "gate_up":
-        b = np.zeros((2, config.intermediate_size, 2, rank), np.float32)
-        for i, part in enumerate(FUSED[fused]):
-            if part in up:
-                b[i, :, i, own] = up[part]
-        return b.reshape(2, config.intermediate_size, -1)
-    b = np.zeros((config.hidden_size, rank), np.float32)
-    if fused in up:
-        b[:, own] = up[fused]
-    return b
+    def low_rank(kind: str, layer: int) -> LowRank:
+        a, b = zip(*(part(name, layer) for name in FUSED[kind]), strict=True)
+        return LowRank(np.concatenate(a), b)
+
+    return AdapterStacks(tuple({kind: low_rank(kind, i) for kind in kinds} for i in range(config.num_layers)))

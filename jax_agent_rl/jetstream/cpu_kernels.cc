@@ -14,6 +14,7 @@
 XLA_FFI_DEFINE_HANDLER_SYMBOL(product, Product, BIND.FLOATS.FLOATS.FLOATS.NORM.RESULT);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gated_product, GatedProduct,
                               BIND.FLOATS.FLOATS.FLOATS.NORM.Attr<int64_t>("activation").RESULT);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, GroupedProduct, BIND.FLOATS.FLOATS.INTS.RESULT);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(decode_attention, DecodeAttention,
                               BIND.FLOATS.FLOATS.FLOATS.INTS.INTS.FLOATS.FLOATS.FLOATS.Attr<float>("scale")
                                   .Attr<int64_t>("window")

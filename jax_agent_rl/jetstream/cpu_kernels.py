@@ -36,7 +36,7 @@ from jax_agent_rl.utils.files import cache_root
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
 HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products", "attention"))
-TARGETS = ("product", "gated_product", "decode_attention")
+TARGETS = ("product", "gated_product", "grouped_product", "decode_attention")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
 
@@ -114,6 +114,18 @@ def gated_product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: 
     out = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), x.dtype)
     activation = np.int64(list(ACTIVATIONS).index(config.activation))
     return _call("gated_product", out)(weight, x, _or_empty(norm), activation=activation, **_norm_settings(config))
+
+
+def grouped_product(weight: jax.Array, x: jax.Array, group: jax.Array) -> jax.Array:
+    """Multiply each column with the matrix of its group: [N, ..., out, in] x [in, B] -> [..., out, B].
+
+    Args:
+        weight: a matrix for each group.
+        x: the columns.
+        group: int32 [B], 1 to N, or 0: the result is zero.
+    """
+    out = jax.ShapeDtypeStruct((*weight.shape[1:-1], x.shape[1]), x.dtype)
+    return _call("grouped_product", out)(weight, x, group)
 
 
 def decode_attention(

@@ -245,6 +245,51 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight, ffi::Buff
   return ffi::Error::Success();
 }
 
+// Each column times the matrix of its group: out[:, b] = weight[group[b] - 1] . x[:, b], and 0 where group[b] is 0. Only
+// matrices of groups that have columns are read.
+ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weight, ffi::Buffer<ffi::F32> x,
+                          ffi::Buffer<ffi::S32> group, ffi::ResultBuffer<ffi::F32> result) {
+  struct Group {
+    const float* weight;
+    std::vector<int64_t> members;
+    std::vector<float> x;  // their columns
+  };
+  const int64_t in = x.dimensions()[0], count = x.dimensions()[1];
+  const int64_t most = weight.dimensions()[0], rows = weight.element_count() / most / in;
+  auto groups = std::make_shared<std::vector<Group>>();  // shared: a thread may start when all is done
+  for (int64_t g = 0; g < most; ++g) {
+    Group made{weight.typed_data() + g * rows * in, {}, {}};
+    for (int64_t b = 0; b < count; ++b)
+      if (group.typed_data()[b] == g + 1) made.members.push_back(b);
+    if (made.members.empty()) continue;
+    made.x.resize(in * made.members.size());
+    float* to = made.x.data();
+    for (int64_t k = 0; k < in; ++k)
+      for (int64_t b : made.members) *to++ = x.typed_data()[k * count + b];
+    groups->push_back(std::move(made));
+  }
+  float* out = result->typed_data();
+  std::fill_n(out, rows * count, 0.0f);
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  Parallel(pool, groups->size() * blocks, [=](auto take) {
+    thread_local std::vector<float> block;
+    const float* columns_of_group = nullptr;
+    int64_t current = -1;
+    for (int64_t i; (i = take()) >= 0;) {
+      const Group& own = (*groups)[i / blocks];
+      const int64_t row = i % blocks * kRows, width = own.members.size(), stride = PaddedColumns(width);
+      const int height = std::min<int64_t>(kRows, rows - row);
+      if (current != i / blocks) columns_of_group = Input({own.x.data(), nullptr, in, width, stride, 0.0f, 0.0f});
+      current = i / blocks;
+      block.resize(kRows * stride);
+      RowsByInput(own.weight + row * in, height, columns_of_group, in, stride, block.data());
+      for (int r = 0; r < height; ++r)
+        for (int64_t c = 0; c < width; ++c) out[(row + r) * count + own.members[c]] = block[r * stride + c];
+    }
+  });
+  return ffi::Error::Success();
+}
+
 enum Activation : int64_t { kSilu, kGeluTanh, kClampedSwiglu };  // in the order of cpu_kernels.ACTIVATIONS
 
 inline Wide Gate(int64_t activation, Wide gate, Wide up) {

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
-from jax_agent_rl.jetstream.adapters import AdapterStacks, stack_adapters
+from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapter, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
     PREFILL_ROWS,
@@ -113,14 +113,17 @@ class JaxEngine(VerifyingEngine):
         self.adapters = tuple(adapters or ())
         self._stacks: AdapterStacks | None = None
         if adapters:
-            self.load_adapters(adapters)
+            stacks = stack_adapters(self.config, list(adapters.values()), dtype=self.dtype)
+            self._stacks = jax.device_put(stacks, self._replicated)
 
     # --- weights and state ------------------------------------------------------------------------------------
 
     def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
-        """Serve these adapters from the next dispatch on, all that :attr:`adapters` names."""
-        stacks = stack_adapters(self.config, [adapters[name] for name in self.adapters], dtype=self.dtype)
-        self._stacks = jax.device_put(stacks, self._replicated)
+        """Serve these adapters from the next dispatch on; others of :attr:`adapters` stay."""
+        for name, adapter in adapters.items():
+            assert self._stacks is not None
+            place = self.adapters.index(name)
+            self._stacks = replace_adapter(self.config, self._stacks, place, adapter)
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
         """Copy the learner's parameter tree into the engine's layout and precision, see :class:`WeightLoader`.

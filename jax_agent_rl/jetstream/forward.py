@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_agent_rl.jetstream import cpu_kernels
-from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank, one_hot
+from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache, write_routed
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -142,7 +142,7 @@ def decode_step(
         mesh: the engine's mesh, if it has more than one device.
         pages: int32 [B, n], pages of each slot, for kernels; None if ``cache`` has rows.
         adapters: the engine's LoRA adapters, if any.
-        adapter: int32 [B], the adapter of each slot, see ``jetstream.adapters.one_hot``.
+        adapter: int32 [B], the adapter of each slot, see ``adapters.add_low_rank``.
         native: use ``jetstream.cpu_kernels``, not those for TPUs.
 
     Returns:
@@ -215,7 +215,6 @@ def prefill_chunks(
         tables = _rope(config, (first[:, None] + jnp.arange(count)).reshape(-1))
     else:
         tables = _mrope(config, images.rope_positions.reshape(-1, 3))
-    adapter = None if adapter is None else jnp.repeat(adapter, count)
     layers = []
     for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
         windowed = config.is_windowed(i)
@@ -230,15 +229,16 @@ def prefill_chunks(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _AdaptedLayer:
-    """One layer's arrays, its adapters, and each slot's choice of them (``adapters.one_hot``).
+    """One layer's arrays, its adapters, and each context's choice of them.
 
     Attributes:
+        adapter: int32 [B], see ``adapters.add_low_rank``; None if there are none.
         native: use ``jetstream.cpu_kernels``.
     """
 
     params: Params
     adapters: LayerAdapters
-    chosen: jax.Array | None
+    adapter: jax.Array | None
     native: bool = field(default=False, metadata={"static": True})
 
     def multiply(self, config: DecoderConfig, name: str, x: jax.Array, norm: str | None = None) -> jax.Array:
@@ -248,12 +248,12 @@ class _AdaptedLayer:
             x, scale = rms_norm(config, x, scale, axis=0), None
         weight = self.params[name]
         out = cpu_kernels.product(config, weight, x, scale) if self.native else product(weight, x)
-        if self.chosen is None or name not in self.adapters:
+        if self.adapter is None or name not in self.adapters:
             return out
-        return add_low_rank(out, self.adapters[name], x, self.chosen)
+        return add_low_rank(out, self.adapters[name], x, self.adapter, native=self.native)
 
     def is_adapted(self, name: str) -> bool:
-        return self.chosen is not None and name in self.adapters
+        return self.adapter is not None and name in self.adapters
 
 
 def _adapted_layers(
@@ -262,9 +262,8 @@ def _adapted_layers(
     """Return all layers; ``adapter`` is int32 [B]."""
     if adapters is None or adapter is None:
         return [_AdaptedLayer(layer, {}, None, native) for layer in params.layers]
-    chosen = one_hot(adapter, adapters, params.embed.dtype)
     return [
-        _AdaptedLayer(layer, own, chosen, native) for layer, own in zip(params.layers, adapters.layers, strict=True)
+        _AdaptedLayer(layer, own, adapter, native) for layer, own in zip(params.layers, adapters.layers, strict=True)
     ]
 
 

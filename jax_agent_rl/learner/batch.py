@@ -140,12 +140,13 @@ class Batch:
             for last in places[-1:]
         ]
 
-    def micro_batches(self, rows: int, *, halve: bool = False) -> Iterator[dict[str, np.ndarray]]:
+    def micro_batches(self, rows: int, *, lengths: int = 1) -> Iterator[dict[str, np.ndarray]]:
         """Yield slices of exactly ``rows`` rows as arrays by name (terms: ``term_<name>``); the last is padded.
 
         Args:
             rows: of a slice.
-            halve: cut slices whose rows are at most half full to half their length; none of a vision model.
+            lengths: number of row lengths, evenly spaced: each slice has the shortest that holds its rows. Those of a
+                vision model have their whole length.
         """
         arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
         if self.routed_experts is not None:
@@ -153,7 +154,7 @@ class Batch:
         if self.candidates is not None:
             arrays |= {"target_candidates": self.candidates[0], "target_candidate_logprobs": self.candidates[1]}
         length = self.token_ids.shape[1]
-        used = self._used() if halve and self.images is None else None
+        used = self._used() if lengths > 1 and self.images is None else None
         for begin in range(0, self.num_rows, rows):
             part = {name: value[begin : begin + rows] for name, value in arrays.items()}
             missing = rows - len(part["token_ids"])
@@ -161,8 +162,9 @@ class Batch:
                 empty = _empty_rows(missing, length)
                 nothing = {name: np.zeros((missing, *value.shape[1:]), value.dtype) for name, value in part.items()}
                 part = {name: np.concatenate([value, (nothing | empty)[name]]) for name, value in part.items()}
-            if used is not None and 2 * used[begin : begin + rows].max() <= length:
-                part = {name: value[:, : value.shape[1] // 2] for name, value in part.items()}
+            if used is not None:
+                need = max(1, -(-int(used[begin : begin + rows].max()) * lengths // length))
+                part = {name: value[:, : value.shape[1] // lengths * need] for name, value in part.items()}
             if self.supports:
                 part |= self.supports.micro_batch(begin, rows, part["target_id"].shape[1])
             yield part | (self.images.micro_batch(begin, rows) if self.images else {})

@@ -26,8 +26,8 @@ Weights = tuple[Params, Params]
 ScoreContexts = Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
 """For each context of n ids float32 [n - 1]: the log-prob of every id but the first."""
 
-MIN_HALVED = 512
-"""Shortest rows that are halved on a CPU when they are half empty: for others, compiling the program takes longer."""
+SHORTEST_CUT = 512
+"""Shortest rows that are cut on a CPU where they are not full: for others, compiling the program takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +45,18 @@ class Scorer:
     Args:
         programs: compiled functions of the learner.
         images: how rows hold images; None for a text model.
+        lengths: row lengths on a CPU, see :meth:`Batch.micro_batches`; each has programs of its own.
     """
 
-    def __init__(self, programs: LearnerPrograms, images: ImagePacking | None) -> None:
+    def __init__(self, programs: LearnerPrograms, images: ImagePacking | None, *, lengths: int = 2) -> None:
         self._programs, self._mesh, self._images = programs, programs.mesh, images
         self._compiled: set[Any] = set()  # programs that have seen every number of patches
         config = programs.config
         self.rows = config.micro_batch_size * row_shards(self._mesh)
         """Rows of a micro-batch."""
         on_cpu = self._mesh.size == 1 and self._mesh.devices.flat[0].platform == "cpu"
-        self._halve = on_cpu and config.pack_length >= MIN_HALVED and not config.pack_length % 2
+        cuts = on_cpu and config.pack_length >= SHORTEST_CUT and not config.pack_length % lengths
+        self._lengths = lengths if cuts else 1
         self._widths: dict[Any, set[int]] = defaultdict(set)  # by program: row lengths it has run for
         self._pack_rows = functools.partial(
             pack,
@@ -81,7 +83,7 @@ class Scorer:
 
     def micro_batches(self, batch: Batch) -> Iterator[Arrays]:
         """Yield the batch's micro-batches, placed on the mesh."""
-        return map(self._placed, batch.micro_batches(self.rows, halve=self._halve))
+        return map(self._placed, batch.micro_batches(self.rows, lengths=self._lengths))
 
     def blanks(self, batch: Batch, program: Any) -> Iterator[Arrays]:
         """Yield weightless micro-batches on the first call with a program that sees images.
@@ -169,7 +171,7 @@ def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Return the results [rows, n, ...] of a batch's micro-batches as one array [R, N, ...].
 
     Args:
-        parts: in order; of halved rows, n is N / 2.
+        parts: in order; of shorter rows, n is less than N.
         shape: [R, N]; rows beyond are padding.
     """
     padded = (np.pad(x, [(0, 0), (0, shape[1] - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]) for x in parts)

@@ -157,6 +157,7 @@ class SequenceLearner:
         config: batching, precision, adapters and mesh. The optimizer's numbers come with each :meth:`optim_step`.
         temperature: divides the logits.
         reference: keep a copy of the initial parameters for :meth:`forward`; adapters need none.
+        lengths: row lengths on a CPU, each with programs of its own.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class SequenceLearner:
         config: LearnerConfig,
         temperature: float = 1.0,
         reference: bool = False,
+        lengths: int = 2,
     ) -> None:
         self.model = model
         self._mesh = make_mesh(config.mesh)
@@ -181,7 +183,7 @@ class SequenceLearner:
             rate=optax.constant_schedule(0.0),
             loss=sequence_loss,
         )
-        self._scorer = Scorer(self._programs, None)
+        self._scorer = Scorer(self._programs, None, lengths=lengths)
         self._policy = OptimizedParams(policy.params, frozen=policy.frozen, programs=self._programs.policy)
         self._merge = policy.merge
         self._reference = policy.reference() if reference or config.lora else None

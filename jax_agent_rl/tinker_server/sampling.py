@@ -139,8 +139,7 @@ class Sampler:
         weights = await self._read(None if checkpoint is None else checkpoint[0])
         update: dict[str, Any] = {"payload": weights}
         if self._adapters:
-            self._adapters[place] = weights
-            update = {"payload": {}, "partial": True, "adapters": dict(self._adapters)}
+            update = {"payload": {}, "partial": True, "adapters": {place: weights}}
         await self._backend.pause(PauseMode.KEEP)
         try:
             version = self._backend.policy_version + 1

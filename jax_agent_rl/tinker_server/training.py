@@ -53,7 +53,7 @@ class Models:
         config = LearnerConfig(
             pack_length=settings.pack_length, compute_dtype=settings.compute_dtype, lora=settings.lora
         )
-        self._base = SequenceLearner(model, params, config=config, reference=True)
+        self._base = SequenceLearner(model, params, config=config, reference=True, lengths=8)
         self._learners: dict[str, SequenceLearner] = {}
         self._updates: dict[str, int] = {}
         self._scored: tuple[tuple[str, float] | None, Params | None] = (None, None)  # the last checkpoint scored with

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import LoraConfig
-from jax_agent_rl.errors import BackendError, ConfigError
+from jax_agent_rl.errors import BackendError, ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.hf import save_hf
@@ -145,6 +145,25 @@ async def test_adapters_in_training_change_with_an_update_and_compile_nothing(fo
     np.testing.assert_allclose(blank.log_probs, logprobs_of(tiny_params(), PROMPT, blank.token_ids), atol=1e-4)
     expected = peft_logprobs(folders, "math", [*PROMPT, *solver.token_ids], 8)
     np.testing.assert_allclose(solver.log_probs, expected, atol=1e-4)
+
+
+async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothing(folders):
+    async with running(folders) as backend:
+        before = [await ask(backend, name, name="before") for name in ("math", "prose")]
+        wide = scaled_adapter(LoraConfig(rank=4, alpha=4.0), drawn(LoraConfig(rank=4, alpha=4.0), 3))
+        update = WeightUpdate(version=2, kind="arrays", payload={}, partial=True, adapters={"prose": wide})
+        with pytest.raises(WeightUpdateError, match=r"of rank 4 .* does not fit adapters of rank 3"):
+            await backend.update_weights(update)
+        again = [await ask(backend, name, name="again") for name in ("math", "prose")]
+        assert [x.token_ids for x in again] == [x.token_ids for x in before]
+        new = {"prose": scaled_adapter(PROSE, drawn(PROSE, 4))}
+        await backend.update_weights(WeightUpdate(version=2, kind="arrays", payload={}, partial=True, adapters=new))
+        math, prose = [await ask(backend, name, name="after") for name in ("math", "prose")]
+    save_peft(folders["model"].parent / "poems", PROSE, TINY, drawn(PROSE, 4), base=str(folders["model"]))
+    assert math.token_ids == before[0].token_ids
+    poems = {**folders, "poems": folders["model"].parent / "poems"}
+    expected = peft_logprobs(poems, "poems", [*PROMPT, *prose.token_ids], 8)
+    np.testing.assert_allclose(prose.log_probs, expected, atol=1e-4)
 
 
 async def test_an_unknown_adapter_is_refused_by_name(folders):

@@ -44,6 +44,19 @@ def test_a_product_is_that_of_float64_for_any_shape(rows: int, size: int, column
     np.testing.assert_allclose(found, weight.astype(np.float64) @ x, atol=1e-5 * size**0.5)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 9, 33])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (50, 96), (100, 33)])
+def test_each_column_is_multiplied_with_the_matrix_of_its_group(rows: int, size: int, columns: int):
+    weight, x = normal(4, 2, rows, size), normal(size, columns, seed=1)
+    group = np.random.default_rng(2).integers(0, 4, columns).astype(np.int32)  # 0: none, and nobody has the fourth
+    weight[3] = np.nan
+    found = cpu_kernels.grouped_product(jnp.asarray(weight), jnp.asarray(x), jnp.asarray(group))
+    wanted = np.zeros((2, rows, columns))
+    for column, own in enumerate(group):
+        wanted[..., column] = weight[own - 1].astype(np.float64) @ x[:, column] if own else 0
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * size**0.5)
+
+
 @pytest.mark.parametrize("columns", [1, 5, 24])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_is_applied_to_what_is_multiplied(offset: float, columns: int):

@@ -97,22 +97,24 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
     assert parts[1]["term_weight"][1].sum() == 0 and not parts[1]["target_valid"][1].any()
 
 
-def test_micro_batches_that_are_half_empty_are_halved():
+def test_rows_that_are_not_full_are_cut():
     ts = [trajectory([3 + i] * 4, [9] * (4 - i), index=i) for i in range(3)]
     batch = weighted(pack(ts, pack_length=16)[0], [1.0] * 3)
-    whole, halved = list(batch.micro_batches(1)), list(batch.micro_batches(1, halve=True))
+    whole, halved = list(batch.micro_batches(1)), list(batch.micro_batches(1, lengths=2))
     assert [p["token_ids"].shape for p in halved] == [(1, 16), (1, 8)]
     assert halved[0].keys() == whole[0].keys() and halved[1]["term_weight"].shape == (1, 16)
     for name, value in whole[1].items():
         kept = halved[1][name]
         np.testing.assert_array_equal(kept, value[:, : kept.shape[1]])
-    assert [p["token_ids"].shape for p in batch.micro_batches(2, halve=True)] == [(2, 16)]
+    assert [p["token_ids"].shape for p in batch.micro_batches(2, lengths=2)] == [(2, 16)]
+    alone = weighted(pack(ts[2:], pack_length=48)[0], [1.0])
+    assert [p["token_ids"].shape for p in alone.micro_batches(1, lengths=8)] == [(1, 6)]
 
 
 def test_terms_count_where_few_nodes_have_many():
     ts = [trajectory([3], [4, 5], index=i) for i in range(9)]
     batch = weighted(pack(ts, pack_length=16)[0], [1.0] * 9)
-    (arrays,) = batch.micro_batches(1, halve=True)
+    (arrays,) = batch.micro_batches(1, lengths=2)
     assert np.count_nonzero(batch.copies) == 3 and arrays["token_ids"].shape == (1, 16)
 
 

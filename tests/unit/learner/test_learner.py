@@ -44,10 +44,10 @@ def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilatio
         )
     ]
     made = learner(pack_length=512)
-    assert made._scorer._halve and not learner(pack_length=510)._scorer._halve
+    assert made._scorer._lengths == 2 and learner(pack_length=511)._scorer._lengths == 1
     halved = gradient(made, groups), made.logprobs(groups)
     compiled = made.programs_compiled
-    made._scorer._halve = False
+    made._scorer._lengths = 1
     whole = gradient(made, groups), made.logprobs(groups)
     assert made.programs_compiled == compiled
     for found, expected in zip(halved[0] + halved[1], whole[0] + whole[1], strict=True):
