@@ -6,9 +6,8 @@
     sequences ─► forward_backward ─────► the same, and the loss; its gradient is added to those since the last update
                  optim_step ───────────► AdamW with the numbers of this call; a non-finite gradient changes nothing
 
-Rows are packed, and prefixes shared, as those of the RL learner. Losses are sums over tokens, so that the gradient does
-not depend on how a batch is split into calls. All losses run in one program; which one, and its constants, are its
-arguments.
+Rows are packed, and prefixes shared, as those of the RL learner. Losses are sums: the gradient does not depend on how a
+batch is split into calls. All losses run in one program; which one, and its constants, are its arguments.
 """
 
 from __future__ import annotations
@@ -290,8 +289,7 @@ class SequenceLearner:
         self._gradients = gradients
         results = jax.device_get(results)
         totals = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *(r["sum"] for r in results))
-        count = max(totals.pop("tokens"), 1.0)
-        value = totals.pop("loss")
+        count, value = max(totals.pop("tokens"), 1.0), totals.pop("loss")
         if loss == "cross_entropy":
             del totals["ratio_mean"], totals["clip_fraction"]
         logprobs = stack([r["terms"]["logprob"] for r in results], batch.term_target.shape)
