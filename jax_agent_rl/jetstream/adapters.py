@@ -1,8 +1,8 @@
 """LoRA adapters served beside the base model: every slot names one of them, or none.
 
 All adapters are stacked on the device. In decoding every slot multiplies with all of them and a mask keeps its own: for
-a few adapters of low rank that is one product of two small matrices. On CPUs a kernel reads the adapters in use alone.
-A prompt's tokens are many, and gather the one adapter that they share.
+a few adapters of low rank that is one product of two small matrices. On CPUs a kernel reads only the adapters in use.
+In prefill, where many tokens share an adapter, each context gathers its own.
 
 Shapes: N adapters, r their largest rank, D inputs, B slots or tokens; K key/value heads, G query heads of each, h head
 size, F feed-forward units.
@@ -11,9 +11,9 @@ size, F feed-forward units.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -71,25 +71,43 @@ def stack_adapters(config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dt
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stacks: AdapterStacks, new: AdapterStacks, place: jax.Array) -> AdapterStacks:
-    return jax.tree.map(lambda all_, one: all_.at[place].set(one.astype(all_.dtype)), stacks, new)
+def _put(stacks: AdapterStacks, new: AdapterStacks, index: jax.Array) -> AdapterStacks:
+    return jax.tree.map(lambda stack, one: stack.at[index].set(one.astype(stack.dtype)), stacks, new)
 
 
-def replace_adapter(config: DecoderConfig, stacks: AdapterStacks, place: int, adapter: PeftAdapter) -> AdapterStacks:
-    """Return the stacks with another adapter at a place, where they lie; those given are donated.
+def replace_adapters(
+    config: DecoderConfig,
+    stacks: AdapterStacks | None,
+    names: Sequence[str],
+    adapters: Mapping[str, PeftAdapter],
+) -> AdapterStacks:
+    """Return the stacks with some adapters replaced; the stacks given are donated.
+
+    Args:
+        config: the model, with the engine's ``num_kv_heads``.
+        stacks: on device; None if the engine has no adapters.
+        names: of the adapters in the stacks, in order.
+        adapters: the new ones by name.
 
     Raises:
-        ValueError: it has a higher rank, or adapts a matrix that no adapter in the stacks does.
+        ValueError: an unknown name, a higher rank, or a matrix that no adapter in the stacks adapts. Nothing is donated
+            then.
     """
+    if stacks is None or not set(names).issuperset(adapters):
+        raise ValueError(f"no LoRA adapters {sorted(set(adapters) - set(names))}; there are {list(names)}")
     kinds = list(stacks.layers[0])
     rank = stacks.layers[0][kinds[0]].b[0].shape[-1]
     parts = {part for kind in kinds for part in FUSED[kind]}
-    if adapter.rank > rank or not parts.issuperset(adapter.weights):
-        raise ValueError(
-            f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit adapters of rank {rank} "
-            f"for {sorted(parts)}; start the engine with one that does"
-        )
-    return _put(stacks, _lay_out(config, adapter, kinds, rank), np.int32(place))
+    for adapter in adapters.values():
+        if adapter.rank > rank or not parts.issuperset(adapter.weights):
+            raise ValueError(
+                f"an adapter of rank {adapter.rank} for {sorted(adapter.weights)} does not fit adapters of rank {rank} "
+                f"for {sorted(parts)}; start the engine with one that does"
+            )
+    for name, adapter in adapters.items():
+        new = _lay_out(config, adapter, kinds, rank)
+        stacks = cast(AdapterStacks, _put(stacks, new, np.int32(names.index(name))))
+    return stacks
 
 
 def add_low_rank(out: jax.Array, adapters: LowRank, x: jax.Array, adapter: jax.Array, *, native: bool) -> jax.Array:

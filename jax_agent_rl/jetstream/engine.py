@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
-from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapter, stack_adapters
+from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapters, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
     PREFILL_ROWS,
@@ -120,10 +120,7 @@ class JaxEngine(VerifyingEngine):
 
     def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
         """Serve these adapters from the next dispatch on; others of :attr:`adapters` stay."""
-        for name, adapter in adapters.items():
-            assert self._stacks is not None
-            place = self.adapters.index(name)
-            self._stacks = replace_adapter(self.config, self._stacks, place, adapter)
+        self._stacks = replace_adapters(self.config, self._stacks, self.adapters, adapters)
 
     def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
         """Copy the learner's parameter tree into the engine's layout and precision, see :class:`WeightLoader`.

@@ -45,7 +45,7 @@ class Scorer:
     Args:
         programs: compiled functions of the learner.
         images: how rows hold images; None for a text model.
-        lengths: row lengths on a CPU, see :meth:`Batch.micro_batches`; each has programs of its own.
+        lengths: number of row lengths on a CPU, see :meth:`Batch.micro_batches`; each has programs of its own.
     """
 
     def __init__(self, programs: LearnerPrograms, images: ImagePacking | None, *, lengths: int = 2) -> None:

@@ -156,7 +156,7 @@ class SequenceLearner:
         config: batching, precision, adapters and mesh. The optimizer's numbers come with each :meth:`optim_step`.
         temperature: divides the logits.
         reference: keep a copy of the initial parameters for :meth:`forward`; adapters need none.
-        lengths: row lengths on a CPU, each with programs of its own.
+        lengths: number of row lengths on a CPU, each with programs of its own.
     """
 
     def __init__(

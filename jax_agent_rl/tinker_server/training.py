@@ -53,6 +53,7 @@ class Models:
         config = LearnerConfig(
             pack_length=settings.pack_length, compute_dtype=settings.compute_dtype, lora=settings.lora
         )
+        # Clients send a few sequences at a time: whole rows would be mostly padding.
         self._base = SequenceLearner(model, params, config=config, reference=True, lengths=8)
         self._learners: dict[str, SequenceLearner] = {}
         self._updates: dict[str, int] = {}

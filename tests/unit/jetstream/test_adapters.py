@@ -151,9 +151,17 @@ async def test_one_adapter_changes_alone_and_one_that_does_not_fit_changes_nothi
     async with running(folders) as backend:
         before = [await ask(backend, name, name="before") for name in ("math", "prose")]
         wide = scaled_adapter(LoraConfig(rank=4, alpha=4.0), drawn(LoraConfig(rank=4, alpha=4.0), 3))
-        update = WeightUpdate(version=2, kind="arrays", payload={}, partial=True, adapters={"prose": wide})
+        update = WeightUpdate(
+            version=2,
+            kind="arrays",
+            payload={},
+            partial=True,
+            adapters={"math": blank_adapter(MATH, TINY), "prose": wide},
+        )
         with pytest.raises(WeightUpdateError, match=r"of rank 4 .* does not fit adapters of rank 3"):
             await backend.update_weights(update)
+        with pytest.raises(WeightUpdateError, match=r"no LoRA adapters \['law'\]; there are \['math', 'prose'\]"):
+            await backend.update_weights(replace(update, adapters={"law": blank_adapter(MATH, TINY)}))
         again = [await ask(backend, name, name="again") for name in ("math", "prose")]
         assert [x.token_ids for x in again] == [x.token_ids for x in before]
         new = {"prose": scaled_adapter(PROSE, drawn(PROSE, 4))}

@@ -44,7 +44,7 @@ def test_halved_rows_give_the_same_gradient_and_logprobs_and_are_no_recompilatio
         )
     ]
     made = learner(pack_length=512)
-    assert made._scorer._lengths == 2 and learner(pack_length=511)._scorer._lengths == 1
+    assert made._scorer._lengths == 2 and learner(pack_length=510)._scorer._lengths == 1
     halved = gradient(made, groups), made.logprobs(groups)
     compiled = made.programs_compiled
     made._scorer._lengths = 1
