@@ -51,9 +51,10 @@ class OrInstalled:
         if value in (known := installed(self._kind)):
             return InstalledName(value)
         names = [*self._own, *sorted(known)]
+        *others, last = map(repr, names)
         raise ValueError(
-            f"no such name; {did_you_mean(value, names)}there are {', '.join(names)} (installed packages may register "
-            f"more, in the entry-point group jax_agent_rl.{self._kind})"
+            f"no such name; {did_you_mean(value, names)}choose {', '.join(others)} or {last} (installed packages may "
+            f"register more, in the entry-point group jax_agent_rl.{self._kind})"
         )
 
 

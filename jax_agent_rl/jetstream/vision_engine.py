@@ -99,9 +99,7 @@ class VisionEngine(JaxEngine):
         assert config.vision is not None  # the backend checks
         self._vision = config.vision
         self._encoded: dict[bytes, tuple[jax.Array, int]] = {}  # digest: features [N, D], index of the first
-        self._blank = functools.cache(
-            lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self._dtype)
-        )
+        self._blank = functools.cache(lambda rows, size: jnp.zeros((rows, size, self._vision.feature_size), self.dtype))
 
     @property
     def patch_buckets(self) -> tuple[int, ...]:

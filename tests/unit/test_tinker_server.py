@@ -82,8 +82,20 @@ def serving(model_folder: Path, state_dir: Path, **changed) -> Iterator[str]:
         loop.close()
 
 
+CONNECTED: list[tinker.ServiceClient] = []
+
+
 def connect(url: str) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=url, api_key="tml-test")
+    CONNECTED.append(tinker.ServiceClient(base_url=url, api_key="tml-test"))
+    return CONNECTED[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_clients() -> Iterator[None]:
+    """End the clients' threads, which would go on to warn, in other tests, of servers that are gone."""
+    yield
+    for client in CONNECTED:
+        client.holder.close()
 
 
 @pytest.fixture(scope="module")

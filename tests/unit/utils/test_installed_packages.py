@@ -129,7 +129,7 @@ def test_keys_of_the_algorithm_are_open_to_installed_losses_and_the_critic_is_no
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.adv_estimator=sing", "did you mean 'sign'\\? there are grpo, .*, sign "),
+        ("algorithm.adv_estimator=sing", "did you mean 'sign'\\? choose 'grpo', .* or 'sign' "),
         ("algorithm.policy_loss.loss_mode=plain_gradent", "did you mean 'plain_gradient'"),
         ("rollout.backend=jetstram", "did you mean 'jetstream'"),
         ("trainer.logger=[cvs]", "did you mean 'csv'"),
