@@ -102,6 +102,10 @@ class DataConfig(Section):
     eval_limit: Annotated[Positive | None, WhenKey("data.eval")] = Field(
         default=None, description="Evaluate on this many rows, from the first."
     )
+    shuffle: bool = Field(
+        default=True,
+        description="Draw the rows of each source in random order, a new one each epoch; false: in their order.",
+    )
     shuffle_row_groups: Positive = Field(
         default=8,
         description="Number of a source's Parquet row groups that are in memory at a time, and whose rows are shuffled "

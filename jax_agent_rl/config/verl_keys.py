@@ -16,6 +16,7 @@ SAME: Mapping[str, str] = {
     f"{MODEL}path": "model.path",
     "data.train_files": "data.train",
     "data.val_files": "data.eval",
+    "data.shuffle": "data.shuffle",
     "data.train_batch_size": "rollout.prompts_per_step",
     "data.max_prompt_length": "agent.max_prompt_length",
     "data.max_response_length": "agent.max_response_length",
@@ -73,8 +74,8 @@ AGENTFLY: Mapping[str, str] = {
 """The same for AgentFly, whose other keys are verl's."""
 
 NO_MEANING: Mapping[str, str] = {
-    r"data\.(filter_overlong_prompts.*|return_raw_chat|val_batch_size|shuffle|prompt_key|truncation)": (
-        "rows are shuffled, messages kept, and trajectories with too long a prompt dropped and counted"
+    r"data\.(filter_overlong_prompts.*|return_raw_chat|val_batch_size|prompt_key|truncation)": (
+        "messages are kept, and trajectories with too long a prompt dropped and counted"
     ),
     rf"{MODEL}(use_remove_padding|trust_remote_code|use_fused_kernels|use_shm)": (
         "rows are always packed, and code of a checkpoint never runs"

@@ -1,4 +1,4 @@
-"""Order of training rows: reshuffled each epoch, mixed by weight, exactly resumable.
+"""Order of training rows: reshuffled each epoch, or that of the files; mixed by weight, exactly resumable.
 
 Every draw has a number, and all of the order is computed from the number and the seed::
 
@@ -73,14 +73,16 @@ class DataCursor(Generic[T]):
     Args:
         rows: the rows, or a mixture of several sources' rows.
         seed: of the order.
+        shuffle: False draws each source's rows in their order.
     """
 
-    def __init__(self, rows: Sequence[T] | Mixture[T], *, seed: int) -> None:
+    def __init__(self, rows: Sequence[T] | Mixture[T], *, seed: int, shuffle: bool = True) -> None:
         mixture = rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
         self._parts, self._weights = mixture.parts, mixture.weights
         self._blocks = _Blocks(self._weights, seed)
         alone = len(self._parts) == 1
         self._orders = [_EpochOrder(part, seed, () if alone else (number,)) for number, part in enumerate(self._parts)]
+        self._shuffle = shuffle
         self._drawn = 0
         self._again: list[int] = []
 
@@ -96,7 +98,8 @@ class DataCursor(Generic[T]):
             number = self._drawn
             self._drawn += 1
         source, turn = self._blocks.locate(number) if len(self._parts) > 1 else (0, number)
-        return number, self._parts[source][self._orders[source].index(turn)]
+        rows = self._parts[source]
+        return number, rows[self._orders[source].index(turn) if self._shuffle else turn % len(rows)]
 
     def state(self, *, again: Iterable[int] = ()) -> dict[str, Any]:
         """Return the state for :meth:`restore`, as JSON; ``again`` are numbers of draws to repeat first."""

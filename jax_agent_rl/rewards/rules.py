@@ -113,6 +113,8 @@ def calculator(data_source: str, solution_str: str, ground_truth: Any, extra_inf
 
 SHOP_CALLS = 0.5
 """Reward of a shop trajectory that made all its calls but answered wrongly."""
+REPEATED_CALL = 0.1
+"""Cost of a call that repeats an earlier one and its result."""
 
 
 @register_reward("shop/*")
@@ -127,6 +129,7 @@ def shop(
     """Score 1 for the right answer, else a share of :data:`SHOP_CALLS` for the calls towards it.
 
     ``results`` are the expected results of the question's calls, in order; a call counts if it returned the next one.
+    Each repeated call costs :data:`REPEATED_CALL`, down to a score of 0.
 
     Returns:
         ``score``, and ``accuracy``: whether the answer is right.
@@ -135,7 +138,10 @@ def shop(
     made = 0
     for call in trajectory.tool_calls:
         made += made < len(results) and call.error is None and call.observation == results[made]
-    return {"score": right or SHOP_CALLS * made / len(results), "accuracy": right}
+    earned = right or SHOP_CALLS * made / len(results)
+    answered = [(call.name, str(call.arguments), call.observation) for call in trajectory.tool_calls if not call.error]
+    repeated = len(answered) - len(set(answered))
+    return {"score": max(0.0, earned - REPEATED_CALL * repeated), "accuracy": right}
 
 
 @register_reward("gsm8k", "openai/gsm8k")

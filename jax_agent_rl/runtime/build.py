@@ -163,7 +163,7 @@ async def build(
             evaluator=agents.evaluator,
             learner=learner,
             publisher=publisher,
-            cursor=DataCursor(Mixture(train, weights), seed=config.seed),
+            cursor=DataCursor(Mixture(train, weights), seed=config.seed, shuffle=config.data.shuffle),
             heldout=heldout[0] if heldout else [],
             outlines=training_rows,
             teach=teach,

@@ -33,6 +33,7 @@ EFFECTS = {
     "run_dir": "e2e/test_run.py::test_stopping_and_resuming_gives_the_trajectories_of_an_uninterrupted_run",
     "model.path": "e2e/test_picture_run.py::test_engine_learner_and_transformers_agree_before_and_after_an_update",
     "data.train": "e2e/test_run.py::test_bad_input_is_one_message_and_no_traceback",
+    "data.shuffle": "unit/data/test_data.py::test_rows_that_are_not_shuffled_come_in_their_order_in_every_epoch",
     "data.shuffle_row_groups":
         "unit/data/test_dataset.py::test_no_more_row_groups_than_allowed_are_in_memory_whatever_is_done_with_them",
     "data.eval": "e2e/test_policy_commands.py::test_doctor_is_content_with_it_and_fails_where_something_is_missing",

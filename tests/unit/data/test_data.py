@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.data.cursor import DataCursor
+from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.errors import CheckpointError, DataError
@@ -93,6 +93,15 @@ def test_every_epoch_uses_every_row_once(rows: int, takes: list[int], seed: int)
     taken = [row for count in takes for row in cursor.next_rows(count)]
     for begin in range(0, len(taken) - rows + 1, rows):
         assert sorted(taken[begin : begin + rows]) == list(range(rows))
+
+
+def test_rows_that_are_not_shuffled_come_in_their_order_in_every_epoch():
+    """``data.shuffle=false``."""
+    assert DataCursor("abc", seed=7, shuffle=False).next_rows(7) == list("abcabca")
+    taken = DataCursor(Mixture(("abc", "de"), (1, 1)), seed=7, shuffle=False).next_rows(40)
+    for part in ("abc", "de"):
+        own = "".join(row for row in taken if row in part)
+        assert own == (part * 40)[: len(own)] and len(own) > 10
 
 
 @given(st.integers(1, 12), st.integers(0, 30), st.integers(0, 30))

@@ -104,19 +104,26 @@ def called(*observations: str) -> Trajectory:
         (["57"], "= 57", 0.25),
         (["no item", "57", "12"], "= 12", 0.25),
         (["2052", "57"], "I cannot", 0.25),  # the second call before the first
-        (["57", "57"], "= 57", 0.25),
+        (["57", "57"], "= 57", 0.15),  # the second call repeats the first
+        (["57", "2052", "2052"], "= 2052", 0.9),
         ([], "= 57", 0.0),
     ],
 )
 def test_a_wrong_answer_in_the_shop_earns_part_of_the_reward_for_the_calls_on_the_way(observations, answer, score):
     scored = shop("shop/price", answer, "2052", ANSWERED, called(*observations), PRICE_THEN_PRODUCT)
-    assert scored == {"score": score, "accuracy": float(score == 1)}
+    assert scored == {"score": score, "accuracy": float(score >= 0.9)}
 
 
 def test_a_shop_trajectory_that_never_answered_is_wrong_and_keeps_the_reward_of_its_calls():
     cut = {"finish_reason": FinishReason.RESPONSE_LENGTH}
     scored = shop("shop/price", "= 2052", "2052", cut, called("57", "2052"), PRICE_THEN_PRODUCT)
     assert scored == {"score": 0.5, "accuracy": 0.0}
+
+
+def test_a_call_that_failed_may_be_repeated():
+    failed = ToolCallRecord(name="t", arguments={}, observation="no item 'Mug'", error="raised")
+    made = trajectory([1], [2], calls=[[failed, failed, *called(*PRICE_THEN_PRODUCT).tool_calls]])
+    assert shop("shop/price", "= 2052", "2052", ANSWERED, made, PRICE_THEN_PRODUCT)["score"] == 1
 
 
 def test_a_failed_call_earns_nothing_even_if_its_error_reads_like_a_result():
