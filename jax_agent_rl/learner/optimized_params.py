@@ -32,6 +32,18 @@ View = Callable[[Params, Params], Any]
 """From trained and frozen parameters to the model that the forward pass runs, differentiably."""
 
 
+_bound: Callable[..., Any] = functools.lru_cache(maxsize=256)(functools.partial)
+
+
+def bind(function: Callable[..., Any], *args: Any, **keywords: Any) -> Callable[..., Any]:
+    """Return ``functools.partial`` of hashable arguments: the same object for the same ones.
+
+    JAX finds what it has traced and compiled by the function: learners of one configuration share their programs. What
+    these compute must follow from ``function`` and its arguments alone.
+    """
+    return _bound(function, *args, **keywords)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Applied:
     """One optimizer update: the gradient's ``norm``, whether it was ``finite``, and the learning ``rate``."""
@@ -82,21 +94,15 @@ class UpdatePrograms:
         # Output shardings are those of the inputs they replace: a call never compiles for its own result.
         self.everywhere = everywhere
         self.places = _state_shardings(transformation, params, shardings, everywhere)
-        init = lambda params: TrainState(params, transformation.init(params), jnp.int32(0))  # noqa: E731
-        self.init = jax.jit(init, out_shardings=self.places, donate_argnums=0)
-        self.zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings)
-
-        def _accumulate(params: Params, frozen: Params, gradients: Params, batch: Arrays) -> tuple[Params, Statistics]:
-            (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
-            return jax.tree.map(jnp.add, gradients, new), statistics
-
+        self.init = jax.jit(bind(_init, optimizer), out_shardings=self.places, donate_argnums=0)
+        self.zeros = jax.jit(_zeros, out_shardings=shardings)
         self.accumulate = jax.jit(
-            _accumulate,
+            bind(_accumulate, loss, view),
             donate_argnums=(2,),
             out_shardings=(shardings, everywhere),
         )
         self.apply = jax.jit(
-            functools.partial(apply_update, optimizer, rate),
+            bind(apply_update, optimizer, rate),
             donate_argnums=(0,),
             out_shardings=(self.places, everywhere, everywhere, everywhere),
         )
@@ -170,6 +176,21 @@ class OptimizedParams:
             if not finite:
                 cancellation.unchanged()
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
+
+
+def _init(optimizer: OptimizerSection, params: Params) -> TrainState:
+    return TrainState(params, make_optimizer(optimizer, 0.0).init(params), jnp.int32(0))
+
+
+def _zeros(params: Params) -> Params:
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def _accumulate(
+    loss: Loss, view: View, params: Params, frozen: Params, gradients: Params, batch: Arrays
+) -> tuple[Params, Statistics]:
+    (_, statistics), new = jax.value_and_grad(lambda x: loss(view(x, frozen), batch), has_aux=True)(params)
+    return jax.tree.map(jnp.add, gradients, new), statistics
 
 
 def apply_update(

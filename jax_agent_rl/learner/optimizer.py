@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,6 +163,10 @@ def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Sc
     Raises:
         ConfigError: a decay needs ``total_steps``.
     """
+    return _kept_schedule(config, total_steps)
+
+
+def _schedule(config: OptimizerSection, total_steps: int | None) -> optax.Schedule:
     peak, warm_up = config.learning_rate, config.lr_warmup_steps
     if config.lr_scheduler_type == "constant":
         after = optax.constant_schedule(peak)
@@ -183,6 +188,10 @@ def learning_rate(config: OptimizerSection, total_steps: int | None) -> optax.Sc
     # From peak / warm_up, not 0: no step is wasted, and the last one of the warm-up has the peak.
     rise = optax.linear_schedule(peak / warm_up, peak, warm_up - 1) if warm_up > 1 else optax.constant_schedule(peak)
     return optax.join_schedules([rise, after], [warm_up])
+
+
+_kept_schedule: Callable[..., optax.Schedule] = functools.cache(_schedule)
+"""What equal arguments make is one object: programs that read it are compiled once, see ``bind``."""
 
 
 def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> Params | None:

@@ -13,7 +13,6 @@ float32: the master parameters keep an update smaller than half a bfloat16 step 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from jax.sharding import Mesh
 from jax_agent_rl.config import LearnerConfig, LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.critic import Critic, critic_shapes
-from jax_agent_rl.learner.optimized_params import View
+from jax_agent_rl.learner.optimized_params import View, bind
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.families import FAMILIES
@@ -107,6 +106,10 @@ def merge_adapters(decoder: Decoder) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
+def _merged(graphdef: nnx.GraphDef, *weights: Params) -> Params:
+    return merge_adapters(nnx.merge(graphdef, *weights))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameterization:
     """Initial trained and frozen parameters, and how they become a model.
@@ -153,8 +156,8 @@ class Parameterization:
             params=trained,
             shardings=adapter_shardings(mesh, trained),
             frozen=frozen,
-            view=functools.partial(compute_model, graphdef, config.compute_dtype),
-            merge=jax.jit(lambda *weights: merge_adapters(nnx.merge(graphdef, *weights)), out_shardings=shardings),
+            view=bind(compute_model, graphdef, config.compute_dtype),
+            merge=jax.jit(bind(_merged, graphdef), out_shardings=shardings),
         )
 
     @classmethod
@@ -180,7 +183,7 @@ class Parameterization:
             params=trained,
             shardings=places,
             frozen=jax.tree.map(place, frozen, frozen_places),
-            view=functools.partial(compute_model, graphdef, config.compute_dtype),
+            view=bind(compute_model, graphdef, config.compute_dtype),
             merge=lambda *weights: nnx.to_pure_dict(nnx.state(nnx.merge(graphdef, *weights))),
         )
 

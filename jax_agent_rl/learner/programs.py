@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from jax_agent_rl.learner.objective import (
     term_logprobs,
     top_logprobs,
 )
-from jax_agent_rl.learner.optimized_params import Arrays, Statistics, UpdatePrograms, View
+from jax_agent_rl.learner.optimized_params import Arrays, Statistics, UpdatePrograms, View, bind
 from jax_agent_rl.learner.parameterization import Parameterization, compute_model
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import replicated
@@ -99,11 +98,11 @@ class LearnerPrograms:
 
         def reading(program: Callable[..., Any], view: View) -> Any:
             """Jit a program of (trained, frozen) weights and a batch; every process gets the whole result."""
-            return jax.jit(lambda *weights, batch: program(view(*weights), batch), out_shardings=everywhere)
+            return jax.jit(bind(_read, program, view), out_shardings=everywhere)
 
-        values = functools.partial(state_values, remat=objective.remat, mesh=split)
+        values = bind(state_values, remat=objective.remat, mesh=split)
         vocab_size = model.vocab_size if vocab_size is None else vocab_size
-        top = functools.partial(top_logprobs, objective, vocab_size)
+        top = bind(top_logprobs, objective, vocab_size)
         return cls(
             model=model,
             vocab_size=vocab_size,
@@ -117,17 +116,13 @@ class LearnerPrograms:
                 everywhere=everywhere,
                 optimizer=config,
                 rate=rate,
-                loss=functools.partial(loss, objective),
+                loss=bind(loss, objective),
             ),
-            score=reading(functools.partial(term_logprobs, objective), policy.view),
-            top=jax.jit(
-                lambda *weights, batch, count: top(policy.view(*weights), batch, count),
-                static_argnames="count",
-                out_shardings=everywhere,
-            ),
-            likeliest=reading(functools.partial(top, count=objective.kl_top_k), policy.view),
-            route=reading(functools.partial(router_loads, objective), policy.view),
-            values=reading(values, functools.partial(compute_model, Critic.graphdef(model), config.compute_dtype)),
+            score=reading(bind(term_logprobs, objective), policy.view),
+            top=jax.jit(bind(_read, top, policy.view), static_argnames="count", out_shardings=everywhere),
+            likeliest=reading(bind(top, count=objective.kl_top_k), policy.view),
+            route=reading(bind(router_loads, objective), policy.view),
+            values=reading(values, bind(compute_model, Critic.graphdef(model), config.compute_dtype)),
         )
 
     def critic(self, critic: Parameterization, config: CriticConfig, *, rate: optax.Schedule) -> UpdatePrograms:
@@ -138,7 +133,7 @@ class LearnerPrograms:
             config: the critic's optimizer.
             rate: the critic's learning rate.
         """
-        loss = functools.partial(
+        loss = bind(
             value_loss, cliprange=config.cliprange_value, remat=self.objective.remat, mesh=_model_mesh(self.mesh)
         )
         return UpdatePrograms(
@@ -150,6 +145,10 @@ class LearnerPrograms:
             rate=rate,
             loss=loss,
         )
+
+
+def _read(program: Callable[..., Any], view: View, *weights: Any, batch: Arrays, **static: int) -> Any:
+    return program(view(*weights), batch, **static)
 
 
 def _model_mesh(mesh: Mesh) -> Mesh | None:
