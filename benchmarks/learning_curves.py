@@ -27,7 +27,11 @@ from jax_agent_rl.observe.run_dir import read_records
 TRAIN = "train configs/quickstart.yaml trainer.eval_every=1 data.eval_limit=96"
 SFT = "sft configs/supervised/sft.yaml run_dir={out}/sft-{seed}"
 EXPERIMENTS = {  # by name: the commands of each curve, the last of which is measured
-    "sft": {"train": [TRAIN], "sft, then train": [SFT, f"{TRAIN} model.path={{out}}/sft-{{seed}}"]},
+    "sft": {
+        "train": [TRAIN],
+        "sft, then train": [SFT, f"{TRAIN} model.path={{out}}/sft-{{seed}}"],
+        "sft, then train with a warm-up": [SFT, f"{TRAIN} model.path={{out}}/sft-{{seed}} learner.lr_warmup_steps=3"],
+    },
     "lora": {"all weights": [TRAIN], "lora": [f"{TRAIN} learner.lora.rank=16 learner.learning_rate=2e-4"]},
     "async": {"sync": [TRAIN], "one step off": [f"{TRAIN} trainer.mode=one_step_off"]},
     "int8": {

@@ -96,7 +96,7 @@ class Batch:
         return self.token_ids.shape[0]
 
     def with_terms(self, **values: Sequence[np.ndarray]) -> Batch:
-        """Add named numbers of the terms: for each trajectory one per sampled token, [S]."""
+        """Add named numbers of the terms: for each trajectory one per sampled token, [S], or several, [S, k]."""
         made = {name: self._scatter(per_trajectory) for name, per_trajectory in values.items()}
         return replace(self, terms={**self.terms, **made})
 
@@ -117,7 +117,7 @@ class Batch:
         return replace(self, candidates=(all_ids, all_logprobs))
 
     def gather_terms(self, values: np.ndarray) -> list[np.ndarray]:
-        """Gather numbers of terms [R, K] into one float64 array [S] per trajectory."""
+        """Gather numbers of terms [R, K, ...] into one float64 array [S, ...] per trajectory."""
         return [
             np.concatenate([values[place.row, place.terms] for place in places]).astype(np.float64)
             for places in self.places
@@ -178,7 +178,7 @@ class Batch:
         return used
 
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
-        values = np.zeros(self.term_target.shape, np.float32)
+        values = np.zeros((*self.term_target.shape, *np.shape(per_trajectory[0])[1:]), np.float32)
         for places, own in zip(self.places, per_trajectory, strict=True):
             begin = 0
             for place in places:
@@ -227,8 +227,8 @@ def pack(
         share_prefixes: compute common prefixes once.
         image_packing: how rows hold images; None for a text model.
         vocab_size: of the model; None if no draw was restricted.
-        targets: of each trajectory, ids that are scored in place of its own ones, int32 [S]; none may have segments or
-            supports.
+        targets: of each trajectory, ids that are scored in place of its own ones, int32 [S], or, as the batch's
+            candidates, [S, k]; none may have segments or supports.
 
     Raises:
         ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches; or
@@ -249,11 +249,13 @@ def pack(
     room = pack_length * (1 if own_targets else TERMS_PER_TOKEN)
     rows = assign_rows(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)
+    per_token = targets[0].shape[1:] if targets else ()
+    scored = np.zeros((len(rows), pack_length, *per_token), np.int32)
     places: dict[int, Place] = {}
     paths, supports = [], []
     for index, row in enumerate(rows):
         paths.append(_fill_nodes(arrays, index, row))
-        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences, targets)
+        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences, targets, scored[index])
         places |= placed
         supports.append(of_targets)
     images = None
@@ -269,8 +271,15 @@ def pack(
     ]
     routed = pack_routed(sequences, located, arrays["token_ids"].shape)
     kept = row_supports(supports, vocab_size)
+    candidates = (scored, np.zeros(scored.shape, np.float32)) if per_token else None
     batch = Batch(
-        **arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept, candidates=None
+        **arrays,
+        terms={},
+        places=of_trajectories,
+        images=images,
+        routed_experts=routed,
+        supports=kept,
+        candidates=candidates,
     )
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
@@ -339,10 +348,12 @@ def _fill_terms(
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
     targets: Sequence[np.ndarray] | None,
+    scored: np.ndarray,
 ) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
     """Write the terms of one row, member by member, and the targets in order of first use; also return their supports.
 
-    Terms of one node that were drawn from different supports, or that score different ids, have a target each.
+    Terms of one node that were drawn from different supports, or that score different ids, have a target each. The ids
+    of each target, of which ``target_id`` is the first, are written to ``scored`` [M, ...].
     """
     places: dict[int, Place] = {}
     nodes, parents, ids, numbers = [], [], [], []
@@ -363,15 +374,16 @@ def _fill_terms(
             path=path[len(sequence.prompt_ids) - 1 :],
         )
         count += len(at)
-    node, parent, scored = np.concatenate(nodes), np.concatenate(parents), np.concatenate(ids)
+    node, parent, all_ids = np.concatenate(nodes), np.concatenate(parents), np.concatenate(ids)
     if targets is None:
         distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
         kind = np.array([distinct[s] for s in supports], np.int64)
     else:
-        node, kind = parent, np.unique(scored, return_inverse=True)[1]
+        node, kind = parent, np.unique(all_ids, axis=0, return_inverse=True)[1].reshape(-1)
     first, target = _first_seen(node + arrays["token_ids"].shape[1] * kind)
     arrays["target_parent"][index, : len(first)] = parent[first]
-    arrays["target_id"][index, : len(first)] = scored[first]
+    scored[: len(first)] = all_ids[first]
+    arrays["target_id"][index] = scored.reshape(len(scored), -1)[:, 0]
     arrays["target_valid"][index, : len(first)] = True
     arrays["term_target"][index, :count] = target
     arrays["term_sequence"][index, :count] = np.concatenate(numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,9 +191,27 @@ def _at_targets(
 
 
 def term_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> jax.Array:
-    """Return the log-prob of every term's token, float32 [R, K]; undefined at padding."""
-    logprob, _ = target_logprobs(objective, model, batch)
-    return jnp.take_along_axis(logprob, batch["term_target"], axis=1)
+    """Return the log-prob of every term's token, float32 [R, K], of its candidates if there are any, [R, K, k].
+
+    It is undefined at padding.
+    """
+    hidden, _ = routed(objective, model, batch)
+    return _at_terms(batch, _at_targets(objective, model.head, batch, hidden))[0]
+
+
+def _at_terms(batch: Arrays, at_targets: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return log-prob and entropy at every term, [R, K], or of every candidate there, [R, K, k].
+
+    Args:
+        batch: a micro-batch.
+        at_targets: see :func:`_at_targets`.
+    """
+    logprob, entropy, *of_candidates = at_targets
+    where = batch["term_target"]
+    if not of_candidates:
+        return [jnp.take_along_axis(x, where, axis=1) for x in (logprob, entropy)]
+    found = jnp.take_along_axis(of_candidates[0], where[..., None], axis=1)
+    return [found, jnp.broadcast_to(jnp.take_along_axis(entropy, where, axis=1)[..., None], found.shape)]
 
 
 def top_logprobs(
@@ -233,6 +252,16 @@ def scored_terms(
         for x in (logprob, entropy, *distances)
     )
     return logprob, entropy, load, distances[0] if distances else None
+
+
+def scored_sequences(
+    objective: ObjectiveConfig, model: Decoder, batch: Arrays
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return what :func:`scored_terms` does, but of candidates, if there are any, each one's log-prob, [R, K, k]."""
+    hidden, load = routed(objective, model, batch)
+    at_terms = _at_terms(batch, _at_targets(objective, model.head, batch, hidden))
+    logprob, entropy = (jnp.where(batch["term_scored"] > 0, x, 0.0) for x in at_terms)
+    return logprob, entropy, load
 
 
 def router_balance(batch: Arrays, load: jax.Array | None) -> Arrays:

@@ -26,7 +26,7 @@ from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.algorithm import PolicyLossConfig
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
-from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_terms
+from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_sequences
 from jax_agent_rl.learner.optimized_params import (
     Applied,
     Arrays,
@@ -34,14 +34,15 @@ from jax_agent_rl.learner.optimized_params import (
     OptimizedParams,
     Statistics,
     apply_update,
+    bind,
 )
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import Scorer, stack
+from jax_agent_rl.learner.training_sequence import TrainingSequence, terms_of
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
-from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 
 LOSSES = {
     "cross_entropy": "gpg",
@@ -57,75 +58,12 @@ _BRANCHES = sorted(set(LOSSES.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSequence:
-    """A context and what is trained on in it. S tokens are scored: those of the loss mask.
-
-    Attributes:
-        token_ids: int32 [n].
-        loss_mask: bool [n], tokens whose log-prob is computed; not the first one, which follows nothing.
-        targets: int32 [S], ids that are scored in place of the sequence's own, in the same contexts; None: its own.
-        weight: float [S], what each counts in the loss, a sum; None: 1 each.
-        advantage: float [S], for all losses but ``cross_entropy``.
-        old_logprob: float [S], log-probs under the policy that sampled them, for the same losses.
-        ratio_mask: float [S], for ``gspo``: the sequence's ratio is the mean over tokens where it is not 0.
-    """
-
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    targets: np.ndarray | None = None
-    weight: np.ndarray | None = None
-    advantage: np.ndarray | None = None
-    old_logprob: np.ndarray | None = None
-    ratio_mask: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.loss_mask):
-            raise ValueError(f"{len(self.token_ids)} token ids, but a loss mask of {len(self.loss_mask)}")
-        if not np.any(self.loss_mask) or self.loss_mask[0]:
-            raise ValueError(
-                "a sequence needs a token to train on, and one before it: the loss mask of "
-                f"{len(self.loss_mask)} tokens has {int(np.sum(self.loss_mask))}, the first "
-                f"{'among' if self.loss_mask[0] else 'not among'} them"
-            )
-        for name in ("targets", "weight", "advantage", "old_logprob", "ratio_mask"):
-            values = getattr(self, name)
-            if values is not None and np.shape(values) != (self.num_scored,):
-                raise ValueError(f"{name} has shape {np.shape(values)}; there are {self.num_scored} scored tokens")
-
-    @property
-    def num_scored(self) -> int:
-        """S."""
-        return int(np.sum(self.loss_mask))
-
-    def trajectory(self, number: int) -> Trajectory:
-        """Return it, its batch's ``number``-th, as what the learner packs: a turn whose scored tokens carry loss."""
-        begin = int(np.argmax(self.loss_mask))
-        ids, scored = self.token_ids.tolist(), np.asarray(self.loss_mask, bool)[begin:].tolist()
-        output = TokenOutput(
-            token_ids=tuple(ids[begin:]),
-            log_probs=(0.0,) * len(scored),
-            policy_versions=(0,) * len(scored),
-            stop_reason=StopReason.EOS,
-            context_digest="",
-            constrained=tuple(not mark for mark in scored),
-        )
-        return Trajectory.from_turns(
-            prompt_ids=ids[:begin],
-            turns=(Turn(output=output),),
-            trajectory_id=f"sequence {number}",
-            group_id="",
-            agent_name="",
-            finish_reason=FinishReason.ANSWER,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ForwardBackward:
     """The result of one pass.
 
     Attributes:
         loss: the sum over all tokens.
-        logprobs: of each sequence's scored tokens, float64 [S].
+        logprobs: of each sequence's targets, float64 [S] or [S, K].
         metrics: of the weighted tokens ``entropy`` in nats, and ``clip_fraction`` and ``ratio_mean`` of a loss that has
             ratios; ``router_aux`` of a mixture whose routers are balanced.
     """
@@ -188,12 +126,8 @@ class SequenceLearner:
         self._reference = policy.reference() if reference or config.lora else None
         self._gradients: Params | None = None
         places, everywhere = self._programs.policy.places, self._programs.policy.everywhere
-
-        def apply(state: Any, gradients: Params, numbers: Arrays) -> Any:
-            own = config.model_copy(update=numbers)
-            return apply_update(own, lambda _: numbers["learning_rate"], state, gradients, jnp.int32(0))
-
-        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(places, everywhere, everywhere, everywhere))
+        made = (places, everywhere, everywhere, everywhere)
+        self._apply = jax.jit(bind(_apply, config), donate_argnums=0, out_shardings=made)
 
     @property
     def state(self) -> LearnerState:
@@ -234,7 +168,7 @@ class SequenceLearner:
     def forward(
         self, data: Sequence[TrainingSequence], *, reference: bool = False, trained: Params | None = None
     ) -> list[np.ndarray]:
-        """Return the log-prob of each sequence's scored tokens, float64 [S].
+        """Return the log-probs of each sequence's targets, float64 [S] or [S, K].
 
         Args:
             data: at least one sequence.
@@ -276,7 +210,7 @@ class SequenceLearner:
                 a packed row. The gradients are as they were.
         """
         numbers = _numbers(loss, constants)
-        batch = self._pack(data).with_terms(**_terms(loss, data))
+        batch = self._pack(data).with_terms(**terms_of(loss, data))
         balance = self._scorer.router_balance(self._policy.weights, batch)
         programs, parameters = self._programs.policy, self._policy.state.params
         gradients = programs.zeros(parameters) if self._gradients is None else self._gradients
@@ -311,20 +245,20 @@ class SequenceLearner:
         }
         programs = self._programs.policy
         placed = {name: place(np.float32(x), programs.everywhere) for name, x in traced.items()}
-        gradients, self._gradients = self._gradients, None
-        if gradients is None:
-            gradients = programs.zeros(self._policy.state.params)
+        gradients = programs.zeros(self._policy.state.params) if self._gradients is None else self._gradients
+        self._gradients = None
         self._policy.state, norm, finite, rate = self._apply(self._policy.state, gradients, placed)
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
     def _pack(self, data: Sequence[TrainingSequence]) -> Batch:
+        vocab_size = self.model.vocab_size
         for number, sequence in enumerate(data):
             ids = np.append(sequence.token_ids, [] if sequence.targets is None else sequence.targets)
-            if not 0 <= ids.min() <= ids.max() < self.model.vocab_size:
+            if not 0 <= ids.min() <= ids.max() < vocab_size:
                 wrong = int(ids.min() if ids.min() < 0 else ids.max())
-                raise ValueError(
-                    f"sequence {number} has the id {wrong}; the model's are 0 to {self.model.vocab_size - 1}"
-                )
+                raise ValueError(f"sequence {number} has the id {wrong}; the model's are 0 to {vocab_size - 1}")
+        if len(widths := {sequence.per_token for sequence in data}) > 1:
+            raise ValueError(f"sequences of one batch have {widths} targets per token; make them equal")
         targets = [s.token_ids[s.loss_mask] if s.targets is None else s.targets for s in data]
         are_own = all(sequence.targets is None for sequence in data)
         return self._scorer.pack_one([s.trajectory(n) for n, s in enumerate(data)], None if are_own else targets)
@@ -333,18 +267,23 @@ class SequenceLearner:
 def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:
     """Return the micro-batch's share of the loss that ``batch["loss"]`` numbers, and statistics.
 
-    Statistics are sums, and float32 [R, K] under ``terms``. Terms of weight 0 are scored, too.
+    Statistics are sums, and float32 [R, K] or, of k targets per token, [R, K, k] under ``terms``. Terms of weight 0 are
+    scored, too.
     """
-    weight, scored = batch["term_weight"], batch["term_scored"] > 0
-    logprob, entropy, load, _ = scored_terms(objective, model, batch, scored)
+    weight = batch["term_weight"]
+    logprob, entropy, load = scored_sequences(objective, model, batch)
+    names = ("old_logprob", "advantage", "ratio_mask")
+    shape, per_row = logprob.shape, (len(logprob), -1)
+    given = {name: batch[f"term_{name}"].reshape(per_row) for name in names}
+    weight, logprob, entropy = (x.reshape(per_row) for x in (weight, logprob, entropy))
     counted = jnp.float32(weight != 0)
     terms = Terms(
         logprob=logprob,
-        old_logprob=batch["term_old_logprob"],
-        rollout_logprob=batch["term_old_logprob"],
-        advantage=batch["term_advantage"],
-        active=batch["term_ratio_mask"],
-        sequence=batch["term_sequence"],
+        old_logprob=given["old_logprob"],
+        rollout_logprob=given["old_logprob"],
+        advantage=given["advantage"],
+        active=given["ratio_mask"],
+        sequence=jnp.repeat(batch["term_sequence"], logprob.shape[1] // shape[1], axis=1),
         chosen=jnp.zeros_like(logprob),
     )
     config = LossConfig(
@@ -366,7 +305,12 @@ def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> 
         "entropy": jnp.sum(counted * entropy),
         **balance,
     }
-    return total, jax.lax.stop_gradient({"sum": sums, "terms": {"logprob": logprob}})
+    return total, jax.lax.stop_gradient({"sum": sums, "terms": {"logprob": logprob.reshape(shape)}})
+
+
+def _apply(config: LearnerConfig, state: Any, gradients: Params, numbers: Arrays) -> Any:
+    rate = numbers["learning_rate"]
+    return apply_update(config.model_copy(update=numbers), lambda _: rate, state, gradients, jnp.int32(0))
 
 
 def _numbers(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]:
@@ -381,20 +325,3 @@ def _numbers(loss: str, constants: Mapping[str, float]) -> dict[str, np.generic]
     unclipped = {"clip_low_threshold": -np.inf, "clip_high_threshold": np.inf, "beta": 0.0}
     numbers = {name: np.float32(value) for name, value in (unclipped | known | dict(constants)).items()}
     return {**numbers, "loss": np.int32(_BRANCHES.index(LOSSES[loss]))}
-
-
-def _terms(loss: str, data: Sequence[TrainingSequence]) -> dict[str, list[np.ndarray]]:
-    """Return the terms of a batch by name, [S] per sequence; raise ValueError if one lacks what the loss reads."""
-    needed = {"cross_entropy": (), "gspo": ("advantage", "old_logprob", "ratio_mask")}
-    reads = ("weight", *needed.get(loss, ("advantage", "old_logprob")))
-    terms: dict[str, list[np.ndarray]] = {"scored": [np.ones(sequence.num_scored) for sequence in data]}
-    for name, default in {"weight": 1.0, "advantage": 1.0, "old_logprob": 0.0, "ratio_mask": 1.0}.items():
-        given = [getattr(sequence, name) if name in reads else None for sequence in data]
-        if name in reads[1:] and (lacking := [number for number, values in enumerate(given) if values is None]):
-            raise ValueError(f"the loss {loss} needs {name} of every sequence, which sequence {lacking[0]} lacks")
-        pairs = zip(data, given, strict=True)
-        terms[name] = [np.full(s.num_scored, default) if values is None else values for s, values in pairs]
-    terms["ratio_mask"] = [(mask != 0).astype(np.float32) for mask in terms["ratio_mask"]]
-    if empty := [number for number, mask in enumerate(terms["ratio_mask"]) if not mask.any()]:
-        raise ValueError(f"the ratio mask of sequence {empty[0]} is 0 everywhere; mark the tokens that were sampled")
-    return terms

@@ -32,7 +32,7 @@ from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.dataset import find_files
 from jax_agent_rl.data.rows import json_lines
 from jax_agent_rl.errors import DataError, TemplateError
-from jax_agent_rl.learner.sequence_learner import TrainingSequence
+from jax_agent_rl.learner.training_sequence import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
 
 Row = Mapping[str, Any]

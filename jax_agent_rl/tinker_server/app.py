@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -66,6 +67,7 @@ class TinkerServer:
         self._training = training
         self._name = settings.model_name or settings.model.path
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
+        self._restored: dict[str, deque[Request]] = {}  # by their model, until its client is heard of
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._worker: asyncio.Task[None] | None = None
@@ -99,9 +101,13 @@ class TinkerServer:
         )
 
     async def start(self) -> None:
-        """Serve, first what was not done when the server last ended."""
+        """Serve, also what was not done when the server last ended, which waits for clients that are still there."""
         for request in self._database.queued():
-            self._schedule(request)
+            if request.kind == "sample":
+                self._schedule(request)
+            else:
+                self._waiting[request.id] = asyncio.Event()
+                self._restored.setdefault(request.owner, deque()).append(request)
         self._worker = asyncio.create_task(self._work())
         await self.http.start()
 
@@ -125,16 +131,32 @@ class TinkerServer:
     def _schedule(self, request: Request) -> None:
         self._waiting[request.id] = asyncio.Event()
         if request.kind != "sample":
+            self._resume(request.owner)
             self._queue.put_nowait(request)
             return
         task = self._samples[request.id] = asyncio.create_task(self._finish(request, self._run_sample))
         task.add_done_callback(lambda _: self._samples.pop(request.id, None))
 
+    def _resume(self, owner: str) -> None:
+        """Queue what a model's client, which has been heard of, asked for before the server ended."""
+        for request in self._restored.pop(owner, ()):
+            self._queue.put_nowait(request)
+
+    async def _next(self) -> Request:
+        """Return the next request in order of arrival, or, if there is none, one whose client may be gone."""
+        if self._queue.empty() and self._restored:
+            owner, requests = next(iter(self._restored.items()))
+            request = requests.popleft()
+            if not requests:
+                del self._restored[owner]
+            return request
+        return await self._queue.get()
+
     async def _work(self) -> None:
-        """Run training requests one after another, in order of arrival."""
+        """Run training requests one after another."""
         loop = asyncio.get_running_loop()
         while True:
-            request = await self._queue.get()
+            request = await self._next()
             await self._finish(request, lambda one: loop.run_in_executor(self._training, self._models.run, one))
 
     async def _finish(self, request: Request, run: Callable[[Request], Awaitable[bytes]]) -> None:
@@ -153,6 +175,8 @@ class TinkerServer:
     async def _retrieve(self, http: web.Request) -> web.Response:
         request_id = (await read_json(http))["request_id"]
         if (event := self._waiting.get(request_id)) is not None:
+            if self._restored and (known := self._database.request(request_id)) is not None:
+                self._resume(known.owner)
             try:
                 await asyncio.wait_for(event.wait(), POLL_SECONDS)
             except TimeoutError:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from jax_agent_rl.learner.sequence_learner import LOSSES, ForwardBackward, TrainingSequence
+from jax_agent_rl.learner.sequence_learner import LOSSES, ForwardBackward
+from jax_agent_rl.learner.training_sequence import TrainingSequence
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 
 INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages", "sequence_ratio_mask")
@@ -64,7 +65,8 @@ class ForwardRequest:
     """A request of ``forward`` or ``forward_backward``.
 
     Attributes:
-        data: a sequence for each datum, or one for each target per token; those share their context.
+        data: a sequence for each datum. If the loss is not ``cross_entropy``, or the data differ in their targets per
+            token: for each of these; those of a datum share their context.
         columns: of each datum, targets per token; None: its tensors have no such axis.
         loss: its name.
         constants: of the loss.
@@ -104,16 +106,18 @@ def read_batch(message: pb.ForwardBackwardRequest, *, pack_length: int) -> Forwa
     data, columns = [], []
     for number, datum in enumerate(message.data):
         try:
-            sequences, count = _read_datum(datum, message.loss_fn)
-            if (length := len(sequences[0].token_ids)) > pack_length:
+            sequence, count = _read_datum(datum, message.loss_fn)
+            if (length := len(sequence.token_ids)) > pack_length:
                 raise BadRequest(
                     f"{length - 1} tokens are more than the {pack_length - 1} that this server trains on; start it "
                     f"with pack_length={length} or more"
                 )
         except (BadRequest, ValueError) as error:
             raise BadRequest(f"datum {number}: {error}") from error
-        data += sequences
+        data.append(sequence)
         columns.append(count)
+    if message.loss_fn != "cross_entropy" or len({sequence.per_token for sequence in data}) > 1:
+        data = [column for sequence in data for column in sequence.columns()]
     return ForwardRequest(
         data=data,
         columns=columns,
@@ -123,7 +127,7 @@ def read_batch(message: pb.ForwardBackwardRequest, *, pack_length: int) -> Forwa
     )
 
 
-def _read_datum(datum: pb.Datum, loss: str) -> tuple[list[TrainingSequence], int | None]:
+def _read_datum(datum: pb.Datum, loss: str) -> tuple[TrainingSequence, int | None]:
     tokens = _read_chunks(datum.model_input)
     inputs = {name: _read_tensor(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
     wanted = ["target_tokens"] if loss == "cross_entropy" else ["target_tokens", "logprobs", "advantages"]
@@ -144,22 +148,18 @@ def _read_datum(datum: pb.Datum, loss: str) -> tuple[list[TrainingSequence], int
                 f"{name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}; make them equal"
             )
     columns = targets.shape[1] if targets.ndim == 2 else None
-    by_column = {name: values.reshape(len(tokens), -1).T for name, values in inputs.items()}
-    weights = by_column.get("weights", by_column.get("mask"))
-    advantages, logprobs, ratio = (by_column.get(name) for name in ("advantages", "logprobs", "sequence_ratio_mask"))
-    ids = np.append(tokens, targets.reshape(len(tokens), -1)[-1, :1])
-    return [
-        TrainingSequence(
-            token_ids=ids,
-            loss_mask=np.arange(len(ids)) > 0,
-            targets=None if np.array_equal(own, ids[1:]) else own.astype(np.int32),
-            weight=None if weights is None else weights[column],
-            advantage=None if advantages is None else advantages[column],
-            old_logprob=None if logprobs is None else logprobs[column],
-            ratio_mask=None if ratio is None else ratio[column],
-        )
-        for column, own in enumerate(by_column["target_tokens"])
-    ], columns
+    if columns == 1:
+        targets, inputs = targets[:, 0], {name: values[:, 0] for name, values in inputs.items()}
+    ids = np.append(tokens, targets.reshape(len(tokens), -1)[-1, 0])
+    return TrainingSequence(
+        token_ids=ids,
+        loss_mask=np.arange(len(ids)) > 0,
+        targets=None if np.array_equal(targets, ids[1:]) else targets,
+        weight=inputs.get("weights", inputs.get("mask")),
+        advantage=inputs.get("advantages"),
+        old_logprob=inputs.get("logprobs"),
+        ratio_mask=inputs.get("sequence_ratio_mask"),
+    ), columns
 
 
 def _read_chunks(chunks: Any) -> np.ndarray:
@@ -224,9 +224,16 @@ def write_batch_result(result: ForwardBackward, columns: Sequence[int | None]) -
     message.metrics["loss:sum"] = result.loss
     for name, value in result.metrics.items():
         message.metrics[f"{name}:mean"] = value
-    sequences = iter(result.logprobs)
+    of_sequences = iter(result.logprobs)
+
+    def of_datum(count: int | None) -> np.ndarray:
+        first = next(of_sequences)
+        if first.ndim == 1:
+            first = np.stack([first, *(next(of_sequences) for _ in range((count or 1) - 1))], -1)
+        return first.astype(np.float32)
+
     for count, data in itertools.groupby(columns):
-        values = [np.stack([next(sequences) for _ in range(count or 1)], -1).astype(np.float32) for _ in data]
+        values = [of_datum(count) for _ in data]
         offsets = np.cumsum([0, *(x.nbytes for x in values)], dtype=np.int64)
         record = message.loss_fn_outputs.add(num_datums=len(values))
         record.fields["logprobs"].CopyFrom(

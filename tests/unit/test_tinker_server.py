@@ -7,7 +7,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,7 +28,8 @@ from jax_agent_rl.config.loading import build_tree  # noqa: E402
 from jax_agent_rl.config.tinker_server import TinkerServerSettings  # noqa: E402
 from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
-from jax_agent_rl.tinker_server.database import Database  # noqa: E402
+from jax_agent_rl.tinker_server.app import TinkerServer  # noqa: E402
+from jax_agent_rl.tinker_server.database import Database, Request  # noqa: E402
 from jax_agent_rl.tinker_server.serve import open_server  # noqa: E402
 from tests.tiny_chat import CONFIG, params, tokenizer  # noqa: E402
 
@@ -488,6 +491,45 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
                 step(client, 9)
                 found = logprobs_of(client.forward(batch, "cross_entropy").result())
     assert all(map(np.array_equal, found, expected))
+
+
+async def test_after_a_restart_clients_that_are_there_come_before_those_that_may_be_gone(tmp_path):
+    store = Database(tmp_path)
+    store.add_session("s")
+    for model in ("gone", "there"):
+        store.add_model(model, "s", {})
+        for number in (1, 2):
+            store.add_request(f"{model}:{number}", model, "optim_step", b"{}")
+    ran, first_runs, may_end = [], threading.Event(), threading.Event()
+
+    def run(request: Request) -> bytes:
+        ran.append(request.id)
+        first_runs.set()
+        may_end.wait(10)
+        return b"{}"
+
+    settings = build_tree(TinkerServerSettings, {"model": {"path": "tiny"}, "port": 0})
+    with ThreadPoolExecutor(1) as training:
+        server: Any = TinkerServer(
+            settings,
+            SimpleNamespace(run=run),
+            None,
+            store,
+            training=training,
+            token=None,  # type: ignore[arg-type]
+        )
+        server.http.listen()
+        await server.start()
+        async with httpx.AsyncClient(base_url=server.http.url) as client:
+            await asyncio.to_thread(first_runs.wait, 10)  # of the client that may be gone: nothing else is known of
+            poll = asyncio.create_task(client.post("/api/v1/retrieve_future", json={"request_id": "there:2"}))
+            while "there" in server._restored:
+                await asyncio.sleep(0.01)
+            may_end.set()
+            assert (await poll).status_code == 200
+            await client.post("/api/v1/retrieve_future", json={"request_id": "gone:2"})
+        await server.close()
+    assert ran == ["gone:1", "there:1", "there:2", "gone:2"]
 
 
 def test_a_request_that_is_sent_again_is_not_repeated(tmp_path):

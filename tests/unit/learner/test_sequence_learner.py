@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import LearnerConfig, LoraConfig
-from jax_agent_rl.learner.sequence_learner import LOSSES, AdamParams, SequenceLearner, TrainingSequence
+from jax_agent_rl.learner.sequence_learner import LOSSES, AdamParams, SequenceLearner
+from jax_agent_rl.learner.training_sequence import TrainingSequence
 from jax_agent_rl.models.hf import save_hf
 from tests.tiny import TINY, tiny_params
 
@@ -116,6 +117,49 @@ def test_loss_and_gradient_are_those_of_pytorch(peer, loss):
         np.testing.assert_allclose(gradients[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
     for sequence, logprobs in zip(data, [x for part in parts for x in part.logprobs], strict=True):
         np.testing.assert_allclose(logprobs, peer_logprobs(peer, sequence).detach().numpy(), rtol=1e-5)
+
+
+def test_several_targets_per_token_count_as_a_sequence_for_each_of_them(peer):
+    """Two sequences have one context and different targets; some targets are named twice, some weigh nothing."""
+    rng = np.random.default_rng(2)
+    bare = {"weight": None, "advantage": None, "old_logprob": None, "ratio_mask": None}
+    data = []
+    for one in [*sequences(3), sequences(1)[0]]:
+        shape = (one.num_scored, 4)
+        targets = rng.integers(1, TINY.vocab_size, shape).astype(np.int32)
+        targets[::2, 3] = targets[::2, 0]
+        data.append(replace(one, **(bare | {"targets": targets, "weight": rng.choice([0.0, 0.2, 1.5], shape)})))
+    columns = [column for sequence in data for column in sequence.columns()]
+    made = learner()
+    result = made.forward_backward(data)
+    peer.zero_grad()
+    expected = torch.stack([peer_loss_of_weights(peer, column) for column in columns]).sum()
+    expected.backward()
+    assert result.loss == pytest.approx(float(expected), rel=1e-5)
+    for name, weight in NAMES.items():
+        truth = weight(peer).grad.numpy()
+        np.testing.assert_allclose(named(made._gradients)[name], truth, atol=1e-5 * np.abs(truth).max(), err_msg=name)
+    of_columns = iter(learner().forward(columns))
+    for sequence, of_pass, of_forward in zip(data, result.logprobs, learner().forward(data), strict=True):
+        apart = np.stack([next(of_columns) for _ in range(4)], -1)
+        assert of_pass.shape == sequence.targets.shape
+        np.testing.assert_allclose(of_pass, apart, atol=1e-5)
+        np.testing.assert_allclose(of_forward, apart, atol=1e-5)
+
+
+def peer_loss_of_weights(peer, sequence: TrainingSequence):
+    return -(torch.tensor(sequence.weight) * peer_logprobs(peer, sequence)).sum()
+
+
+def test_sequences_of_one_batch_have_as_many_targets_per_token():
+    one, other = sequences(2)
+    several = replace(
+        other,
+        targets=np.ones((other.num_scored, 2), np.int32),
+        **dict.fromkeys(("weight", "advantage", "old_logprob", "ratio_mask")),
+    )
+    with pytest.raises(ValueError, match="targets per token; make them equal"):
+        learner().forward([one, several])
 
 
 def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
