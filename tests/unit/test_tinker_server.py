@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+os.environ.setdefault("TINKER_TELEMETRY", "0")  # the SDK would send it to the server of a test that has ended
 pytest.importorskip("tinker")
 pytest.importorskip("torch")
 
