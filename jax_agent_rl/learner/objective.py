@@ -127,13 +127,6 @@ def router_loads(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> j
     return load[0]
 
 
-def target_logprobs(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Return every target's log-prob, and the entropy where it was sampled; float32 [R, M]."""
-    hidden, _ = routed(objective, model, batch)
-    logprob, entropy, *_ = _at_targets(objective, model.head, batch, hidden)
-    return logprob, entropy
-
-
 def _at_targets(
     objective: ObjectiveConfig,
     head: jax.Array,
