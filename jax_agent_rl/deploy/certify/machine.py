@@ -61,13 +61,14 @@ def load_config(file: Path | None, overrides: Sequence[str], scratch: Path, *, d
     train, heldout, _ = prepare_shop(scratch)
     tree = {
         "model": {"path": str(fetch_quickstart_model())},
-        "data": {"train": str(train), "eval": str(heldout)},
+        "data": {"train": str(train), "eval": str(heldout), "shuffle": False},
         "tools": {"function_tool_path": "jax_agent_rl.tools.builtin.shop"},
         "agent": {"tool_prompt": "none", "tool_format": "pythonic", "max_prompt_length": 256}
         | {"max_response_length": 96, "max_assistant_turns": 4, "max_user_turns": 3, "max_tool_response_length": 24},
         "rollout": {"prompts_per_step": 4, "group_size": 12, "max_in_flight": 48, "max_model_len": 352}
         | {"temperature": 0.8, "eval_temperature": 0.8},
-        "learner": {"learning_rate": 2e-5, "pack_length": 1024, "mesh": {"fsdp": devices}},
+        "learner": {"learning_rate": 3e-5, "lr_scheduler_type": "linear", "min_lr_ratio": 0.15}
+        | {"pack_length": 1024, "mesh": {"fsdp": devices}},
     }
     return build(tree, own)
 
