@@ -254,7 +254,7 @@ class BlockManager:
             parent, begin = places.pop()
             rest = ids[begin : begin + self.size]
             for page in parent.children:
-                common = _common(page.ids, rest) if page.ids[:1] == rest[:1] else 0  # 0 of most, where there are many
+                common = _common(page.ids, rest) if page.ids[:1] == rest[:1] else 0  # most of many differ at once
                 if common == self.size:
                     places.append((page, begin + self.size))
                 score = begin + common, common == len(page.ids) and not page.ref_count

@@ -250,12 +250,13 @@ def pack(
     rows = assign_rows(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
     arrays = _empty_rows(len(rows), pack_length)
     per_token = targets[0].shape[1:] if targets else ()
-    scored = np.zeros((len(rows), pack_length, *per_token), np.int32)
+    scored = np.zeros((len(rows), pack_length, *per_token), np.int32) if per_token else None
     places: dict[int, Place] = {}
     paths, supports = [], []
     for index, row in enumerate(rows):
         paths.append(_fill_nodes(arrays, index, row))
-        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences, targets, scored[index])
+        own = None if scored is None else scored[index]
+        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences, targets, own)
         places |= placed
         supports.append(of_targets)
     images = None
@@ -271,15 +272,9 @@ def pack(
     ]
     routed = pack_routed(sequences, located, arrays["token_ids"].shape)
     kept = row_supports(supports, vocab_size)
-    candidates = (scored, np.zeros(scored.shape, np.float32)) if per_token else None
+    made = None if scored is None else (scored, np.zeros(scored.shape, np.float32))
     batch = Batch(
-        **arrays,
-        terms={},
-        places=of_trajectories,
-        images=images,
-        routed_experts=routed,
-        supports=kept,
-        candidates=candidates,
+        **arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept, candidates=made
     )
     return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
 
@@ -348,12 +343,12 @@ def _fill_terms(
     paths: Sequence[np.ndarray],
     sequences: Sequence[Trajectory],
     targets: Sequence[np.ndarray] | None,
-    scored: np.ndarray,
+    scored: np.ndarray | None,
 ) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
     """Write the terms of one row, member by member, and the targets in order of first use; also return their supports.
 
-    Terms of one node that were drawn from different supports, or that score different ids, have a target each. The ids
-    of each target, of which ``target_id`` is the first, are written to ``scored`` [M, ...].
+    Terms of one node that were drawn from different supports, or that score different ids, have a target each. If each
+    scores k ids, ``target_id`` is the first of them, and all are written to ``scored`` [M, k].
     """
     places: dict[int, Place] = {}
     nodes, parents, ids, numbers = [], [], [], []
@@ -379,11 +374,13 @@ def _fill_terms(
         distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
         kind = np.array([distinct[s] for s in supports], np.int64)
     else:
-        node, kind = parent, np.unique(all_ids, axis=0, return_inverse=True)[1].reshape(-1)
+        axis = None if scored is None else 0
+        node, kind = parent, np.unique(all_ids, axis=axis, return_inverse=True)[1].reshape(-1)
     first, target = _first_seen(node + arrays["token_ids"].shape[1] * kind)
     arrays["target_parent"][index, : len(first)] = parent[first]
-    scored[: len(first)] = all_ids[first]
-    arrays["target_id"][index] = scored.reshape(len(scored), -1)[:, 0]
+    arrays["target_id"][index, : len(first)] = all_ids[first] if scored is None else all_ids[first, 0]
+    if scored is not None:
+        scored[: len(first)] = all_ids[first]
     arrays["target_valid"][index, : len(first)] = True
     arrays["term_target"][index, :count] = target
     arrays["term_sequence"][index, :count] = np.concatenate(numbers)

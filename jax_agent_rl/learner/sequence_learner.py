@@ -257,8 +257,9 @@ class SequenceLearner:
             if not 0 <= ids.min() <= ids.max() < vocab_size:
                 wrong = int(ids.min() if ids.min() < 0 else ids.max())
                 raise ValueError(f"sequence {number} has the id {wrong}; the model's are 0 to {vocab_size - 1}")
-        if len(widths := {sequence.per_token for sequence in data}) > 1:
-            raise ValueError(f"sequences of one batch have {widths} targets per token; make them equal")
+        if len(counts := {sequence.per_token for sequence in data}) > 1:
+            found = ", ".join(str(count or 1) for count in counts)
+            raise ValueError(f"sequences of one batch have {found} targets per token; make them equal")
         targets = [s.token_ids[s.loss_mask] if s.targets is None else s.targets for s in data]
         are_own = all(sequence.targets is None for sequence in data)
         return self._scorer.pack_one([s.trajectory(n) for n, s in enumerate(data)], None if are_own else targets)

@@ -46,7 +46,10 @@ class TrainingSequence:
         for name in ("targets", "weight", "advantage", "old_logprob", "ratio_mask"):
             values = getattr(self, name)
             if values is not None and np.shape(values) != shape:
-                raise ValueError(f"{name} has shape {np.shape(values)}; there are {self.num_scored} scored tokens")
+                of_each = f" with {self.per_token} targets each" if self.per_token else ""
+                raise ValueError(
+                    f"{name} has shape {np.shape(values)}; there are {self.num_scored} scored tokens{of_each}"
+                )
 
     @property
     def num_scored(self) -> int:
@@ -94,8 +97,11 @@ def terms_of(loss: str, data: Sequence[TrainingSequence]) -> dict[str, list[np.n
     """Return the terms of a batch by name, in the shape of each sequence's targets.
 
     Raises:
-        ValueError: a sequence lacks what the loss reads.
+        ValueError: a sequence lacks what the loss reads, or has several targets per token, which only
+            ``cross_entropy`` takes.
     """
+    if loss != "cross_entropy" and any(sequence.per_token for sequence in data):
+        raise ValueError(f"the loss {loss} takes one target per token; give it a sequence for each, see `columns`")
     needed = {"cross_entropy": (), "gspo": ("advantage", "old_logprob", "ratio_mask")}
     reads = ("weight", *needed.get(loss, ("advantage", "old_logprob")))
     shapes = [(s.num_scored,) if s.targets is None else s.targets.shape for s in data]

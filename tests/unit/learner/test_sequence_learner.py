@@ -160,6 +160,8 @@ def test_sequences_of_one_batch_have_as_many_targets_per_token():
     )
     with pytest.raises(ValueError, match="targets per token; make them equal"):
         learner().forward([one, several])
+    with pytest.raises(ValueError, match="gspo takes one target per token; give it a sequence for each"):
+        learner().forward_backward([several], loss="gspo")
 
 
 def test_targets_of_ones_own_are_scored_in_the_sequences_context(peer):
