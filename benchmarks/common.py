@@ -26,12 +26,15 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.utils.startup import ignore_absent_tpus
 
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
 
 def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Make a parser whose ``--help`` is a script's docstring."""
+    """Make a parser whose ``--help`` is a script's docstring, and do not wait for TPUs that are absent."""
+    ignore_absent_tpus()
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", ""))  # JAX is imported already
     return argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

@@ -83,13 +83,13 @@ def _forward(
         """Log-prob, entropy and normalizer of a chunk [N], log-probs of candidates, and logits [n, N, B] if kept."""
 
         def one(carry: tuple, part: tuple[jax.Array, Arrays]) -> tuple[tuple, jax.Array | None]:
-            peak, total, weighted, *found = carry  # of each shard, [N, shards]: devices exchange them at the end
+            peak, total, weighted, *found = carry  # of each shard: devices exchange them at the end
             number, block = part
             scores = _scores(hidden, block, len(head), temperature, support)
             if candidates is not None:
                 there, column = _in_block(candidates, number, blocks[1], vocab_shards)
                 found = [jnp.where(there, jnp.take_along_axis(scores, column, axis=1), found[0])]
-            own = scores.reshape(len(scores), vocab_shards, -1)
+            own = scores.reshape(*by_shard, -1)
             higher = jnp.maximum(peak, jnp.max(own, axis=-1))
             shrink = jnp.exp(peak - higher)
             terms = jnp.exp(own - higher[..., None])
@@ -97,10 +97,13 @@ def _forward(
             weighted = weighted * shrink + jnp.sum(terms * own, axis=-1)
             return (higher, total, weighted, *found), scores if keep else None
 
-        zeros = jnp.zeros((len(hidden), vocab_shards), jnp.float32)
+        # An axis of one shard would make XLA:CPU's reductions, and the whole scan, three times as slow.
+        by_shard = (len(hidden),) if vocab_shards == 1 else (len(hidden), vocab_shards)
+        zeros = jnp.zeros(by_shard, jnp.float32)
         found = [] if candidates is None else [jnp.full(candidates.shape, NEGATIVE)]
         initial = (zeros + NEGATIVE, zeros, zeros, *found)
         (peak, total, weighted, *found), scores = jax.lax.scan(one, initial, (jnp.arange(len(blocks[1])), blocks))
+        peak, total, weighted = (x.reshape(len(hidden), vocab_shards) for x in (peak, total, weighted))
         highest = jnp.max(peak, axis=1)
         shrink = jnp.exp(peak - highest[:, None])
         total, weighted = (jnp.sum(x * shrink, axis=1) for x in (total, weighted))
