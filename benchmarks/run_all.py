@@ -7,7 +7,8 @@
 Results are kept per benchmark and processor, each with its command, date and versions, and written as soon as they are
 there: an interrupted run goes on where it stopped. A benchmark that fails is named at the end and costs no other one.
 Peers run in environments of their own, see ``decode.py``, ``learner_peers.py`` and ``supervised_peers.py``; without one
-its ratios are left out. Keep the machine free of other work meanwhile.
+its ratios are left out. All of them, peers too, keep freed memory in huge pages, as ``launch/local.sh`` sets it. Keep
+the machine free of other work meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +30,7 @@ from common import argument_parser, cpu
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "results.md"
+KEEP_MEMORY = re.findall("^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE)[0]
 VERSIONS = ("jax_agent_rl", "jax", "torch", "transformers")
 
 BENCHMARKS = {  # by script: its arguments
@@ -68,7 +71,8 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """
     begin = time.monotonic()
     command = [sys.executable, "-u", str(ROOT / "benchmarks" / f"{name}.py"), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    environment = {"GLIBC_TUNABLES": KEEP_MEMORY} | os.environ
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     assert process.stdout is not None
     found = []
     for line in process.stdout:

@@ -6,8 +6,8 @@
 
 SmolLM2-135M in float32 on the CPU, AdamW, the gradient clipped to 1. sft: demonstrations of the shop's task, whose
 prompts begin alike; dpo: the same with a wrong answer each. All rows are in every update, TRL's in one padded
-micro-batch; ours have a row of their own each, and are then packed with prefixes shared. The last line is one JSON
-object: seconds of the fastest update after the first, ``ratio`` of TRL's to ours, and the largest difference of the
+micro-batch; ours first as those (``own_rows``), then packed with prefixes shared, as by default. The last line is one
+JSON object: seconds of the fastest update after the first, ``ratio`` of TRL's to ours, and the largest difference of the
 losses of all updates.
 """
 
@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"cpu": cpu()}
     for method, rows in read_rows(arguments.rows).items():
         lengths = [len(s.token_ids) for row in rows for s in ((*row.chosen, *row.rejected) if method == "dpo" else row)]
-        alone = {"pack_length": max(lengths), "share_prefixes": False}
+        alone = {"pack_length": max(lengths), "micro_batch_size": len(lengths), "share_prefixes": False}
         sides = {
             "own_rows": ours(method, rows, arguments.updates, model=arguments.model, **alone),
             "shared": ours(method, rows, arguments.updates, model=arguments.model),
@@ -145,7 +145,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--rows", type=int, default=8, help="demonstrations, or pairs")
-    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--model", default=None, help="Hugging Face folder; default the quickstart's")
     arguments = parser.parse_args()
     arguments.model = str(arguments.model or fetch_quickstart_model())

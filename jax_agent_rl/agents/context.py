@@ -74,7 +74,7 @@ class AgentEvent:
 
 
 class MalformedCalls:
-    """Logs tool calls that could not be decoded, at most once per ``interval``, and their total at the end.
+    """Logs tool calls that could not be decoded, at most once per ``interval``.
 
     Args:
         interval: seconds.
@@ -84,30 +84,22 @@ class MalformedCalls:
     def __init__(self, *, interval: float = 30.0, clock: Callable[[], float] = time.monotonic):
         self._interval = interval
         self._clock = clock
-        self._total = self._unreported = 0
+        self._reported, self._unreported = False, 0
         self._quiet_until = float("-inf")
 
     def report(self, text: str) -> None:
-        """Count one, and log what the model wrote unless one was logged recently."""
-        self._total += 1
+        """Log what the model wrote, or count it if one was logged recently."""
         now = self._clock()
         if now < self._quiet_until:
             self._unreported += 1
             return
-        more = f" (and {self._unreported} more since the last report)" if self._unreported else ""
-        self._unreported, self._quiet_until = 0, now + self._interval
+        if self._unreported:
+            more = f" (and {self._unreported} more since the last report)"
+        else:
+            more = "" if self._reported else "; if the model writes calls in another format, set agent.tool_format"
+        self._reported, self._unreported, self._quiet_until = True, 0, now + self._interval
         # Escaped: models also write control characters, which a terminal would obey.
         logger.warning("Failed to decode tool call: %.200r%s", text, more)
-
-    def report_total(self) -> None:
-        """Log the total, and start again."""
-        if self._total:
-            logger.warning(
-                "Failed to decode %d tool calls in total. If the model writes calls in another format, set "
-                "agent.tool_format",
-                self._total,
-            )
-        self._total = self._unreported = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -282,7 +282,6 @@ class AgentSelector:
 
     async def close(self) -> None:
         """Close every loop, then raise the first failure."""
-        self._context.malformed.report_total()
         loops = list(self._loops.values())
         self._loops.clear()
         results = await asyncio.gather(*(loop.close() for loop in loops), return_exceptions=True)

@@ -61,7 +61,7 @@ class DataCursor(Generic[T]):
     >>> cursor = DataCursor(["a", "b", "c"], seed=0)
     >>> first = cursor.next_rows(4)                  # three of epoch 0, one of epoch 1
     >>> sorted(first[:3]), cursor.state()
-    (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'again': []})
+    (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'seed': 0, 'shuffle': True, 'again': []})
 
     Every draw has a number, by which it can be repeated after a restart.
 
@@ -80,6 +80,7 @@ class DataCursor(Generic[T]):
         mixture = rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
         self._parts, self._weights = mixture.parts, mixture.weights
         self._blocks = _Blocks(self._weights, seed)
+        self._seed = seed
         alone = len(self._parts) == 1
         self._orders = [_EpochOrder(part, seed, () if alone else (number,)) for number, part in enumerate(self._parts)]
         self._shuffle = shuffle
@@ -107,21 +108,29 @@ class DataCursor(Generic[T]):
             "drawn": self._drawn,
             "rows": [len(part) for part in self._parts],
             "weights": list(self._weights),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
             "again": sorted({*self._again, *again}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where a cursor over the same rows with the same seed stood.
+        """Continue where a cursor over the same rows in the same order stood.
 
         Raises:
-            CheckpointError: the sources have different numbers of rows or weights now.
+            CheckpointError: the number of rows of a source, its weight, the seed or ``shuffle`` is another now.
         """
         now = self.state()
-        for key, what in (("rows", "numbers of training rows"), ("weights", "weights of its sources")):
+        names = {
+            "rows": "the numbers of rows in data.train",
+            "weights": "the weights of data.train",
+            "seed": "seed",
+            "shuffle": "data.shuffle",
+        }
+        for key, name in names.items():
             if state[key] != now[key]:
                 raise CheckpointError(
-                    f"the checkpoint was made with {what} {state[key]}, data.train has {now[key]} now; "
-                    "restore them or start a new run"
+                    f"the checkpoint was made with {name} = {state[key]}, now {now[key]}; "
+                    "restore the old value or start a new run"
                 )
         self._drawn, self._again = state["drawn"], list(state["again"])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.agents import AgentSelector, TextToolAgent, ToolAgent
+from jax_agent_rl.agents import TextToolAgent, ToolAgent
 from jax_agent_rl.agents.context import MalformedCalls
 from jax_agent_rl.config import ToolClientConfig
 from tests.agent_testbed import AgentHarness
@@ -14,7 +14,7 @@ def test_one_is_told_in_an_interval_with_the_number_of_those_that_were_not(caplo
     for now in (0.0, 1.0, 29.0, 31.0, 32.0, 61.0, 500.0):
         calls.report(f"call at {now:g}")
     assert [record.getMessage() for record in caplog.records] == [
-        "Failed to decode tool call: 'call at 0'",
+        "Failed to decode tool call: 'call at 0'; if the model writes calls in another format, set agent.tool_format",
         "Failed to decode tool call: 'call at 31' (and 2 more since the last report)",
         "Failed to decode tool call: 'call at 61' (and 1 more since the last report)",
         "Failed to decode tool call: 'call at 500'",
@@ -32,19 +32,15 @@ def test_what_a_model_wrote_is_shown_escaped_and_short(caplog):
 @pytest.mark.parametrize(
     ("agent", "said"), [(ToolAgent, "<call>add {oops</call>"), (TextToolAgent, "oops </tool> and so on")]
 )
-async def test_their_number_is_said_once_when_the_agents_are_closed(caplog, agent, said):
+async def test_agents_of_a_run_report_together(caplog, agent, said):
     shared = {"tool_config": ToolClientConfig(server_url="http://localhost:1")}
     it = AgentHarness(agent, [said, "I see"], shared=shared)
     trajectories = [await it.run(trajectory_id=f"t{number}") for number in range(3)]
     assert {trajectory.tool_calls[0].error for trajectory in trajectories} == {"malformed"}
-    caplog.clear()
-    selector = AgentSelector(it.context)
-    await selector.close()
-    await selector.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith("Failed to decode 3 tool calls in total.") and "tool_format" in record.message
+    assert record.getMessage().startswith("Failed to decode tool call: ")
 
 
 async def test_nothing_is_said_where_every_call_could_be_decoded(caplog):
-    await AgentSelector(AgentHarness(ToolAgent, ["fine"]).context).close()
+    await AgentHarness(ToolAgent, ["fine"]).run(trajectory_id="t")
     assert not caplog.records

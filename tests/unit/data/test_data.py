@@ -113,9 +113,17 @@ def test_a_restored_cursor_goes_on_as_if_nothing_had_happened(rows: int, before:
     assert got + second.next_rows(after) == expected
 
 
-def test_a_cursor_refuses_the_state_of_another_data_set():
-    with pytest.raises(CheckpointError, match=r"training rows \[3\], data.train has \[2\] now"):
-        DataCursor([1, 2], seed=0).restore(DataCursor([1, 2, 3], seed=0).state())
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (DataCursor([1, 2, 3], seed=0), r"numbers of rows in data.train = \[3\], now \[2\]"),
+        (DataCursor([1, 2], seed=1), r"seed = 1, now 0"),
+        (DataCursor([1, 2], seed=0, shuffle=False), r"data.shuffle = False, now True"),
+    ],
+)
+def test_a_cursor_refuses_the_state_of_other_rows_or_another_order(other: DataCursor, message: str):
+    with pytest.raises(CheckpointError, match=message):
+        DataCursor([1, 2], seed=0).restore(other.state())
 
 
 def test_calculator_rows_are_right_and_no_question_is_in_both_files(tmp_path: Path):

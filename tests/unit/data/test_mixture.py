@@ -122,8 +122,8 @@ def test_a_draw_is_repeated_by_its_number_in_a_mixture_too():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (mixture(sizes=(7, 1000, 41)), r"rows \[7, 1000, 41\], data.train has \[7, 1000, 40\] now"),
-        (mixture(weights=(1.0, 1.0, 1.0)), r"weights of its sources \[1.0, 1.0, 1.0\]"),
+        (mixture(sizes=(7, 1000, 41)), r"rows in data.train = \[7, 1000, 41\], now \[7, 1000, 40\]"),
+        (mixture(weights=(1.0, 1.0, 1.0)), r"weights of data.train = \[1.0, 1.0, 1.0\]"),
     ],
 )
 def test_a_mixture_refuses_the_state_of_another(other: Mixture, message: str):
