@@ -92,10 +92,9 @@ class Dpo:
 
     def _losses(self, pairs: Sequence[Pair]) -> tuple[Metrics, np.ndarray]:
         """Return metrics, and of each pair minus the loss's derivative by the log-prob of what was chosen."""
-        chosen, rejected = (
-            self.beta * (self._logprobs(examples) - self._logprobs(examples, reference=True))
-            for examples in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
-        )
+        examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]  # their prompts are shared
+        rewards = self.beta * (self._logprobs(examples) - self._logprobs(examples, reference=True))
+        chosen, rejected = rewards[::2], rewards[1::2]
         margin, smoothing = chosen - rejected, self.label_smoothing
         losses = (1 - smoothing) * np.logaddexp(0, -margin) + smoothing * np.logaddexp(0, margin)
         slopes = self.beta * ((1 - smoothing) / (1 + np.exp(margin)) - smoothing / (1 + np.exp(-margin)))
