@@ -108,11 +108,6 @@ class Database:
         rows = self._run("SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session)
         return [name for (name,) in rows]
 
-    def remove_model(self, model: str) -> None:
-        """Remove a model and its requests; its checkpoints stay."""
-        self._run("DELETE FROM requests WHERE owner = ?", model)
-        self._run("DELETE FROM models WHERE id = ?", model)
-
     def set_snapshot(self, model: str, number: int) -> None:
         """Note that a snapshot holds the effect of a model's requests up to this one; they will not be repeated."""
         self._run("UPDATE models SET snapshot = ? WHERE id = ?", number, model)
