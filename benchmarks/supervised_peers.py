@@ -122,14 +122,20 @@ def trl(python: str, method: str, rows: list[Any], updates: int, *, model: str) 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure both methods on every side."""
     results: dict[str, Any] = {"cpu": cpu()}
-    for method, rows in read_rows(arguments.rows).items():
+    data = read_rows(arguments.rows)
+    # Before ours, which keep the memory that they freed.
+    peers = {
+        method: trl(arguments.trl_python, method, rows, arguments.updates, model=arguments.model)
+        for method, rows in data.items()
+    }
+    for method, rows in data.items():
         lengths = [len(s.token_ids) for row in rows for s in ((*row.chosen, *row.rejected) if method == "dpo" else row)]
-        alone = {"pack_length": max(lengths), "micro_batch_size": len(lengths), "share_prefixes": False}
+        alone = {"pack_length": max(lengths), "micro_batch_size": len(rows), "share_prefixes": False}
         sides = {
             "own_rows": ours(method, rows, arguments.updates, model=arguments.model, **alone),
             "shared": ours(method, rows, arguments.updates, model=arguments.model),
         }
-        peer_losses, peer_seconds = trl(arguments.trl_python, method, rows, arguments.updates, model=arguments.model)
+        peer_losses, peer_seconds = peers[method]
         results[method] = {"trl_seconds": peer_seconds, "trl_losses": peer_losses}
         for name, (losses, seconds) in sides.items():
             results[method][name] = {
