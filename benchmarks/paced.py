@@ -150,11 +150,11 @@ class PacedEngine(JaxEngine):
 
     def decode(self, *args):
         begin = time.perf_counter()
-        cache, ids, log_probs = super().decode(*args)
-        seconds = int((ids >= 0).any(axis=1).sum()) * self.step_seconds
+        cache, sampled = super().decode(*args)
+        seconds = int((sampled.ids >= 0).any(axis=1).sum()) * self.step_seconds
         time.sleep(max(0.0, begin + seconds - time.perf_counter()))
         self.planned, self.taken = self.planned + seconds, self.taken + time.perf_counter() - begin
-        return cache, ids, log_probs
+        return cache, sampled
 
 
 class PacedBackend(JetStreamBackend):
