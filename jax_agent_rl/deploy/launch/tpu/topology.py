@@ -65,6 +65,12 @@ class Topology:
         """Virtual machines: one for up to 8 chips of v5e and v6e, otherwise one for 4 chips."""
         return 1 if self.kind.cores == 1 and self.chips <= 8 else max(1, self.chips // 4)
 
+    @property
+    def one_host(self) -> Topology:
+        """The slice of 4 chips of the same generation."""
+        slices = (Topology(self.generation, shape) for shape in SHAPES[self.generation])
+        return next(slice for slice in slices if slice.chips == 4)
+
 
 def parse_topology(name: str) -> Topology:
     """Parse a topology such as ``v5e:4x4``.

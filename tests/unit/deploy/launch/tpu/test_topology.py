@@ -47,3 +47,9 @@ def test_no_accelerator_type_stands_for_two_shapes():
 def test_what_is_no_slice_is_refused_with_what_there_is(name: str, message: str):
     with pytest.raises(LaunchError, match=message):
         parse_topology(name)
+
+
+def test_every_generation_has_a_slice_of_four_chips_on_one_host():
+    for generation, shapes in SHAPES.items():
+        found = parse_topology(f"{generation}:{shapes[-1]}").one_host
+        assert (found.chips, found.hosts) == (4, 1) and parse_topology(str(found)) == found
