@@ -84,7 +84,7 @@ class MalformedCalls:
     def __init__(self, *, interval: float = 30.0, clock: Callable[[], float] = time.monotonic):
         self._interval = interval
         self._clock = clock
-        self._reported, self._unreported = False, 0
+        self._unreported = 0
         self._quiet_until = float("-inf")
 
     def report(self, text: str) -> None:
@@ -93,11 +93,11 @@ class MalformedCalls:
         if now < self._quiet_until:
             self._unreported += 1
             return
+        is_first = self._quiet_until == float("-inf")
+        more = "; if the model writes calls in another format, set agent.tool_format" if is_first else ""
         if self._unreported:
             more = f" (and {self._unreported} more since the last report)"
-        else:
-            more = "" if self._reported else "; if the model writes calls in another format, set agent.tool_format"
-        self._reported, self._unreported, self._quiet_until = True, 0, now + self._interval
+        self._unreported, self._quiet_until = 0, now + self._interval
         # Escaped: models also write control characters, which a terminal would obey.
         logger.warning("Failed to decode tool call: %.200r%s", text, more)
 

@@ -127,7 +127,7 @@ class DataCursor(Generic[T]):
             "shuffle": "data.shuffle",
         }
         for key, name in names.items():
-            if state[key] != now[key]:
+            if state.get(key, now[key]) != now[key]:  # older checkpoints have no seed and no shuffle
                 raise CheckpointError(
                     f"the checkpoint was made with {name} = {state[key]}, now {now[key]}; "
                     "restore the old value or start a new run"

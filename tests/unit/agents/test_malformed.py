@@ -32,13 +32,13 @@ def test_what_a_model_wrote_is_shown_escaped_and_short(caplog):
 @pytest.mark.parametrize(
     ("agent", "said"), [(ToolAgent, "<call>add {oops</call>"), (TextToolAgent, "oops </tool> and so on")]
 )
-async def test_agents_of_a_run_report_together(caplog, agent, said):
+async def test_of_three_in_a_moment_one_is_told_and_how_to_mend_it(caplog, agent, said):
     shared = {"tool_config": ToolClientConfig(server_url="http://localhost:1")}
     it = AgentHarness(agent, [said, "I see"], shared=shared)
     trajectories = [await it.run(trajectory_id=f"t{number}") for number in range(3)]
     assert {trajectory.tool_calls[0].error for trajectory in trajectories} == {"malformed"}
     (record,) = caplog.records
-    assert record.getMessage().startswith("Failed to decode tool call: ")
+    assert record.getMessage().startswith("Failed to decode tool call: ") and "tool_format" in record.message
 
 
 async def test_nothing_is_said_where_every_call_could_be_decoded(caplog):

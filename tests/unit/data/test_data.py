@@ -126,6 +126,13 @@ def test_a_cursor_refuses_the_state_of_other_rows_or_another_order(other: DataCu
         DataCursor([1, 2], seed=0).restore(other.state())
 
 
+def test_a_cursor_takes_a_state_from_before_seed_and_shuffle_were_part_of_it():
+    state = {"drawn": 1, "rows": [2], "weights": [1.0], "again": []}
+    cursor, other = DataCursor([1, 2], seed=0), DataCursor([1, 2], seed=0)
+    cursor.restore(state)
+    assert cursor.next_rows(3) == other.next_rows(4)[1:]
+
+
 def test_calculator_rows_are_right_and_no_question_is_in_both_files(tmp_path: Path):
     train, heldout = (load_rows(file) for file in prepare_calculator(tmp_path, train=300, heldout=60))
     assert (len(train), len(heldout)) == (300, 60)
