@@ -107,7 +107,7 @@ class PacedLearner:
         return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
 
     def update(
-        self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, cancellation: StepCancellation, **_: Any
+        self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, cancellation: StepCancellation, check: Any
     ) -> UpdateResult:
         batch = [t for group in groups for t in group.trajectories]
         self.batches.append(batch)

@@ -88,7 +88,6 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "versions": {package: importlib.metadata.version(package) for package in VERSIONS},
-        "load_before": round(os.getloadavg()[0], 2),
         "result": found if len(found) > 1 else found[0],
     }
 
@@ -102,8 +101,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         "# Results",
         "",
         "What the scripts in `benchmarks/` measured. `benchmarks/run_all.py` writes this page and",
-        "`benchmarks/results.json`; the `--help` of each script says what it does and what its figures mean. The load",
-        "is the machine's before the script began, 0 on a quiet one. Figures of processors with other vectors differ.",
+        "`benchmarks/results.json`; the `--help` of each script says what it does and what its figures mean. Freed",
+        "memory is kept in huge pages, as `launch/local.sh` sets it. Figures of processors with other vectors differ.",
     ]
     for name in BENCHMARKS:
         records = {machine: own[name] for machine, own in results.items() if name in own}
@@ -114,9 +113,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["", f"## {name}.py", "", title]
         for machine, record in records.items():
             versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-            facts = (
-                f"{machine}; {record['date']}; {record['minutes']} minutes; load {record['load_before']}; {versions}"
-            )
+            facts = f"{machine}; {record['date']}; {record['minutes']} minutes; {versions}"
             lines += ["", f"`{record['command']}`: {facts}", "", *tables(record["result"])]
     return "\n".join(lines) + "\n"
 
@@ -132,8 +129,8 @@ def tables(result: Any) -> list[str]:
             row = {"": key.replace("_", " "), **shown(value)}
             groups.setdefault(tuple(value), []).append(row)
     made = [_table(rows) for rows in groups.values()]
-    if plain:
-        made.insert(0, _table([shown(plain)]))
+    if values := shown(plain):
+        made.insert(0, _table([values]))
     return [line for table in made for line in ["", *table]][1:]
 
 

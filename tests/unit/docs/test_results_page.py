@@ -48,6 +48,7 @@ def test_results_become_tables(run_all):
         "| batch 1 | 31.2 |  |",
         "| batch 8 | 1,234 | 2 |",
     ]
+    assert run_all.tables({"cpu": "x", "sft": {"ratio": 2}}) == ["|  | ratio |", "| --- | --- |", "| sft | 2 |"]
     assert run_all.tables([{"adapters": 1, "rate": 2.0}, {"adapters": 4, "rate": 8.0}])[-1] == "| 4 | 8 |"
 
 
