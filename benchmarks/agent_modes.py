@@ -83,7 +83,9 @@ def ideal_seconds(names: Sequence[str], turns: int, *, step_seconds: float, late
     }
 
 
-async def compare(backend: PacedBackend, url: str, turns: int, arguments: argparse.Namespace) -> dict[str, float]:
+async def compare(
+    backend: PacedBackend, url: str, turns: int, arguments: argparse.Namespace
+) -> dict[str, float | None]:
     """Measure both modes, in turns, on the same draws; new draws for each repeat."""
     seconds, ideal, busy = ({"async": 0.0, "sync": 0.0} for _ in range(3))
     for repeat in range(arguments.repeats):

@@ -30,7 +30,7 @@ import io
 import json
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,9 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import UpdateResult
+from jax_agent_rl.models import stored
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.server import AsyncServer
@@ -70,7 +72,7 @@ from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.simulate.run import simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer.components import RunComponents, WeightSource
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group, Trajectory
 
@@ -94,26 +96,35 @@ class PacedLearner:
     programs_compiled = 0
 
     def __init__(self, params: dict, tokens_per_second: float):
-        self.params = params
+        self.params = self.state = params
         self.batches: list[list[Trajectory]] = []
         self._pace = tokens_per_second
 
-    @property
-    def state(self) -> dict:
-        return self.params
+    def averaged(self) -> WeightSource:
+        return self
+
+    def store(self, folder: str, dtype: str) -> str:
+        stored.write_part(folder, self.params, part=0, dtype=dtype)
+        return stored.publish(folder, parts=1)
 
     def seconds(self, batch: Sequence[Trajectory]) -> float:
         """Return the seconds an update with this batch takes."""
         return sum(len(t.prompt_ids) + len(t.response_ids) for t in batch) / self._pace
 
     def update(
-        self, groups: Sequence[Group], *, masked: Collection[str], tick: Any, cancellation: StepCancellation, check: Any
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Collection[str] = (),
+        tick: Callable[[int, int], None] = lambda done, total: None,
+        cancellation: StepCancellation | None = None,
+        check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult:
         batch = [t for group in groups for t in group.trajectories]
         self.batches.append(batch)
-        with cancellation.update():
+        with (cancellation or StepCancellation()).update():
             time.sleep(self.seconds(batch))
-            self.params = jax.tree.map(lambda x: x * (1 + 1e-6), self.params)
+            self.params = self.state = jax.tree.map(lambda x: x * (1 + 1e-6), self.params)
         return UpdateResult(metrics={}, skipped=False)
 
 
@@ -146,7 +157,9 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
     )
 
 
-def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> Trainer:
+def make_trainer(
+    mode: str, backend: PacedBackend, url: str, folder: Path, learner: PacedLearner, arguments: argparse.Namespace
+) -> Trainer:
     """Make the trainer of ``jax-agent-rl train``, around the paced engine and learner."""
     run, codec = settings(mode, url, folder, arguments), LetterCodec()
     client = TurnLengths([AsyncServer(backend)], lengths=LENGTHS, work=draw_name)
@@ -161,7 +174,7 @@ def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, argum
         client=client,
         collector=collector,
         evaluator=evaluator,
-        learner=PacedLearner(small_model()[1], arguments.learner_tokens_per_second),
+        learner=learner,
         publisher=ArrayPublisher(),
         cursor=DataCursor([{"prompt": PROMPT, "agent_name": "server_tool_agent"}], seed=run.seed),
         heldout=[],
@@ -177,7 +190,8 @@ def make_trainer(mode: str, backend: PacedBackend, url: str, folder: Path, argum
 
 async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
     """Measure some steps of a trainer whose pipeline is full."""
-    trainer = make_trainer(mode, backend, url, folder, arguments)
+    learner = PacedLearner(small_model()[1], arguments.learner_tokens_per_second)
+    trainer = make_trainer(mode, backend, url, folder, learner, arguments)
     runtime, warm_up = trainer.runtime, WARM_UP[mode]
     try:
         for _ in range(warm_up):
@@ -193,8 +207,8 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
         await runtime.collector.close()
         trainer.checkpointer.close()
     runtime.collector.accounting.check()
-    batches, records = runtime.learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
-    learning = [runtime.learner.seconds(batch) for batch in batches]
+    batches, records = learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
+    learning = [learner.seconds(batch) for batch in batches]
     result = summary(batches, learning, records, arguments, seconds=seconds, engine_seconds=engine.busy_seconds)
     return result | {"engine_pace_kept": round(planned / taken, 3)}
 

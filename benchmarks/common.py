@@ -28,6 +28,9 @@ from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.startup import ignore_absent_tpus
 
+ROOT = Path(__file__).parents[1]
+KEEP_MEMORY = re.findall("^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE)[0]
+"""``GLIBC_TUNABLES`` of a run: freed memory stays, in huge pages."""
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
 

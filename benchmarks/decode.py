@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import argument_parser, cpu, load_quickstart, random_ids, read_bandwidth, rollout, running, sgemm_flops
@@ -115,7 +116,7 @@ def main() -> None:
     else:
         print("no vLLM environment: ratio_vs_vllm is null (see --help)", file=sys.stderr)
     config, params = load_quickstart()
-    result = {"bandwidth_gb_s": bandwidth / 1e9, "sgemm_gflop_s": flops / 1e9}
+    result: dict[str, Any] = {"bandwidth_gb_s": bandwidth / 1e9, "sgemm_gflop_s": flops / 1e9}
     for batch in arguments.batches:
         speed, recompilations = asyncio.run(our_speed(config, params, batch))
         share = floor_seconds(config, batch, bandwidth, flops) * speed / (batch * NEW)

@@ -38,7 +38,9 @@ async def measure(batch: int) -> dict[str, float]:
     table = ProgramTable()
     score = DeterministicScorer(model, shapes, dtype="float32", table=table, temperature=1.0)
     prompts = random_ids(batch, PROMPT)
-    seconds, gaps, scoring = {}, {}, 0.0
+    seconds: dict[str, float] = {}
+    gaps: dict[str, float] = {}
+    scoring = 0.0
     for name, own_table in (("deterministic", table), ("fast", None)):
         async with running(JetStreamBackend(model, params, shapes, deterministic=own_table)) as backend:
             outputs, seconds[name] = await rollout(backend, prompts, NEW)
@@ -47,7 +49,7 @@ async def measure(batch: int) -> dict[str, float]:
         scores = score(params, contexts)
         scoring = scoring or time.perf_counter() - begin
         pairs = zip(outputs, scores, strict=True)
-        gaps[name] = max(float(np.abs(np.float32(o.log_probs) - s[PROMPT - 1 :]).max()) for o, s in pairs)
+        gaps[name] = max(float(np.abs(np.asarray(o.log_probs, np.float32) - s[PROMPT - 1 :]).max()) for o, s in pairs)
     return {
         "batch": batch,
         "fast_seconds": seconds["fast"],

@@ -28,6 +28,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.models.config import DecoderConfig
@@ -106,10 +107,11 @@ def paced_parser(docstring: str | None) -> argparse.ArgumentParser:
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-class LetterCodec:
-    """Printable characters as ids, after three special ones; as much of ``ChatCodec`` as the loop needs here."""
+class LetterCodec(ChatCodec):
+    """Printable characters as ids, after three special ones; as much of a codec as the loop needs here."""
 
-    eos_token_ids = (2,)
+    def __init__(self) -> None:
+        self.eos_token_ids = (2,)
 
     def encode_text(self, text: str) -> list[int]:
         return [3 + ord(character) % LETTERS for character in text]

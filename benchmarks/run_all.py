@@ -18,19 +18,15 @@ import datetime
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from common import argument_parser, cpu
+from common import KEEP_MEMORY, ROOT, argument_parser, cpu
 
-ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "results.md"
-KEEP_MEMORY = re.findall("^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE)[0]
 VERSIONS = ("jax_agent_rl", "jax", "torch", "transformers")
 
 BENCHMARKS = {  # by script: its arguments

@@ -87,8 +87,8 @@ class MalformedCalls:
         self._unreported = 0
         self._quiet_until = float("-inf")
 
-    def report(self, text: str) -> None:
-        """Log what the model wrote, or count it if one was logged recently."""
+    def report(self, wrote: str, problem: str = "") -> None:
+        """Log what the model wrote and what is wrong with it, or count it if one was logged recently."""
         now = self._clock()
         if now < self._quiet_until:
             self._unreported += 1
@@ -99,7 +99,8 @@ class MalformedCalls:
             more = f" (and {self._unreported} more since the last report)"
         self._unreported, self._quiet_until = 0, now + self._interval
         # Escaped: models also write control characters, which a terminal would obey.
-        logger.warning("Failed to decode tool call: %.200r%s", text, more)
+        why = ": " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem[:80]) if problem else ""
+        logger.warning("Failed to decode tool call %r%s%s", wrote[:100], why, more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,7 +94,7 @@ class ToolResponder(Responder):
         if limit is not None:
             return limit
         began = time.perf_counter()
-        calls = await self._run_calls(reply)
+        calls = await self._run_calls(reply, self.context.codec.decode(output.token_ids))
         episode.record_calls(calls, seconds=time.perf_counter() - began)
         fits = episode.append([_tool_message(call) for call in calls], media=join_media(call.media for call in calls))
         return None if fits else FinishReason.RESPONSE_LENGTH
@@ -116,8 +116,13 @@ class ToolResponder(Responder):
             return limit
         return None if episode.append([{"role": "user", "content": reply.text}]) else FinishReason.RESPONSE_LENGTH
 
-    async def _run_calls(self, reply: Reply) -> list[ToolCallRecord]:
-        """Run the calls of one turn concurrently; those over the limit and malformed ones get an error."""
+    async def _run_calls(self, reply: Reply, wrote: str) -> list[ToolCallRecord]:
+        """Run the calls of one turn concurrently; those over the limit and malformed ones get an error.
+
+        Args:
+            reply: the turn.
+            wrote: its text.
+        """
         limit, session = self.limits.max_parallel_calls, self.session
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -128,9 +133,9 @@ class ToolResponder(Responder):
         for call in reply.tool_calls[limit:]:
             refused = over_the_limit(session, call.name, call.arguments, limit)
             records.append(replace(refused, call_id=call.id))
-        for text in reply.malformed:
-            self.context.malformed.report(text)
-            records.append(_refused(session, f"Error: Failed to decode tool call: {text:.200}", "malformed"))
+        for problem in reply.malformed:
+            self.context.malformed.report(wrote, problem)
+            records.append(_refused(session, f"Error: Failed to decode tool call: {problem:.200}", "malformed"))
         return records
 
 

@@ -147,7 +147,7 @@ def find_files(source: DataSource) -> list[Path]:
         raise DataError(f"no file matches {source.path!r}; correct data.train / data.eval")
     raise DataError(
         f"dataset file {source.path!r} does not exist; correct data.train / data.eval, or write a "
-        "built-in task's with `jax-agent-rl prepare shop` (the quickstart) or `prepare calculator` (the recipes)"
+        "built-in task's with `jax-agent-rl prepare shop` (quickstart, recipes) or `prepare calculator` (its example)"
     )
 
 

@@ -130,7 +130,8 @@ class Trainer:
     async def reached_target(self) -> bool:
         """Evaluate if ``trainer.eval_every`` asks for it now; return whether the target accuracy is reached."""
         config, step = self.runtime.config.trainer, self.record.step
-        if not step or not config.eval_every or step % config.eval_every or self.record.evaluated == step:
+        due = config.eval_every and 0 < step < config.steps and step % config.eval_every == 0
+        if not due or self.record.evaluated == step:  # after the last step, run() evaluates
             return False
         accuracy = await self.evaluate()
         if accuracy is None or not config.target_accuracy or accuracy < config.target_accuracy:

@@ -143,7 +143,9 @@ async def test_malformed_calls_are_told_on_the_console(faults, caplog):
     (said,) = [record for record in caplog.records if record.name == "jax_agent_rl.agents.context"]
     assert said.levelno == logging.WARNING
     hint = "if the model writes calls in another format, set agent.tool_format"
-    assert said.getMessage() == f"Failed to decode tool call: 'fine {{oops'; {hint}", "the other four are not told"
+    assert said.getMessage() == f"Failed to decode tool call '<call>fine {{oops</call>': fine {{oops; {hint}", (
+        "the other four are not told"
+    )
 
 
 @pytest.mark.parametrize("tool", ["hangs", "hangs_async", "ignores_cancellation"])

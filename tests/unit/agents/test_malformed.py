@@ -12,20 +12,22 @@ def test_one_is_told_in_an_interval_with_the_number_of_those_that_were_not(caplo
     now = 0.0
     calls = MalformedCalls(interval=30.0, clock=lambda: now)
     for now in (0.0, 1.0, 29.0, 31.0, 32.0, 61.0, 500.0):
-        calls.report(f"call at {now:g}")
+        calls.report(f"call at {now:g}", "expected ']'" if now < 40 else "")
     assert [record.getMessage() for record in caplog.records] == [
-        "Failed to decode tool call: 'call at 0'; if the model writes calls in another format, set agent.tool_format",
-        "Failed to decode tool call: 'call at 31' (and 2 more since the last report)",
-        "Failed to decode tool call: 'call at 61' (and 1 more since the last report)",
-        "Failed to decode tool call: 'call at 500'",
+        "Failed to decode tool call 'call at 0': expected ']'; if the model writes calls in another format, "
+        "set agent.tool_format",
+        "Failed to decode tool call 'call at 31': expected ']' (and 2 more since the last report)",
+        "Failed to decode tool call 'call at 61' (and 1 more since the last report)",
+        "Failed to decode tool call 'call at 500'",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_what_a_model_wrote_is_shown_escaped_and_short(caplog):
-    MalformedCalls().report("\x1b[2J\r" + "x" * 1000)
+    MalformedCalls().report("\x1b[2J\r" + "x" * 1000, "no \x1b[2K×" + "y" * 1000)
     (record,) = caplog.records
     assert "\x1b" not in record.getMessage() and "\\x1b[2J\\r" in record.getMessage()
+    assert "': no \\x1b[2K×y" in record.getMessage()
     assert len(record.getMessage()) < 300
 
 
@@ -38,7 +40,8 @@ async def test_of_three_in_a_moment_one_is_told_and_how_to_mend_it(caplog, agent
     trajectories = [await it.run(trajectory_id=f"t{number}") for number in range(3)]
     assert {trajectory.tool_calls[0].error for trajectory in trajectories} == {"malformed"}
     (record,) = caplog.records
-    assert record.getMessage().startswith("Failed to decode tool call: ") and "tool_format" in record.message
+    assert record.getMessage().startswith("Failed to decode tool call '") and said[:10] in record.message
+    assert "tool_format" in record.message
 
 
 async def test_nothing_is_said_where_every_call_could_be_decoded(caplog):

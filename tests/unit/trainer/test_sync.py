@@ -78,6 +78,13 @@ async def test_evaluations_sample_from_the_average_and_training_from_the_weights
     assert training.record.extra_versions == 4 and RunRecord.from_json(training.record.to_json()).extra_versions == 4
 
 
+@pytest.mark.parametrize(("every", "after"), [(0, [0, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+async def test_each_step_is_evaluated_once_and_the_last_one_always(tmp_path: Path, every: int, after: list[int]):
+    await make_trainer(tmp_path, steps=4, trainer={"eval_every": every}).run()
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "evaluation"] == after
+
+
 def dropped(training: Trainer) -> dict[str, int]:
     accounting = training.runtime.collector.accounting
     accounting.check()

@@ -1,0 +1,198 @@
+"""Train every curve of the gallery (``gallery.yaml``) and write docs/gallery.md with its pictures.
+
+    python benchmarks/gallery.py                           # what has no result yet: two to ten minutes a run
+    python benchmarks/gallery.py --only trees lora --seeds 0
+    python benchmarks/gallery.py --page                    # train nothing
+
+A curve is a list of commands as a user types them, the last of which is measured; figures that show the same curve
+share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is there is not measured again, and
+an interrupted run begins anew. A run that fails is named at the end and costs no other one. All of them keep freed
+memory in huge pages, as ``launch/local.sh`` sets it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from common import KEEP_MEMORY, ROOT, argument_parser, cpu
+from matplotlib.figure import Figure
+
+from jax_agent_rl.observe.run_dir import read_records
+
+GALLERY, RESULTS = (ROOT / "benchmarks" / name for name in ("gallery.yaml", "gallery.json"))
+PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "images" / "gallery"
+
+Results = dict[str, dict[str, Any]]
+"""By curve and seed, what :func:`measure` returned."""
+
+
+def run(command: str) -> Path:
+    """Run a command of ``jax-agent-rl``, or a script, unless it has ended already, and return its run folder."""
+    words = shlex.split(command)
+    folder = ROOT / next(word for word in words if word.startswith("run_dir=")).partition("=")[2]
+    if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        print("+", command, flush=True)
+        program = [] if words[0].endswith(".sh") else [sys.executable, "-m", "jax_agent_rl.cli"]
+        environment = {"GLIBC_TUNABLES": KEEP_MEMORY} | os.environ
+        subprocess.run([*program, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
+    return folder
+
+
+def measure(commands: Sequence[str], metric: str, seed: int, out: Path, slug: str) -> dict[str, Any]:
+    """Run a curve's commands with a seed; return its values by training step, and what it cost.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed.
+    """
+    begin = time.monotonic()
+    folder = out
+    for number, command in enumerate(commands):
+        last = number == len(commands) - 1
+        name = slug if last else f"{slug}-{number}"
+        made = f"{command} seed={seed}".format(out=out, seed=seed)
+        folder = run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}")
+    records = read_records(folder / "metrics.jsonl")
+    steps = [line for line in records if line["kind"] == "step"]
+    values = {line["step"]: line[metric] for line in records if metric in line}
+    totals = json.loads((folder / "summary.json").read_text())
+    return {
+        "steps": list(values),
+        "values": [round(value, 4) for value in values.values()],
+        "train_seconds": round(sum(line["step_seconds"] for line in steps), 1),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "zero_variance": round(totals["dropped"].get("zero_variance", 0) / totals["started"], 3),
+        "sampled_tokens": round(sum(line["sampled_tokens_mean"] * _finished(line) for line in steps)),
+        "logprob_gap": totals["max_logprob_gap"],
+        "warnings": sorted({warning["name"] for warning in totals["warnings"]}),
+        "cpu": cpu(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _finished(line: Mapping[str, Any]) -> int:
+    return sum(line["finish_reasons"].values())
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results) -> str:
+    """Return docs/gallery.md: every figure that has a result."""
+    lines = [
+        "# Gallery",
+        "",
+        "What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.",
+        "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this page and its pictures",
+        "from `benchmarks/gallery.json`. Each command is run with `seed=0`, `1` and `2`. Accuracy is that of held-out",
+        "rows, sampled as in training; minutes of training leave out start and compilation. *No gradient* is the share",
+        "of trajectories in groups of equal rewards.",
+    ]
+    for name, figure in figures.items():
+        shown = {label: results[label] for label in figure["curves"] if results.get(label)}
+        if not shown:
+            continue
+        lines += ["", f"## {figure['title']}", "", figure["lesson"].strip(), ""]
+        lines += [f"![{figure['title']}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)", ""]
+        lines += ["| curve | before | after, by seed | training | no gradient |", "| --- | --- | --- | --- | --- |"]
+        for label, seeds in shown.items():
+            runs = list(seeds.values())
+            before = float(np.mean([one["values"][0] for one in runs]))
+            after = ", ".join(as_text(one["values"][-1], metric_of(figure)) for one in runs)
+            minutes = np.mean([one["train_seconds"] for one in runs]) / 60
+            lost = np.mean([one["zero_variance"] for one in runs])
+            cells = [label, as_text(before, metric_of(figure)), after, f"{minutes:.1f} min", f"{lost:.0%}"]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines += ["", "```bash"]
+        for label in shown:
+            lines += [f"# {label}"]
+            lines += [as_typed(command) for command in curves[label]["commands"]]
+        facts = sorted({(one["cpu"], one["date"]) for seeds in shown.values() for one in seeds.values()})
+        lines += ["```", "", "; ".join(f"{machine}, {date}" for machine, date in facts) + "."]
+        if warned := {x: n for x in shown if (n := sorted({w for one in shown[x].values() for w in one["warnings"]}))}:
+            said = "; ".join(f"{label}: {', '.join(f'`{n}`' for n in names)}" for label, names in warned.items())
+            lines += ["", f"Warnings of these runs: {said}."]
+    return "\n".join(lines) + "\n"
+
+
+def as_typed(command: str) -> str:
+    """Return a command as a user types it."""
+    typed = command.replace("{out}", "runs").replace("-{seed}", "")
+    return typed if typed.startswith("./") else f"jax-agent-rl {typed}"
+
+
+def metric_of(figure: Mapping[str, Any]) -> str:
+    return figure.get("metric", "accuracy")
+
+
+def as_text(value: float, metric: str) -> str:
+    return f"{value:.0%}" if metric == "accuracy" else f"{value:.2f}"
+
+
+def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
+    """Draw a figure's curves, mean and range over seeds."""
+    drawn = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = drawn.subplots()
+    for label in figure["curves"]:
+        runs = [one for one in results.get(label, {}).values() if one["steps"] == results[label]["0"]["steps"]]
+        if not runs:
+            continue
+        values = np.asarray([one["values"] for one in runs])
+        (line,) = axes.plot(runs[0]["steps"], values.mean(0), label=label)
+        axes.fill_between(runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
+    axes.set(xlabel="training step", ylabel=metric_of(figure))
+    if metric_of(figure) == "accuracy":
+        axes.set(ylim=(0, 1), ylabel="held-out accuracy")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    file.parent.mkdir(exist_ok=True)
+    drawn.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    tree = yaml.safe_load(GALLERY.read_text())
+    figures, curves = tree["figures"], tree["curves"]
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=sorted(figures), default=list(figures), metavar="FIGURE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/gallery"), help="where the runs are kept")
+    parser.add_argument("--page", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wanted = {label: figures[name] for name in options.only for label in figures[name]["curves"]}
+    failed = []
+    for label, figure in {} if options.page else wanted.items():
+        slug = "-".join("".join(x if x.isalnum() else " " for x in label.lower()).split())
+        for seed in options.seeds:
+            if str(seed) in results.get(label, {}):
+                continue
+            try:
+                made = measure(curves[label]["commands"], metric_of(figure), seed, options.out, slug)
+            except subprocess.CalledProcessError as error:
+                failed.append(f"{label}, seed {seed} (status {error.returncode})")
+                continue
+            results.setdefault(label, {})[str(seed)] = made
+            print(f"{label}, seed {seed}: {made['values']} in {made['minutes']} minutes", flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    for name, figure in figures.items():
+        if any(results.get(label) for label in figure["curves"]):
+            draw(figure, results, PICTURES / f"{name}.svg")
+    PAGE.write_text(page(figures, curves, results))
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()
