@@ -3,11 +3,13 @@
     python benchmarks/gallery.py                           # what has no result yet: two to ten minutes a run
     python benchmarks/gallery.py --only trees lora --seeds 0
     python benchmarks/gallery.py --page                    # train nothing
+    python benchmarks/gallery.py --only peers --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
 
 A curve is a list of commands as a user types them, the last of which is measured; figures that show the same curve
 share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is there is not measured again, and
 an interrupted run begins anew. A run that fails is named at the end and costs no other one. All of them keep freed
-memory in huge pages, as ``launch/local.sh`` sets it.
+memory in huge pages, as ``launch/local.sh`` sets it. Peers run in environments of their own (``learner_peers.py`` says
+how to make them); without one its curves are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -45,13 +48,17 @@ def run(command: str) -> Path:
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         print("+", command, flush=True)
-        program = [] if words[0].endswith(".sh") else [sys.executable, "-m", "jax_agent_rl.cli"]
-        environment = {"GLIBC_TUNABLES": KEEP_MEMORY} | os.environ
+        program = [] if "/" in words[0] else [sys.executable, "-m", "jax_agent_rl.cli"]
+        environment = {"GLIBC_TUNABLES": KEEP_MEMORY, "JAX_PLATFORMS": "cpu"} | os.environ
+        if "benchmarks/peers/" in command:  # PYTHONPATH is for our environment
+            environment.pop("PYTHONPATH", None)
         subprocess.run([*program, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
     return folder
 
 
-def measure(commands: Sequence[str], metric: str, seed: int, out: Path, slug: str) -> dict[str, Any]:
+def measure(
+    commands: Sequence[str], metric: str, seed: int, out: Path, slug: str, pythons: Mapping[str, str]
+) -> dict[str, Any]:
     """Run a curve's commands with a seed; return its values by training step, and what it cost.
 
     Raises:
@@ -62,7 +69,7 @@ def measure(commands: Sequence[str], metric: str, seed: int, out: Path, slug: st
     for number, command in enumerate(commands):
         last = number == len(commands) - 1
         name = slug if last else f"{slug}-{number}"
-        made = f"{command} seed={seed}".format(out=out, seed=seed)
+        made = f"{command} seed={seed}".format(out=out, seed=seed, **pythons)
         folder = run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}")
     records = read_records(folder / "metrics.jsonl")
     steps = [line for line in records if line["kind"] == "step"]
@@ -74,16 +81,14 @@ def measure(commands: Sequence[str], metric: str, seed: int, out: Path, slug: st
         "train_seconds": round(sum(line["step_seconds"] for line in steps), 1),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "zero_variance": round(totals["dropped"].get("zero_variance", 0) / totals["started"], 3),
-        "sampled_tokens": round(sum(line["sampled_tokens_mean"] * _finished(line) for line in steps)),
+        "sampled_tokens": round(
+            sum(line["sampled_tokens_mean"] * sum(line["finish_reasons"].values()) for line in steps)
+        ),
         "logprob_gap": totals["max_logprob_gap"],
         "warnings": sorted({warning["name"] for warning in totals["warnings"]}),
         "cpu": cpu(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def _finished(line: Mapping[str, Any]) -> int:
-    return sum(line["finish_reasons"].values())
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -106,14 +111,18 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
             continue
         lines += ["", f"## {figure['title']}", "", figure["lesson"].strip(), ""]
         lines += [f"![{figure['title']}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)", ""]
-        lines += ["| curve | before | after, by seed | training | no gradient |", "| --- | --- | --- | --- | --- |"]
+        lines += ["| curve | before | after, by seed | sampled tokens | training | no gradient |"]
+        lines += ["| --- | --- | --- | --- | --- | --- |"]
         for label, seeds in shown.items():
             runs = list(seeds.values())
             before = float(np.mean([one["values"][0] for one in runs]))
             after = ", ".join(as_text(one["values"][-1], metric_of(figure)) for one in runs)
-            minutes = np.mean([one["train_seconds"] for one in runs]) / 60
+            minutes = (
+                f"{np.mean([one['train_seconds'] for one in runs]) / 60:.1f} min" if figure.get("timed", True) else "–"
+            )
             lost = np.mean([one["zero_variance"] for one in runs])
-            cells = [label, as_text(before, metric_of(figure)), after, f"{minutes:.1f} min", f"{lost:.0%}"]
+            tokens = f"{np.mean([one['sampled_tokens'] for one in runs]):,.0f}".removeprefix("0") or "–"
+            cells = [label, as_text(before, metric_of(figure)), after, tokens, minutes, f"{lost:.0%}"]
             lines.append("| " + " | ".join(cells) + " |")
         lines += ["", "```bash"]
         for label in shown:
@@ -129,8 +138,9 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
 
 def as_typed(command: str) -> str:
     """Return a command as a user types it."""
-    typed = command.replace("{out}", "runs").replace("-{seed}", "")
-    return typed if typed.startswith("./") else f"jax-agent-rl {typed}"
+    typed = re.sub(r"\{(\w+)_python\}", lambda found: f"{found[1].upper()}_PYTHON", command)
+    typed = typed.replace("{out}", "runs").replace("-{seed}", "")
+    return typed if "/" in typed.split()[0] or "PYTHON" in typed else f"jax-agent-rl {typed}"
 
 
 def metric_of(figure: Mapping[str, Any]) -> str:
@@ -169,7 +179,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/gallery"), help="where the runs are kept")
     parser.add_argument("--page", action="store_true", help="train nothing")
+    for peer in ("trl", "tunix", "vllm"):
+        parser.add_argument(f"--{peer}-python", help=f"interpreter of {peer}'s environment")
     options = parser.parse_args()
+    pythons = {name: value for name, value in vars(options).items() if name.endswith("_python") and value}
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = {label: figures[name] for name in options.only for label in figures[name]["curves"]}
     failed = []
@@ -178,8 +191,12 @@ def main() -> None:
         for seed in options.seeds:
             if str(seed) in results.get(label, {}):
                 continue
+            commands = curves[label]["commands"]
+            if missing := set(re.findall(r"\{(\w+_python)\}", " ".join(commands))) - set(pythons):
+                print(f"{label}: --{missing.pop().replace('_', '-')} is not given", flush=True)
+                break
             try:
-                made = measure(curves[label]["commands"], metric_of(figure), seed, options.out, slug)
+                made = measure(commands, metric_of(figure), seed, options.out, slug, pythons)
             except subprocess.CalledProcessError as error:
                 failed.append(f"{label}, seed {seed} (status {error.returncode})")
                 continue

@@ -53,6 +53,7 @@ SAME: Mapping[str, str] = {
     "critic.model.path": "critic.path",
     "trainer.critic_warmup": "critic.critic_warmup",
     "trainer.total_training_steps": "trainer.steps",
+    "custom_reward_function.path": "reward.path",
 }
 """verl's key -> ours, where the value is the same."""
 
@@ -119,6 +120,7 @@ CHOICES: Mapping[str, str] = {
     rf"{ACTOR}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
     r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",
     r"trainer\.resume_mode": "resume with the option --resume of train",
+    r"custom_reward_function\.name": "name the function compute_score, or register it with @register_reward",
     r"custom_reward_function\..*|(reward|reward_model)\.(?!.*overlong_buffer).*": (
         "register the function with @register_reward in a file, and set reward.path"
     ),

@@ -129,6 +129,8 @@ class RewardFunction:
 
 
 _REWARDS: dict[str, RewardFunction] = {}
+_ALL_ROWS = ""
+"""Data source of a function that scores every row: that of a file written for verl, see :func:`load_rewards`."""
 
 
 def register_reward(
@@ -167,6 +169,8 @@ def register_reward(
 
 def find_reward(data_source: str) -> RewardFunction | None:
     """Return the function of a data source: by name (of an installed package, too), else by the first pattern."""
+    if every := _REWARDS.get(_ALL_ROWS):
+        return every
     if data_source not in _REWARDS and (function := load_installed("rewards", data_source)) is not None:
         if data_source not in _REWARDS:  # its module may have registered it
             register_reward(data_source)(function)
@@ -177,7 +181,7 @@ def find_reward(data_source: str) -> RewardFunction | None:
 
 def known_data_sources() -> list[str]:
     """Return all registered names and patterns, for messages."""
-    return sorted({*_REWARDS, *installed("rewards")})
+    return sorted({*_REWARDS, *installed("rewards")} - {_ALL_ROWS})
 
 
 def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
@@ -206,16 +210,25 @@ def _is_finite(value: Any) -> bool:
 def load_rewards(path: str | None) -> None:
     """Import ``reward.path``, a Python file or module that registers more functions; None does nothing.
 
+    One that registers none and has a ``compute_score`` was written for verl: that function scores every row, and reads
+    the whole conversation, as there.
+
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
     """
+    _REWARDS.pop(_ALL_ROWS, None)
     if path is None:
         return
     before = dict(_REWARDS)
-    load_user_module(path, key="reward.path")
+    module = load_user_module(path, key="reward.path")
     for data_source, entry in _REWARDS.items():
         if before.get(data_source) is not entry:
             _REWARDS[data_source] = replace(entry, path=path)
+    function = getattr(module, "compute_score", None)
+    if callable(function) and not any(entry.path == path for entry in _REWARDS.values()):
+        parameters = Parameters.from_function(function)
+        every = RewardFunction(compute_score=function, parameters=parameters, solution="conversation", path=path)
+        _REWARDS[_ALL_ROWS] = every
 
 
 def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()) -> None:

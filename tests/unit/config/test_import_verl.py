@@ -69,6 +69,14 @@ def test_what_is_not_translated_is_listed_with_its_line(tmp_path: Path):
     assert [line.split(": ")[1] for line in left["no meaning"]] == ["data.truncation=error"]
 
 
+def test_a_reward_file_is_taken_and_another_name_in_it_is_left(tmp_path: Path):
+    text = MODEL_AND_ROWS + "custom_reward_function.path=my/reward.py custom_reward_function.name=score\n"
+    made = import_verl(overrides(tmp_path, text))
+    assert made.values["reward.path"] == "my/reward.py"
+    (left,) = made.leftovers["choice"]
+    assert "custom_reward_function.name=score" in left and "name the function compute_score" in left
+
+
 def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
     text = MODEL_AND_ROWS + (
         "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 algorithm.filter_groups.enable=True\n"

@@ -11,6 +11,7 @@ from jax_agent_rl.config.run import load
 from tests.unit.docs.pages import DOCS, ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
+PYTHONS = ("trl_python", "tunix_python", "vllm_python")
 TREE = yaml.safe_load((BENCHMARKS / "gallery.yaml").read_text())
 
 
@@ -37,12 +38,14 @@ def test_every_curve_is_shown_and_every_shown_curve_has_commands():
 
 @pytest.mark.parametrize("command", [c for curve in TREE["curves"].values() for c in curve["commands"]])
 def test_a_command_names_existing_files_and_keys(command: str):
-    program, *words = shlex.split(command.format(out="runs", seed=0))
+    program, *words = shlex.split(command.format(out="runs", seed=0, **dict.fromkeys(PYTHONS, "/python")))
     if program.endswith(".sh"):
         assert (ROOT / program).is_file()
         load((ROOT / program).with_name("config.yaml"), words)
     elif program in ("train", "distill"):
         load(ROOT / words[0], words[1:])
+    elif program == "/python":
+        assert (ROOT / words[0]).is_file() or words[:2] == ["-m", "jax_agent_rl.cli"]
     else:
         assert program == "sft" and (ROOT / words[0]).is_file()
 
@@ -68,7 +71,7 @@ def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(gallery, tm
 
     monkeypatch.setattr(gallery, "run", run)
     commands = ["sft a.yaml run_dir={out}/sft-{seed}", "train b.yaml model.path={out}/sft-{seed}"]
-    one = gallery.measure(commands, "accuracy", 2, tmp_path / "out", "both")
+    one = gallery.measure(commands, "accuracy", 2, tmp_path / "out", "both", {})
     assert made == [
         f"sft a.yaml run_dir={tmp_path}/out/sft-2 seed=2",
         f"train b.yaml model.path={tmp_path}/out/sft-2 seed=2 run_dir={tmp_path}/out/both-2",
@@ -82,5 +85,5 @@ def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(gallery, tm
     assert one["sampled_tokens"] == 40 and one["warnings"] == ["w"]
     figures = {"f": {"title": "T", "lesson": "L.", "curves": ["both", "missing"]}}
     text = gallery.page(figures, {"both": {"commands": commands}}, {"both": {"0": one, "1": one}})
-    assert "| both | 25% | 75%, 75% | 0.0 min | 25% |" in text and "missing" not in text
+    assert "| both | 25% | 75%, 75% | 40 | 0.0 min | 25% |" in text and "missing" not in text
     assert "jax-agent-rl train b.yaml model.path=runs/sft\n" in text and "Warnings of these runs: both: `w`." in text

@@ -130,6 +130,31 @@ async def test_a_users_file_registers_functions(tmp_path):
     rewards.load_rewards(None)
 
 
+async def test_a_file_written_for_verl_scores_every_row(tmp_path):
+    """It registers nothing; its function has precedence over built-in ones, and reads tool results as in verl."""
+    path = tmp_path / "verl_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return {'score': float('tool says' in solution_str), 'known': float(data_source == 'mine')}\n"
+    )
+    for _ in range(2):  # the second time it is imported already
+        rewards.load_rewards(str(path))
+        for data_source in ("mine", "calculator"):
+            score = await rewards.score(trajectory(data_source))
+            assert (score.reward, score.reward_parts["known"]) == (1.0, float(data_source == "mine"))
+        rewards.require_rewards([{"data_source": "anything"}])
+    assert "" not in registry.known_data_sources()
+    rewards.load_rewards(None)  # the next run of this process
+    with pytest.raises(ConfigError, match="no reward function for data_source 'mine'"):
+        rewards.require_rewards([{"data_source": "mine"}])
+    path.write_text("from jax_agent_rl.rewards import register_reward\nregister_reward('own')(lambda **_: 1.0)\n")
+    other = path.rename(tmp_path / "registers.py")
+    other.write_text(other.read_text() + "def compute_score(**_):\n    return 0.0\n")
+    rewards.load_rewards(str(other))
+    with pytest.raises(ConfigError, match="no reward function for data_source 'mine'"):
+        rewards.require_rewards([{"data_source": "mine"}, {"data_source": "own"}])
+
+
 async def test_the_built_in_calculator_rule_scores_a_trajectory():
     assert (await rewards.score(trajectory("calculator"))).reward == 1.0
     cut = trajectory("calculator", reason=FinishReason.RESPONSE_LENGTH)

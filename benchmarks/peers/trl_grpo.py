@@ -1,0 +1,114 @@
+"""TRL's side of the gallery's comparison: GRPOTrainer on the rows and settings of sums.yaml. Runs in TRL's environment.
+
+TRL_PYTHON benchmarks/peers/trl_grpo.py model.path=DIR seed=0 run_dir=runs/trl
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from grpo_peer import (
+    EVAL_EVERY,
+    GROUP,
+    OPTIMIZER,
+    PROMPTS,
+    RESPONSE_TOKENS,
+    STEPS,
+    RunFolder,
+    rows,
+    settings,
+    truth,
+)
+from sums import compute_score
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
+    return [compute_score("sums", one[0]["content"], true, None) for one, true in zip(completions, truth, strict=True)]
+
+
+class Record(TrainerCallback):
+    """Evaluates as sums.yaml does, and writes the run folder."""
+
+    def __init__(self, folder: RunFolder, tokenizer: Any) -> None:
+        self._folder, self._tokenizer = folder, tokenizer
+
+    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        self._evaluate(0, model)
+
+    def on_log(self, _: Any, state: Any, *__: Any, logs: dict[str, float], model: Any, **___: Any) -> None:
+        if "reward" not in logs:
+            return
+        self._folder.step(state.global_step, logs["reward"], logs["completions/mean_length"])
+        if state.global_step % EVAL_EVERY == 0:
+            self._evaluate(state.global_step, model)
+
+    def _evaluate(self, step: int, model: Any) -> None:
+        self._folder.evaluate(step, lambda some: self._sample(model, some))
+
+    def _sample(self, model: Any, some: list[dict[str, Any]]) -> list[float]:
+        prompts = [row["prompt"] for row in some]
+        inputs = self._tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        model.eval()
+        with torch.no_grad():
+            made = model.generate(
+                **inputs, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=RESPONSE_TOKENS
+            )
+        model.train()
+        texts = self._tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return [compute_score("sums", text, truth(row), None) for text, row in zip(texts, some, strict=True)]
+
+
+def main() -> None:
+    given = settings()
+    model = str(Path(given["model.path"]).expanduser())
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    folder = RunFolder(given["run_dir"])
+    with tempfile.TemporaryDirectory() as output:
+        config = GRPOConfig(
+            output_dir=output,
+            seed=int(given["seed"]),
+            per_device_train_batch_size=PROMPTS * GROUP // 2,  # all at once take 17 GB
+            gradient_accumulation_steps=2,
+            num_generations=GROUP,
+            max_completion_length=RESPONSE_TOKENS,
+            max_steps=STEPS,
+            shuffle_dataset=False,
+            learning_rate=OPTIMIZER["learning_rate"],
+            lr_scheduler_type="constant",
+            adam_beta1=OPTIMIZER["b1"],
+            adam_beta2=OPTIMIZER["b2"],
+            max_grad_norm=OPTIMIZER["max_grad_norm"],
+            weight_decay=0.0,
+            beta=0.0,
+            loss_type="dapo",  # the mean over tokens
+            temperature=1.0,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        train = [{"prompt": row["prompt"], "truth": truth(row)} for row in rows("train")]
+        GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(train),
+            processing_class=tokenizer,
+            callbacks=[Record(folder, tokenizer)],
+        ).train()
+    folder.close()
+
+
+if __name__ == "__main__":
+    main()
