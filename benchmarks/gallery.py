@@ -95,7 +95,7 @@ def measure(
 
 
 def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results) -> str:
-    """Return docs/gallery.md: every figure that has a result."""
+    """Return docs/gallery.md: every figure whose curves all have results."""
     lines = [
         "# Gallery",
         "",
@@ -106,8 +106,8 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
         "of trajectories in groups of equal rewards.",
     ]
     for name, figure in figures.items():
-        shown = {label: results[label] for label in figure["curves"] if results.get(label)}
-        if not shown:
+        shown = {label: results.get(label, {}) for label in figure["curves"]}
+        if not all(shown.values()):
             continue
         lines += ["", f"## {figure['title']}", "", figure["lesson"].strip(), ""]
         lines += [f"![{figure['title']}: {metric_of(figure)} over training steps](images/gallery/{name}.svg)", ""]
@@ -156,9 +156,7 @@ def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
     drawn = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = drawn.subplots()
     for label in figure["curves"]:
-        runs = [one for one in results.get(label, {}).values() if one["steps"] == results[label]["0"]["steps"]]
-        if not runs:
-            continue
+        runs = [one for one in results[label].values() if one["steps"] == results[label]["0"]["steps"]]
         values = np.asarray([one["values"] for one in runs])
         (line,) = axes.plot(runs[0]["steps"], values.mean(0), label=label)
         axes.fill_between(runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
@@ -204,7 +202,7 @@ def main() -> None:
             print(f"{label}, seed {seed}: {made['values']} in {made['minutes']} minutes", flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     for name, figure in figures.items():
-        if any(results.get(label) for label in figure["curves"]):
+        if all(results.get(label) for label in figure["curves"]):
             draw(figure, results, PICTURES / f"{name}.svg")
     PAGE.write_text(page(figures, curves, results))
     if failed:
