@@ -7,9 +7,9 @@
 
 A curve is a list of commands as a user types them, the last of which is measured; figures that show the same curve
 share its runs. Results are kept in ``gallery.json`` per curve and seed: one that is there is not measured again, and
-an interrupted run begins anew. A run that fails is named at the end and costs no other one. All of them keep freed
-memory in huge pages, as ``launch/local.sh`` sets it. Peers run in environments of their own (``learner_peers.py`` says
-how to make them); without one its curves are left out.
+an interrupted run begins anew. A run that fails is named at the end and costs no other one. Ours keep freed memory in
+huge pages, as ``launch/local.sh`` sets it; peers would not fit 23 GB then. They run in environments of their own
+(``learner_peers.py`` says how to make them); without one its curves are left out.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ def run(command: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         print("+", command, flush=True)
         program = [] if "/" in words[0] else [sys.executable, "-m", "jax_agent_rl.cli"]
-        environment = {"GLIBC_TUNABLES": KEEP_MEMORY, "JAX_PLATFORMS": "cpu"} | os.environ
-        if "benchmarks/peers/" in command:  # PYTHONPATH is for our environment
-            environment.pop("PYTHONPATH", None)
+        environment = {"JAX_PLATFORMS": "cpu"} | os.environ
+        if words[1].endswith(".py"):  # a peer's script
+            environment.pop("PYTHONPATH", None)  # it is for our environment
+        else:
+            environment.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
         subprocess.run([*program, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
     return folder
 

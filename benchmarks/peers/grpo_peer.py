@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-PROMPTS, GROUP, STEPS, EVAL_EVERY = 6, 8, 12, 4
+PROMPTS, GROUP, STEPS, EVAL_EVERY = 6, 8, 8, 4
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 12
 OPTIMIZER: dict[str, float] = {"learning_rate": 1e-5, "b1": 0.9, "b2": 0.95, "max_grad_norm": 1.0}  # as sums.yaml
 
