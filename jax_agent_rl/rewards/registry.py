@@ -224,7 +224,7 @@ def load_rewards(path: str | None) -> None:
     for data_source, entry in _REWARDS.items():
         if before.get(data_source) is not entry:
             _REWARDS[data_source] = replace(entry, path=path)
-    function = getattr(module, "compute_score", None)
+    function: ComputeScore | None = getattr(module, "compute_score", None)
     if callable(function) and not any(entry.path == path for entry in _REWARDS.values()):
         parameters = Parameters.from_function(function)
         every = RewardFunction(compute_score=function, parameters=parameters, solution="conversation", path=path)

@@ -72,4 +72,4 @@ def test_sigterm_saves_in_every_phase(phase: str, tmp_path: Path, environment: d
     assert resumed.returncode == 0 and f"resumed after step {saved}" in resumed.stdout, resumed.stderr[-2000:]
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4]
-    assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 2, 4, 4]
+    assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 2, 4]
