@@ -201,6 +201,8 @@ def main() -> None:
                 failed.append(f"{label}, seed {seed} (status {error.returncode})")
                 continue
             results.setdefault(label, {})[str(seed)] = made
+            if not curves[label].get("keep"):  # two checkpoints of a run are 3 GB
+                shutil.rmtree(ROOT / options.out / f"{slug}-{seed}" / "checkpoints", ignore_errors=True)
             print(f"{label}, seed {seed}: {made['values']} in {made['minutes']} minutes", flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     for name, figure in figures.items():

@@ -33,6 +33,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.utils.startup import ignore_late_writes
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -46,6 +47,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path | str, *, keep: int) -> None:
+        ignore_late_writes()
         self._folder = located(folder)
         self._keep = keep
         self._shared = SharedWrites() if jax.process_count() > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -31,6 +32,21 @@ def quiet_logging() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # this package reports Orbax's failures itself
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
+
+
+@functools.cache
+def ignore_late_writes() -> None:
+    """Silence writes of tensorstore that end after Orbax has given up a checkpoint: on a full disk, one per array.
+
+    They end in threads that are not Python's, which print a traceback. The checkpoint's own error is told.
+    """
+    hook = sys.unraisablehook
+
+    def without(unraisable: sys.UnraisableHookArgs) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = without
 
 
 def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:

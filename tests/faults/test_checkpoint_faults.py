@@ -166,6 +166,7 @@ cli.main()
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 2, result.stderr[-3000:]
     assert "error: a checkpoint could not be written" in result.stderr and "checkpoint 2 is intact" in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr[:3000]
     command = [*python(), "-m", "jax_agent_rl.cli", "train", str(recipe), "--resume"]
     resumed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert resumed.returncode == 0 and "resumed after step 2" in resumed.stdout, resumed.stderr[-2000:]
