@@ -103,7 +103,7 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
         "",
         "What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.",
         "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this page and its pictures",
-        "from `benchmarks/gallery.json`. Each command is run with `seed=0`, `1` and `2`. Accuracy is that of held-out",
+        "from `benchmarks/gallery.json`. Each command is run with seeds from 0 on. Accuracy is that of held-out",
         "rows, sampled as in training; minutes of training leave out start and compilation. *No gradient* is the share",
         "of trajectories in groups of equal rewards.",
     ]
