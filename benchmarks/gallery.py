@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import yaml
 from common import KEEP_MEMORY, ROOT, argument_parser, cpu
@@ -168,7 +169,8 @@ def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     file.parent.mkdir(exist_ok=True)
-    drawn.savefig(file, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "gallery"}):  # the same picture is the same file
+        drawn.savefig(file, metadata={"Date": None})
 
 
 def main() -> None:
@@ -186,6 +188,8 @@ def main() -> None:
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = {label: figures[name] for name in options.only for label in figures[name]["curves"]}
     failed = []
+    for command in [] if options.page else tree["prepare"]:
+        subprocess.run([sys.executable, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     for label, figure in {} if options.page else wanted.items():
         slug = "-".join("".join(x if x.isalnum() else " " for x in label.lower()).split())
         for seed in options.seeds:
