@@ -1,7 +1,7 @@
 """Train every curve of the gallery (``gallery.yaml``) and write docs/gallery.md with its pictures.
 
     python benchmarks/gallery.py                           # what has no result yet: two to ten minutes a run
-    python benchmarks/gallery.py --only trees lora --seeds 0
+    python benchmarks/gallery.py --only trees adapters --seeds 0
     python benchmarks/gallery.py --page                    # train nothing
     python benchmarks/gallery.py --only peers --trl-python /tmp/trl/bin/python --tunix-python /tmp/tunix/bin/python
 
@@ -68,20 +68,21 @@ def measure(
         subprocess.CalledProcessError: a command failed.
     """
     begin = time.monotonic()
-    folder = out
+    folders = []
     for number, command in enumerate(commands):
         last = number == len(commands) - 1
         name = slug if last else f"{slug}-{number}"
         made = f"{command} seed={seed}".format(out=out, seed=seed, **pythons)
-        folder = run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}")
-    records = read_records(folder / "metrics.jsonl")
-    steps = [line for line in records if line["kind"] == "step"]
-    values = {line["step"]: line[metric] for line in records if metric in line}
-    totals = json.loads((folder / "summary.json").read_text())
+        folders.append(run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}"))
+    records = [read_records(folder / "metrics.jsonl") for folder in folders]
+    train_seconds = sum(line["step_seconds"] for lines in records for line in lines if line["kind"] == "step")
+    steps = [line for line in records[-1] if line["kind"] == "step"]
+    values = {line["step"]: line[metric] for line in records[-1] if metric in line}
+    totals = json.loads((folders[-1] / "summary.json").read_text())
     return {
         "steps": list(values),
         "values": [round(value, 4) for value in values.values()],
-        "train_seconds": round(sum(line["step_seconds"] for line in steps), 1),
+        "train_seconds": round(train_seconds, 1),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "zero_variance": round(totals["dropped"].get("zero_variance", 0) / totals["started"], 3),
         "sampled_tokens": round(
@@ -105,8 +106,8 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
         "What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.",
         "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this page and its pictures",
         "from `benchmarks/gallery.json`. Each command is run with seeds from 0 on. Accuracy is that of held-out",
-        "rows, sampled as in training; minutes of training leave out start and compilation. *No gradient* is the share",
-        "of trajectories in groups of equal rewards.",
+        "rows, sampled as in training. Minutes are those of the training steps, on machines that had other work, too.",
+        "*No gradient* is the share of trajectories in groups of equal rewards.",
     ]
     for name, figure in figures.items():
         shown = {label: results.get(label, {}) for label in figure["curves"]}

@@ -26,6 +26,7 @@ from grpo_peer import (
 from sums import compute_score
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_step import SETTINGS
 
 
 def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
@@ -82,21 +83,11 @@ def main() -> None:
             max_steps=STEPS,
             shuffle_dataset=False,
             learning_rate=OPTIMIZER["learning_rate"],
-            lr_scheduler_type="constant",
             adam_beta1=OPTIMIZER["b1"],
             adam_beta2=OPTIMIZER["b2"],
             max_grad_norm=OPTIMIZER["max_grad_norm"],
             weight_decay=0.0,
-            beta=0.0,
-            loss_type="dapo",  # the mean over tokens
-            temperature=1.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
+            **SETTINGS,
         )
         train = [{"prompt": row["prompt"], "truth": truth(row)} for row in rows("train")]
         GRPOTrainer(

@@ -23,6 +23,21 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+SETTINGS: dict[str, Any] = {
+    "beta": 0.0,
+    "loss_type": "dapo",  # the mean over tokens
+    "temperature": 1.0,
+    "lr_scheduler_type": "constant",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+"""Of ``GRPOConfig``, in both comparisons: the objective is ours, and no time or precision is lost."""
+
 
 class GivenCompletions(GRPOTrainer):
     """Takes completions and advantages from ``given`` where the base class asks its engine and its rewards."""
@@ -77,20 +92,10 @@ def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: s
         max_completion_length=length,
         max_steps=arguments.updates,
         learning_rate=float(batch["learning_rate"]),
-        lr_scheduler_type="constant",
         adam_beta1=float(batch["adam_b1"]),
         adam_beta2=float(batch["adam_b2"]),
         max_grad_norm=float(batch["max_grad_norm"]),
-        beta=0.0,
-        loss_type="dapo",  # the mean over tokens
-        temperature=1.0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **SETTINGS,
     )
     watch = Watch(arguments.gradients)
     trainer = GivenCompletions(

@@ -6,13 +6,26 @@ block without one is a part of a configuration.
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "docs"
+DOCS, BENCHMARKS = ROOT / "docs", ROOT / "benchmarks"
+
+
+def import_benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """Import a script of ``benchmarks/`` that writes a page, anew."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for module in (name, "common"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return importlib.import_module(name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,27 +2,20 @@
 
 import json
 import shlex
-import sys
 
 import pytest
 import yaml
 
 from jax_agent_rl.config.run import load
-from tests.unit.docs.pages import DOCS, ROOT
+from tests.unit.docs.pages import BENCHMARKS, DOCS, ROOT, import_benchmark
 
-BENCHMARKS = ROOT / "benchmarks"
 PYTHONS = ("trl_python", "tunix_python", "vllm_python")
 TREE = yaml.safe_load((BENCHMARKS / "gallery.yaml").read_text())
 
 
 @pytest.fixture
 def gallery(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("gallery", "common"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import gallery
-
-    return gallery
+    return import_benchmark(monkeypatch, "gallery")
 
 
 def test_page_pictures_and_results_agree(gallery):
@@ -79,12 +72,12 @@ def test_a_curve_is_its_last_command_and_costs_what_all_of_them_cost(gallery, tm
     assert (one["steps"], one["values"], one["train_seconds"], one["zero_variance"]) == (
         [0, 1],
         [0.25, 0.75],
-        2.5,
+        5.0,
         0.25,
     )
     assert one["sampled_tokens"] == 40 and one["warnings"] == ["w"]
     figures = {"f": {"title": "T", "lesson": "L.", "curves": ["both"]}}
     figures["unfinished"] = {"title": "U", "lesson": "M.", "curves": ["both", "missing"]}
     text = gallery.page(figures, {"both": {"commands": commands}}, {"both": {"0": one, "1": one}})
-    assert "| both | 25% | 75%, 75% | 40 | 0.0 min | 25% |" in text and "missing" not in text and "## U" not in text
+    assert "| both | 25% | 75%, 75% | 40 | 0.1 min | 25% |" in text and "missing" not in text and "## U" not in text
     assert "jax-agent-rl train b.yaml model.path=runs/sft\n" in text and "Warnings of these runs: both: `w`." in text

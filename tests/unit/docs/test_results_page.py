@@ -1,24 +1,16 @@
 """docs/results.md shows what benchmarks/results.json holds, and nothing else."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.docs.pages import DOCS, ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
+from tests.unit.docs.pages import BENCHMARKS, DOCS, import_benchmark
 
 
 @pytest.fixture
 def run_all(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("run_all", "common"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import run_all
-
-    return run_all
+    return import_benchmark(monkeypatch, "run_all")
 
 
 def test_page_and_results_agree(run_all):
