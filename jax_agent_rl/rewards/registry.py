@@ -131,6 +131,8 @@ class RewardFunction:
 _REWARDS: dict[str, RewardFunction] = {}
 _ALL_ROWS = ""
 """Data source of a function that scores every row: that of a file written for verl, see :func:`load_rewards`."""
+_FROM_FILES: dict[str, dict[str, RewardFunction]] = {}
+"""What each imported file registered: a later run of the process imports it no second time."""
 
 
 def register_reward(
@@ -210,8 +212,9 @@ def _is_finite(value: Any) -> bool:
 def load_rewards(path: str | None) -> None:
     """Import ``reward.path``, a Python file or module that registers more functions; None does nothing.
 
-    One that registers none and has a ``compute_score`` was written for verl: that function scores every row, and reads
-    the whole conversation, as there.
+    A later run of one process that names the file again gets the same functions, whatever other files registered since.
+    A file that registers none and has a ``compute_score`` was written for verl: that function scores every row, and
+    reads the whole conversation, as there.
 
     Raises:
         ConfigError: it cannot be imported or registers a data source twice.
@@ -221,11 +224,14 @@ def load_rewards(path: str | None) -> None:
         return
     before = dict(_REWARDS)
     module = load_user_module(path, key="reward.path")
+    own = _FROM_FILES.setdefault(module.__name__, {})
     for data_source, entry in _REWARDS.items():
-        if before.get(data_source) is not entry:
-            _REWARDS[data_source] = replace(entry, path=path)
+        # agent.module may be the same file, which has registered its functions already
+        if before.get(data_source) is not entry or entry.compute_score.__module__ == module.__name__:
+            own[data_source] = replace(entry, path=path)
+    _REWARDS.update(own)
     function: ComputeScore | None = getattr(module, "compute_score", None)
-    if callable(function) and not any(entry.path == path for entry in _REWARDS.values()):
+    if callable(function) and not own:
         parameters = Parameters.from_function(function)
         every = RewardFunction(compute_score=function, parameters=parameters, solution="conversation", path=path)
         _REWARDS[_ALL_ROWS] = every

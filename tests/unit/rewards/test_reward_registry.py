@@ -12,6 +12,7 @@ from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards import registry, scoring
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.utils.plugins import load_user_module
 from jax_agent_rl.utils.threads import DaemonThreads
 
 
@@ -153,6 +154,24 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
     rewards.load_rewards(str(other))
     with pytest.raises(ConfigError, match="no reward function for data_source 'mine'"):
         rewards.require_rewards([{"data_source": "mine"}, {"data_source": "own"}])
+
+
+async def test_a_later_run_of_the_process_gets_the_functions_of_its_own_file(tmp_path):
+    """A file is imported once; another file replaced its function since, or ``agent.module`` had imported it before."""
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    for path, value in ((first, 1.0), (second, 2.0)):
+        path.write_text(
+            "from jax_agent_rl.rewards import register_reward\n"
+            "@register_reward('mine', override=True)\n"
+            f"def compute_score(solution_str):\n    return {value}\n"
+        )
+    load_user_module(str(second), key="agent.module")
+    for path, expected in ((second, 2.0), (first, 1.0), (second, 2.0), (first, 1.0)):
+        rewards.load_rewards(str(path))
+        assert (await rewards.score(trajectory())).reward == expected
+        found = registry.find_reward("mine")
+        assert found is not None and found.path == str(path)
+        assert registry.find_reward("calculator") is not found
 
 
 async def test_the_built_in_calculator_rule_scores_a_trajectory():
