@@ -277,7 +277,7 @@ def certify(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
     import asyncio
 
-    from jax_agent_rl.deploy.certify.command import run_command
+    from jax_agent_rl.deploy.certify import run_command
     from jax_agent_rl.utils.interrupt import EXIT_CODE
 
     arguments = ["jax-agent-rl", *sys.argv[1:]]

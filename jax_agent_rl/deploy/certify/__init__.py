@@ -1,7 +1,7 @@
 """``jax-agent-rl certify``: measures a machine and compares it with what the documentation claims.
 
 ``machine`` the configuration, the devices and a run's parts on them · ``kernels``, ``speed``, ``system`` the checks ·
-``results`` what they return · ``page`` the report as JSON and HTML.
+``report`` what they return, as JSON and HTML.
 
 A check that raises is a result, and ends no other. With several hosts, each runs the checks of its own devices;
 exchanges and the training run are of all hosts together, in the same order everywhere.
@@ -9,89 +9,86 @@ exchanges and the training run are of all hosts together, in the same order ever
 
 from __future__ import annotations
 
+import logging
+import shlex
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.certify import kernels, speed, system
-from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim, NotRunError, Recorder
+from jax_agent_rl.deploy.certify.machine import Machine, load_config
+from jax_agent_rl.deploy.certify.report import Check, CheckOutcome, CheckResult, NotRunError, as_json, deviations, write
 from jax_agent_rl.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One check.
-
-    Attributes:
-        name, title: for ``--only``, and for people.
-        run: records measurements, or raises.
-        claim: of the documentation; measurements may name others.
-        seconds: budget, see :meth:`Recorder.has_time`.
-    """
-
-    name: str
-    title: str
-    run: Callable[[Machine, Recorder], None]
-    claim: Claim
-    seconds: float
-
+from jax_agent_rl.observe.progress import duration, print_line
+from jax_agent_rl.runtime import use_compilation_cache
+from jax_agent_rl.runtime.multihost import initialize
+from jax_agent_rl.runtime.policy import with_resolved_model
 
 CHECKS = (
-    Check(
-        name="collectives",
-        title="Exchanges between devices",
-        run=system.check_collectives,
-        claim=system.COLLECTIVES,
-        seconds=60,
-    ),
-    Check(
-        name="kernels",
-        title="Kernels against float64",
-        run=kernels.check_kernels,
-        claim=kernels.CLAIM,
-        seconds=240,
-    ),
-    Check(
-        name="conformance",
-        title="Backends against the protocol",
-        run=system.check_conformance,
-        claim=system.CONFORMANCE,
-        seconds=120,
-    ),
-    Check(name="peaks", title="Peaks of the device", run=speed.check_peaks, claim=speed.PEAKS, seconds=20),
-    Check(
-        name="speed",
-        title="Speed beside plan and peaks",
-        run=speed.check_speed,
-        claim=speed.IDEAL,
-        seconds=120,
-    ),
-    Check(name="memory", title="Memory beside plan", run=speed.check_memory, claim=speed.MEMORY, seconds=30),
-    Check(
-        name="agreement",
-        title="Engine and learner, per precision",
-        run=system.check_agreement,
-        claim=system.AGREEMENT,
-        seconds=150,
-    ),
-    Check(
-        name="checkpoint",
-        title="Checkpoint written and restored",
-        run=system.check_checkpoint,
-        claim=system.CHECKPOINT,
-        seconds=60,
-    ),
-    Check(
-        name="training",
-        title="A short training run",
-        run=system.check_training,
-        claim=system.ACCOUNTING,
-        seconds=120,
-    ),
+    Check("collectives", "Exchanges between devices", system.check_collectives, system.COLLECTIVES, 60),
+    Check("kernels", "Kernels against float64", kernels.check_kernels, kernels.CLAIM, 240),
+    Check("conformance", "Backends against the protocol", system.check_conformance, system.CONFORMANCE, 120),
+    Check("peaks", "Peaks of the device", speed.check_peaks, speed.PEAKS, 20),
+    Check("speed", "Speed beside plan and peaks", speed.check_speed, speed.IDEAL, 120),
+    Check("memory", "Memory beside plan", speed.check_memory, speed.MEMORY, 30),
+    Check("agreement", "Engine and learner, per precision", system.check_agreement, system.AGREEMENT, 150),
+    Check("checkpoint", "Checkpoint written and restored", system.check_checkpoint, system.CHECKPOINT, 60),
+    Check("training", "A short training run", system.check_training, system.ACCOUNTING, 120),
 )
 """In order: what needs the devices to itself comes before the learner is built, the training run when it is gone."""
+
+_STYLES = {
+    CheckOutcome.AS_CLAIMED: "green",
+    CheckOutcome.MEASURED: "green",
+    CheckOutcome.DEVIATES: "bold red",
+    CheckOutcome.FAILED: "bold red",
+    CheckOutcome.NOT_RUN: "yellow",
+}
+
+
+def run_command(
+    file: Path | None, overrides: Sequence[str], *, only: Sequence[str], out: Path, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Certify this machine, print and write the report, and return it.
+
+    Args:
+        file: a run's configuration; None for the quickstart's model and task.
+        overrides: ``key=value``.
+        only: names of checks; empty for all.
+        out: folder of the report.
+        arguments: the command line, for the report.
+
+    Raises:
+        ConfigError: the configuration is wrong, or there is no such check.
+        StorageError: the report cannot be written.
+    """
+    checks = select_checks(only)
+    use_compilation_cache()
+    with tempfile.TemporaryDirectory(prefix="jax_agent_rl-certify-") as folder:
+        scratch = Path(folder)
+        config = load_config(file, overrides, scratch, devices=1)
+        host = initialize(config.learner.multihost)
+        if file is None and jax.default_backend() != "cpu":  # whose simulated devices share its cores
+            config = load_config(file, overrides, scratch, devices=jax.device_count())
+        # The lines of the training run are not shown, so its warnings would stand alone.
+        logging.getLogger("jax_agent_rl.agents").setLevel(logging.ERROR)
+        report, made = {}, ()
+        name = "certify" if host == 0 else f"certify-host-{host}"
+        console, command = Console(), shlex.join(arguments)
+        # Written after every check, as a machine may end the process: the report then says before which one.
+        for report in _certify(with_resolved_model(config), checks, scratch, console, command):
+            made = write(report, out, name=name)
+    print_line(console, f"{report['verdict']}; report: {', '.join(map(str, made))}")
+    return report
 
 
 def select_checks(only: Collection[str]) -> list[Check]:
@@ -106,31 +103,61 @@ def select_checks(only: Collection[str]) -> list[Check]:
     return [check for check in CHECKS if not only or check.name in only]
 
 
+def _certify(
+    config: Config, checks: Sequence[Check], scratch: Path, console: Console, command: str
+) -> Iterator[dict[str, Any]]:
+    """Run checks, print a line for each, and yield the report so far after each."""
+    machine, date, begin = Machine(config, scratch, clock=time.perf_counter), datetime.now(UTC), time.perf_counter()
+    about = machine.describe()
+    console.print(
+        f"{about['devices']} x {about['device']} ({about['platform']}), {about['model']}: {len(checks)} checks",
+        highlight=False,
+    )
+    results = []
+    for result in run_checks(machine, checks):
+        results.append(result)
+        _print_result(result, console)
+        yield as_json(
+            results,
+            unfinished=[check.name for check in checks[len(results) :]],
+            machine=about,
+            command=command,
+            date=date.isoformat(timespec="seconds"),
+            seconds=time.perf_counter() - begin,
+        )
+
+
 def run_checks(machine: Machine, checks: Collection[Check]) -> Iterator[CheckResult]:
     """Run checks one after the other, and yield each result."""
     for check in checks:
-        record = Recorder(seconds=check.seconds, claim=check.claim, clock=machine.clock)
-        begin, reason = machine.clock(), ""
+        result = CheckResult(check=check, clock=machine.clock)
         try:
-            check.run(machine, record)
+            check.run(machine, result)
+            limited = any(one.limited for one in result.measurements)
+            result.outcome = CheckOutcome.AS_CLAIMED if limited else CheckOutcome.MEASURED
+            if any(one.deviates for one in result.measurements):
+                result.outcome = CheckOutcome.DEVIATES
         except NotRunError as error:
-            outcome, reason = CheckOutcome.NOT_RUN, str(error)
+            result.outcome, result.reason = CheckOutcome.NOT_RUN, str(error)
         except Exception as error:  # whatever this machine does to it: the other checks still run
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.name}, line {where.lineno} of {Path(where.filename).name}"
-            outcome, reason = CheckOutcome.FAILED, f"{type(error).__name__}: {error} ({place})"
-        else:
-            limited = [one for one in record.measurements if one.limited]
-            outcome = CheckOutcome.AS_CLAIMED if limited else CheckOutcome.MEASURED
-            if any(one.deviates for one in record.measurements):
-                outcome = CheckOutcome.DEVIATES
-        yield CheckResult(
-            name=check.name,
-            title=check.title,
-            outcome=outcome,
-            claim=check.claim,
-            reason=reason,
-            seconds=machine.clock() - begin,
-            measurements=record.measurements,
-            left_out=record.left_out,
-        )
+            result.outcome, result.reason = CheckOutcome.FAILED, f"{type(error).__name__}: {error} ({place})"
+        result.seconds = machine.clock() - result.begin
+        yield result
+
+
+def _print_result(result: CheckResult, console: Console) -> None:
+    """Print a check's line, and one for each deviation with the claim that it concerns."""
+    line = Text(f"{result.outcome:<10}  ", style=_STYLES[result.outcome])
+    line.append(f"{result.check.name}: ", style="bold")
+    line.append(f"{len(result.measurements)} measured in {duration(result.seconds)}", style="default")
+    reasons = [result.reason] if result.outcome is CheckOutcome.NOT_RUN else []
+    if len(result.left_out) > 1:
+        reasons.append(f"{len(result.left_out)} parts were not run, see the report")
+    else:
+        reasons += [f"without {part}" for part in result.left_out]
+    line.append("".join(f"; {text}" for text in reasons))
+    console.print(line, soft_wrap=True)
+    for text, claim in deviations([result.to_json()]):
+        print_line(console, f"    {text}\n        concerns {claim['page']}: “{claim['text']}”")

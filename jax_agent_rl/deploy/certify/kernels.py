@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_agent_rl.agreement.report import product_precision
 from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.results import Claim, Recorder
+from jax_agent_rl.deploy.certify.report import CheckResult, Claim
 from jax_agent_rl.jetstream import attention, cpu_kernels
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
@@ -43,7 +43,7 @@ Errors = Iterator[tuple[str, float]]
 """What was computed, and its error."""
 
 
-def check_kernels(machine: Machine, record: Recorder) -> None:
+def check_kernels(machine: Machine, record: CheckResult) -> None:
     """Compare every kernel with its reference, in all page and head sizes, forward and backward."""
     heads = sorted({*HEADS, machine.model.head_dim})
     parts: list[tuple[str, str, Callable[[], Errors]]] = []

@@ -19,7 +19,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.data.tasks import prepare_shop
-from jax_agent_rl.deploy.certify.results import NotRunError
+from jax_agent_rl.deploy.certify.report import NotRunError
 from jax_agent_rl.deploy.doctor.machine import usable_cores, usable_memory
 from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
 from jax_agent_rl.deploy.plan.plan import Load, loads

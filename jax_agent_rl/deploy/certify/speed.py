@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.results import Claim, NotRunError, Recorder, format_number
+from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
 from jax_agent_rl.deploy.plan.prediction import pass_flops
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_decode_batch
@@ -45,7 +45,7 @@ SPARE = 1.25
 HOST_SPARE = 1 << 30
 
 
-def check_peaks(machine: Machine, record: Recorder) -> None:
+def check_peaks(machine: Machine, record: CheckResult) -> None:
     """Measure what the device reaches on a large matrix product and on a large sum."""
     chip = machine.chip
     for dtype in dict.fromkeys((machine.alone.learner.compute_dtype, machine.alone.rollout.jetstream.dtype)):
@@ -57,7 +57,7 @@ def check_peaks(machine: Machine, record: Recorder) -> None:
     record("reading of memory", machine.bandwidth(), "B/s", low=low, beside=beside)
 
 
-def check_speed(machine: Machine, record: Recorder) -> None:
+def check_speed(machine: Machine, record: CheckResult) -> None:
     """Time decoding, prefill, a learner's update, and the transfer of its weights to the engine."""
     machine.learner  # noqa: B018  # or a reason not to run
     parts = {
@@ -72,7 +72,7 @@ def check_speed(machine: Machine, record: Recorder) -> None:
 
 
 def _record_rate(
-    machine: Machine, record: Recorder, name: str, unit: str, work: float, seconds: float, plan: tuple[float, float]
+    machine: Machine, record: CheckResult, name: str, unit: str, work: float, seconds: float, plan: tuple[float, float]
 ) -> None:
     """Record a rate.
 
@@ -114,7 +114,7 @@ def _find(machine: Machine, prefix: str) -> Compiled:
     return one
 
 
-def _time_weights(machine: Machine, record: Recorder, name: str) -> None:
+def _time_weights(machine: Machine, record: CheckResult, name: str) -> None:
     params, engine = machine.learner.params, machine.engine
     served = engine.load_params(params)
 
@@ -128,7 +128,7 @@ def _time_weights(machine: Machine, record: Recorder, name: str) -> None:
     _record_rate(machine, record, name, "B/s", size, seconds, plan)
 
 
-def _time_decoding(machine: Machine, record: Recorder, name: str) -> None:
+def _time_decoding(machine: Machine, record: CheckResult, name: str) -> None:
     engine, steps = machine.engine, machine.engine.shapes.decode_steps
     weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
     count = min(engine.shapes.max_concurrent_decodes, engine.shapes.pages // engine.shapes.context_pages)
@@ -149,7 +149,7 @@ def _time_decoding(machine: Machine, record: Recorder, name: str) -> None:
     _record_rate(machine, record, title, "tokens/s", count * steps, seconds, _planned(machine, one))
 
 
-def _time_prefill(machine: Machine, record: Recorder, name: str) -> None:
+def _time_prefill(machine: Machine, record: CheckResult, name: str) -> None:
     engine, size = machine.engine, machine.engine.shapes.chunk_buckets[-1]
     weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
     size = min(size, engine.shapes.max_model_len)
@@ -172,7 +172,7 @@ def _time_prefill(machine: Machine, record: Recorder, name: str) -> None:
     _record_rate(machine, record, title, "tokens/s", rows * size, seconds, (planned, ideal))
 
 
-def _time_learner(machine: Machine, record: Recorder, name: str) -> None:
+def _time_learner(machine: Machine, record: CheckResult, name: str) -> None:
     groups, tokens = full_groups(machine)
     seconds = machine.best_seconds(lambda: bool(machine.learner.update(groups)), repeats=2)
     planned = ideal = 0.0
@@ -230,7 +230,7 @@ def make_group(name: str, prompt: Sequence[int], outputs: Sequence[TokenOutput])
     return Group(group_id=name, trajectories=tuple(members))
 
 
-def check_memory(machine: Machine, record: Recorder) -> None:
+def check_memory(machine: Machine, record: CheckResult) -> None:
     """Compare the most memory that the learner and the engine took with what ``plan`` says."""
     fullest = max(machine.plan.loads, key=lambda load: load.total)
     peaks = [(device.id, (device.memory_stats() or {}).get("peak_bytes_in_use")) for device in machine.devices]
@@ -249,7 +249,7 @@ def check_memory(machine: Machine, record: Recorder) -> None:
         _record_host_memory(machine, record, beside)
 
 
-def _record_host_memory(machine: Machine, record: Recorder, beside: dict[str, float]) -> None:
+def _record_host_memory(machine: Machine, record: CheckResult, beside: dict[str, float]) -> None:
     """Measure the process's own memory, as CPUs count none: what learner and engine add to the rest."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not status.is_file():

@@ -21,7 +21,7 @@ from rich.console import Console
 from jax_agent_rl.agreement.report import coarsest, product_precision, run_tolerance, tolerance
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.certify.machine import Machine
-from jax_agent_rl.deploy.certify.results import Claim, NotRunError, Recorder, format_number
+from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
 from jax_agent_rl.deploy.certify.speed import full_groups, make_group
 from jax_agent_rl.deploy.plan.topology import place_devices
 from jax_agent_rl.errors import ConfigError
@@ -67,7 +67,7 @@ PROMPTS, PROMPT, SAMPLED = 4, 48, 32
 # --- collectives --------------------------------------------------------------------------------------------------
 
 
-def check_collectives(machine: Machine, record: Recorder) -> None:
+def check_collectives(machine: Machine, record: CheckResult) -> None:
     """Run every kind of exchange over every axis of the meshes, of all hosts together."""
     devices = jax.devices()
     if len(devices) == 1:
@@ -142,7 +142,7 @@ def exchange(machine: Machine, mesh: Mesh, axis: str, size: int) -> tuple[dict[s
 # --- backends -----------------------------------------------------------------------------------------------------
 
 
-def check_conformance(machine: Machine, record: Recorder) -> None:
+def check_conformance(machine: Machine, record: CheckResult) -> None:
     """Run the conformance suite on every backend that is installed, with a tiny random model."""
     try:
         from jax_agent_rl.testing.conformance.backends import BackendOptions, select_backend
@@ -174,7 +174,7 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def check_agreement(machine: Machine, record: Recorder) -> None:
+def check_agreement(machine: Machine, record: CheckResult) -> None:
     """Compare the engine's log-probs with the learner's for the same weights, in every precision of the engine."""
     machine.learner  # noqa: B018  # or a reason not to run
     backends = {name: _with_precision(machine.alone, settings) for name, settings in PRECISIONS.items()}
@@ -231,7 +231,7 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
 # --- learner ------------------------------------------------------------------------------------------------------
 
 
-def check_checkpoint(machine: Machine, record: Recorder) -> None:
+def check_checkpoint(machine: Machine, record: CheckResult) -> None:
     """Save the learner, restore it, and go on from it: numbers are equal bit by bit."""
     learner, (groups, _) = machine.learner, full_groups(machine)
     checkpointer = Checkpointer(machine.scratch / "checkpoint", keep=1)
@@ -269,7 +269,7 @@ def differing(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     return sum(x != y for x, y in zip(one, other, strict=True))
 
 
-def check_training(machine: Machine, record: Recorder) -> None:
+def check_training(machine: Machine, record: CheckResult) -> None:
     """Train for a few steps as ``jax-agent-rl train`` does, on all hosts."""
     config = machine.config
     machine.release()

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import jax_agent_rl.deploy.certify as certify
 from jax_agent_rl.cli import app
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.certify import kernels, page, run_checks, select_checks, speed, system
+from jax_agent_rl.deploy.certify import kernels, report, run_checks, select_checks, speed, system
 from jax_agent_rl.deploy.certify.machine import SHORT, Machine, load_config
-from jax_agent_rl.deploy.certify.results import CheckOutcome, CheckResult, Claim, Recorder
+from jax_agent_rl.deploy.certify.report import CheckOutcome, CheckResult, Claim
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.learner.checkpoint import Checkpointer
@@ -331,7 +331,7 @@ def test_a_check_that_raises_is_a_deviation_and_ends_no_other(machine: Machine, 
         "OSError: No space left on device (full, line "
     )
     assert none.outcome is CheckOutcome.NOT_RUN
-    ((text, claim),) = page.deviations([failed.to_json(), none.to_json()])
+    ((text, claim),) = report.deviations([failed.to_json(), none.to_json()])
     assert "No space left" in text and claim == vars(system.CHECKPOINT)
 
 
@@ -366,8 +366,8 @@ def test_text_of_others_is_text_on_the_page(machine: Machine):
     hostile = "<script>alert(1)</script>"
     result = replace(run(machine, "collectives"), outcome=CheckOutcome.FAILED, reason=hostile)
     about = machine.describe() | {"device": hostile, "model": hostile}
-    report = page.as_json([result], machine=about, command=hostile, date="2026-01-01", seconds=1.0)
-    text = page.page(report)
+    made = report.as_json([result], machine=about, command=hostile, date="2026-01-01", seconds=1.0)
+    text = report.page(made)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 5 and "default-src 'none'" in text
 
 
@@ -377,7 +377,7 @@ def test_an_unknown_check_is_refused_with_the_known_ones():
 
 
 def test_what_a_machine_ends_is_reported_up_to_there(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def killed(machine: Machine, record: Recorder) -> None:
+    def killed(machine: Machine, record: CheckResult) -> None:
         raise SystemExit
 
     first, last = select_checks(["collectives"])[0], replace(select_checks(["peaks"])[0], run=killed)
