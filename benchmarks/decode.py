@@ -28,7 +28,7 @@ from common import argument_parser, cpu, load_quickstart, random_ids, read_bandw
 
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.convert import fetch_quickstart_model
 
 PROMPT, NEW, REPEATS = 96, 128, 3
 

@@ -18,7 +18,7 @@ import numpy as np
 from common import argument_parser, best_seconds, cpu, make_learner, make_trajectory, random_ids, sgemm_flops
 
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.types import Group
 
 ROWS, LENGTH, REPEATS = 8, 256, 3

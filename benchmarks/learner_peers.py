@@ -38,7 +38,7 @@ from safetensors.numpy import load_file
 from shared_prefix import OWN, SAMPLES, SHARED, SIDES, groups
 
 from jax_agent_rl.learner.advantages.outcome import grpo
-from jax_agent_rl.models.fetch import fetch_quickstart_model
+from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.types import Group
 

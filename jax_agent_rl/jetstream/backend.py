@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
 from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
-from jax_agent_rl.jetstream import inspection, scoring
+from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine, ignore_line
 from jax_agent_rl.jetstream.engine_core import ChunkSink, EngineCore, EngineThread
@@ -250,7 +250,7 @@ class JetStreamBackend:
         check_int("top_k", top_k, least=0, below=self._config.vocab_size + 1)
         if (largest := max(token_ids)) >= self._config.vocab_size:
             raise BackendError(f"id {largest} is not one of the model's {self._config.vocab_size}")
-        run = functools.partial(scoring.score, token_ids=token_ids, start=start, top_k=top_k)
+        run = functools.partial(inspection.score, token_ids=token_ids, start=start, top_k=top_k)
         return await self._thread.call(lambda: self._core.score(run))
 
     async def abort(self, request_id: str) -> bool:

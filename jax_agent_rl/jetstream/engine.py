@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config.learner import EngineMeshConfig
-from jax_agent_rl.jetstream import cpu_kernels, kv_offloading, programs
+from jax_agent_rl.jetstream import cpu_kernels, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapters, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import (
@@ -32,7 +32,16 @@ from jax_agent_rl.jetstream.decode_batch import (
     pad_decode_batch,
 )
 from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv_cache import KVCache, copy_page, count_pages, empty_cache, write_pages
+from jax_agent_rl.jetstream.kv_cache import (
+    MOVED_TOGETHER,
+    KVCache,
+    copy_page,
+    count_pages,
+    empty_cache,
+    get_pages,
+    put_pages,
+    write_pages,
+)
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_engine_mesh
 from jax_agent_rl.jetstream.verification import VerifyingEngine
@@ -41,7 +50,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.peft import PeftAdapter
 from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.sharding import replicated
-from jax_agent_rl.models.vision.layout import ImageInputs
+from jax_agent_rl.models.vision.context import ImageInputs
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica
@@ -208,42 +217,32 @@ class JaxEngine(VerifyingEngine):
     def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
         """Return the experts chosen at the positions of some pages of a context, unsigned [positions, L, k]."""
         size = self.shapes.page
-        padded = np.full(bucket(self.shapes.span_buckets, len(pages) * size) // size, NULL_PAGE, np.int32)
-        padded[: len(pages)] = pages
+        padded = _padded(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
         key = ("routed", cache.count, len(padded))
         chosen = self._call(key, programs.read_routed, (), cache, padded, out=self._replicated)
         return np.asarray(chosen)[: len(pages) * size]
 
     def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
         """Return copies of pages on the device, and of the null page up to a bucket."""
-        padded = self._moved(pages)
+        padded = _padded(pages, bucket(MOVED_TOGETHER, len(pages)))
         key, out = ("get", cache.count, len(padded)), self._cache_sharding
-        return self._call(key, kv_offloading.get_pages, (), cache, padded, out=out)
+        return self._call(key, get_pages, (), cache, padded, out=out)
 
     def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
         """Overwrite pages with ``content`` from the host; ``cache`` is donated."""
-        most = kv_offloading.MOVED_TOGETHER[-1]
+        most = MOVED_TOGETHER[-1]
         for i in range(0, len(pages), most):
-            padded = self._moved(pages[i : i + most])
-
-            def part(x: np.ndarray, i: int = i, count: int = len(padded)) -> np.ndarray:
-                own = x[i : i + count]
-                return np.pad(own, [(0, count - len(own)), *[(0, 0)] * (x.ndim - 1)])
-
-            own = jax.device_put(jax.tree.map(part, content), self._cache_sharding)
+            some = pages[i : i + most]
+            padded = _padded(some, bucket(MOVED_TOGETHER, len(some)))
+            index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)  # what goes to the null page is dropped
+            own = jax.device_put(jax.tree.map(lambda x, index=index: x[index], content), self._cache_sharding)
             cache = self.overwrite_pages(cache, own, padded)
         return cache
 
     def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
         """Overwrite pages int32 [n] with ``content`` of as many on the device; ``cache`` is donated."""
         key, out = ("put", cache.count, len(pages)), self._cache_sharding
-        return self._call(key, kv_offloading.put_pages, (0,), cache, content, pages, out=out)
-
-    def _moved(self, pages: Sequence[int]) -> np.ndarray:
-        """Pad numbers of pages to a bucket."""
-        padded = np.full(bucket(kv_offloading.MOVED_TOGETHER, len(pages)), NULL_PAGE, np.int32)
-        padded[: len(pages)] = pages
-        return padded
+        return self._call(key, put_pages, (0,), cache, content, pages, out=out)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 
@@ -336,7 +335,7 @@ class JaxEngine(VerifyingEngine):
         if self.config.experts is not None:
             keys |= {("routed", count, span // self.shapes.page) for span in self.shapes.span_buckets}
         if self.shapes.kv_offloading_bytes:
-            keys |= {(name, count, moved) for name in ("get", "put") for moved in kv_offloading.MOVED_TOGETHER}
+            keys |= {(name, count, moved) for name in ("get", "put") for moved in MOVED_TOGETHER}
         keys |= self._column_keys() | self._verification_keys()
         return keys | {key for r, t, s in prefill for key in (("chunks", count, r, t, s), ("write", count, r, t))}
 
@@ -383,12 +382,17 @@ class JaxEngine(VerifyingEngine):
         if self.config.experts is not None:
             for span in self.shapes.span_buckets:
                 self.read_routed(cache, [NULL_PAGE] * (span // self.shapes.page))
-        for count in kv_offloading.MOVED_TOGETHER if self.shapes.kv_offloading_bytes else ():
+        for count in MOVED_TOGETHER if self.shapes.kv_offloading_bytes else ():
             unused = [NULL_PAGE] * count
             cache = self.put_pages(cache, jax.tree.map(np.asarray, self.get_pages(cache, unused)), unused)
         self.table.end_warm_up(later=self._restricted_keys())
         print_line(self.table.summary())
         return cache
+
+
+def _padded(pages: Sequence[int], count: int) -> np.ndarray:
+    """Append null pages up to a count."""
+    return np.array([*pages, *[NULL_PAGE] * (count - len(pages))], np.int32)
 
 
 def _decode_kind(truncated: bool, constrained: bool) -> str:

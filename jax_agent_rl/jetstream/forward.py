@@ -36,10 +36,10 @@ from jax_agent_rl.models.layers import (
     rope_tables,
     rotate,
 )
-from jax_agent_rl.models.mesh import constrain
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.quantized import product, quantized
-from jax_agent_rl.models.vision.layout import ImageInputs
+from jax_agent_rl.models.sharding import constrain
+from jax_agent_rl.models.vision.context import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""

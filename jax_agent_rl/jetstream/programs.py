@@ -28,7 +28,7 @@ from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_ch
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.vision.layout import ImageInputs
+from jax_agent_rl.models.vision.context import ImageInputs
 from jax_agent_rl.utils.sampling_support import mask_words
 
 

@@ -27,9 +27,16 @@ from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import MESH_AXES, Device, place_mesh
 from jax_agent_rl.models.quantized import split_weight
-from jax_agent_rl.models.sharding import PARAMETER_AXES, RULES, parameter_shardings, replicated
+from jax_agent_rl.models.sharding import (
+    MESH_AXES,
+    PARAMETER_AXES,
+    RULES,
+    Device,
+    parameter_shardings,
+    place_mesh,
+    replicated,
+)
 
 KEY = "rollout.jetstream.mesh"
 ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}

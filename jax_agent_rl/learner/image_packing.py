@@ -21,9 +21,15 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimized_params import Arrays
 from jax_agent_rl.models.config import VisionConfig
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
+from jax_agent_rl.models.vision.context import (
+    ImageInputs,
+    ImageKeys,
+    Layout,
+    MultimodalContext,
+    VisionProcessor,
+    layout,
+)
 from jax_agent_rl.models.vision.image_processor import ProcessedImage
-from jax_agent_rl.models.vision.layout import ImageInputs, Layout, layout
 from jax_agent_rl.types import Trajectory
 
 

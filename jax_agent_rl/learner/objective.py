@@ -18,8 +18,8 @@ from jax_agent_rl.learner.losses import LossConfig, Terms, find_policy_loss
 from jax_agent_rl.learner.losses.kl import kl_penalty, top_k_kl
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.models.mesh import ROWS, constrain
 from jax_agent_rl.models.moe import load_balancing_loss
+from jax_agent_rl.models.sharding import ROWS, constrain
 
 TARGETS_PER_CHUNK = {"cpu": 256, "accelerator": 4096}
 """Targets of a row whose logits are computed together. Each chunk reads and writes the head's whole gradient, which

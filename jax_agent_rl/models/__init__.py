@@ -2,6 +2,6 @@
 
 ``config`` and ``families`` hyperparameters and Hugging Face's ``config.json`` · ``decoder``, ``layers``, ``attention``,
 ``moe`` the forward pass over packed token trees · ``tree_mask`` and ``tree_kernel`` their masks and TPU kernels ·
-``vision`` Qwen2.5-VL's tower · ``mesh`` and ``sharding`` devices · ``lora``, ``peft``, ``quantized`` adapters and 8
-bits · ``hf``, ``stored``, ``convert``, ``fetch`` files · ``tensor_samples`` comparing copies.
+``vision`` Qwen-VL's towers · ``sharding`` devices · ``lora``, ``peft``, ``quantized`` adapters and 8 bits · ``hf``,
+``stored``, ``convert`` files · ``tensor_samples`` comparing copies.
 """

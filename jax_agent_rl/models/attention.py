@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models import tree_kernel
-from jax_agent_rl.models.mesh import ROWS, by_platform
+from jax_agent_rl.models.sharding import ROWS, by_platform
 from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
 
 BLOCK = 128

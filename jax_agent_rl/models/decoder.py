@@ -33,9 +33,9 @@ from jax_agent_rl.models.layers import (
     stack,
 )
 from jax_agent_rl.models.lora import LoRA
-from jax_agent_rl.models.mesh import ROWS, constrain
+from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.tree_mask import TreeMask
-from jax_agent_rl.models.vision.layout import ImageInputs
+from jax_agent_rl.models.vision.context import ImageInputs
 from jax_agent_rl.models.vision.tower import VisionTower
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -185,7 +185,7 @@ class Decoder(Module):
             images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
             remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products;
                 ``dots_and_attention``, all but them and attention; ``full``, each layer.
-            mesh: splits rows, tokens and experts, see ``models.mesh``; None on one device.
+            mesh: splits rows, tokens and experts, see ``models.sharding``; None on one device.
 
         Returns:
             Hidden states [B, T, D], and the sum over layers of ``moe.router_load``, float32 [2, E], or None.

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
-from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.models.tensor_files import (
     Names,
     Tensors,

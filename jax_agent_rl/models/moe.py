@@ -10,21 +10,26 @@ of the layer's own scores over the given experts.
 No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert`` neighbours for one
 layer, [N k X, D] for X shards, and computes only its own.
 
+The grouped product is ``jax.lax.ragged_dot``, for which libtpu has a kernel, but whose gradient with respect to the
+weights becomes a masked product of all rows for every group. On TPUs that gradient is Megablox' kernel (``tgmm``),
+which reads each row once.
+
 Shapes: N tokens, D hidden, E experts, F an expert's hidden size, k experts per token, X shards of the axis ``expert``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
-from jax_agent_rl.models.grouped_product import grouped_product
-from jax_agent_rl.models.mesh import ROWS
 from jax_agent_rl.models.quantized import split_weight
+from jax_agent_rl.models.sharding import ROWS, by_platform
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 """From the products with ``expert_gate`` and ``expert_up`` to hidden units."""
@@ -204,3 +209,54 @@ def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array
     hidden = activation(product(grouped, "expert_gate"), product(grouped, "expert_up"))
     outputs = product(hidden, "expert_down") * weights.reshape(-1)[order, None].astype(x.dtype)
     return jnp.zeros_like(x).at[token].add(jnp.where(present, outputs, 0))
+
+
+TILE_ROWS, TILE_COLUMNS = 512, 1024
+"""Tile of the kernel: rows of the operands, and at most so much of each dimension of the result."""
+
+
+def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array) -> jax.Array:
+    """Multiply each row of x [N, in] with the matrix of its group in [E, out, in] -> [N, out].
+
+    Args:
+        x: rows ordered by group.
+        weight: matrices, quantized (``models.quantized``) or not.
+        sizes: int32 [E], rows of each group.
+        group: int32 [N], group of each row; rows past the last group are undefined, forward and backward.
+    """
+    if isinstance(weight, jax.Array):
+        return _product(x, weight, sizes)
+    out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype).swapaxes(1, 2), sizes)
+    return out * weight.scale[..., 0].at[group].get(mode="clip").astype(x.dtype)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+
+
+def _forward(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return _product(x, weight, sizes), (x, weight, sizes)
+
+
+def _backward(kept: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weight, sizes = kept
+    d_weight = by_platform(d_out, x, sizes, tpu=_outer_kernel, default=_outer)
+    return jax.lax.ragged_dot(d_out, weight, sizes), d_weight.astype(weight.dtype), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _outer(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Sum the outer products of rows [N, out] and [N, in] by group -> [E, out, in]."""
+    rows = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+    )
+    return jax.lax.ragged_dot_general(d_out, x, sizes, rows)
+
+
+def _outer_kernel(d_out: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    d_out, x = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (d_out, x))  # whole tiles
+    tiling = (TILE_ROWS, min(TILE_COLUMNS, d_out.shape[1]), min(TILE_COLUMNS, x.shape[1]))
+    return tgmm(d_out.T, x, sizes, preferred_element_type=x.dtype, tiling=tiling)

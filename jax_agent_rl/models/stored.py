@@ -28,7 +28,7 @@ import tensorstore as ts
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.mesh import Bounds, local_bounds, shard_bounds
+from jax_agent_rl.models.sharding import Bounds, local_bounds, shard_bounds
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, check, digest, rounded
 
 MANIFEST = "manifest.json"

@@ -23,7 +23,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimizer import optimizer_bytes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.models.sharding import Device
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

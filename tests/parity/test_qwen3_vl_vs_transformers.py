@@ -17,7 +17,7 @@ from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_c
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
-from jax_agent_rl.models.vision.layout import ImageInputs, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision.context import ImageInputs, feature_index, layout, locate, rope_positions
 from jax_agent_rl.models.vision.tower import VisionTower
 
 torch = pytest.importorskip("torch")

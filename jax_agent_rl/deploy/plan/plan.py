@@ -17,7 +17,7 @@ from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choo
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.runtime.engine_devices import engine_shapes
 from jax_agent_rl.utils.hub import hub_name
 from jax_agent_rl.utils.sampling_support import mask_words

@@ -32,7 +32,7 @@ from jax_agent_rl.jetstream.decode_batch import (
     truncation_of,
 )
 from jax_agent_rl.jetstream.engine import Extension, JaxEngine
-from jax_agent_rl.jetstream.kv_offloading import MOVED_TOGETHER
+from jax_agent_rl.jetstream.kv_cache import MOVED_TOGETHER
 from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
@@ -43,8 +43,7 @@ from jax_agent_rl.learner.optimizer import TrainState, learning_rate
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.mesh import Device
-from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
+from jax_agent_rl.models.sharding import Device, parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.groups import training_sampling
 from jax_agent_rl.utils.sampling_support import mask_words

@@ -19,7 +19,7 @@ from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.mesh import Device
+from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.runtime.engine_devices import engine_shapes, report_idle
 
 COLUMNS = {

@@ -1,5 +1,4 @@
 """Images and videos in a model.
 
-``image_processor`` pixels to patches · ``context`` a context with images · ``layout`` where they stand in a sequence ·
-``tower`` patches to features.
+``image_processor`` pixels to patches · ``context`` where they stand in a sequence · ``tower`` patches to features.
 """

@@ -1,10 +1,19 @@
-"""Contexts with images: where their placeholders are, and the keys that prefix caches compare.
+"""Contexts with images: where their placeholders are, the keys that prefix caches compare, and a tower's index arrays.
 
-::
+All is computed on the host::
 
-    ids         5  <img> <img> <img> <img>  6  <img>      the last one was sampled: it is text
-    images         |------- a cat --------|
-    keys        5   -1    -2    -3    -4    6  <img>      equal keys mean equal KV
+    ids       … <vision_start> <image> <image> <image> <image> <vision_end> <image> …   an image of 1 x 2 x 2 features
+    keys               -          -1      -2      -3      -4        -       <image>     equal keys mean equal KV
+    time               7           8       8       8       8       10         11
+    row                7           8       8       9       9       10         11
+    column             7           8       9       8       9       10         11
+
+The last ``<image>`` was sampled: it is text. Text goes on after the largest number so far, as Qwen-VL models were
+trained (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1; Bai et al. 2025, Qwen2.5-VL, arXiv 2502.13923,
+section 2.1.3, for the time of frames) and as vLLM and transformers before version 5 have it. (transformers 5 goes on
+after rows and columns alone, so that what follows a video of more groups than rows would stand before its end.)
+
+Shapes: T tokens, P patches, N features, N = P / merge_size².
 """
 
 from __future__ import annotations
@@ -12,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_agent_rl.models.config import DecoderConfig, VisionConfig
-from jax_agent_rl.models.vision.image_processor import ImageProcessor, Pixels, ProcessedImage
-from jax_agent_rl.models.vision.layout import ImageSpan, locate, rope_positions
+from jax_agent_rl.models.vision.image_processor import Grid, ImageProcessor, Pixels, ProcessedImage
 from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.media import FRAMES_PER_SECOND
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,3 +133,199 @@ class ImageKeys:
             features = span.stop - span.start
             keys[span.start : span.stop] = -1 - self.first(image, features) - np.arange(features)
         return keys
+
+
+Array = Any
+"""numpy's on the host, jax's within a program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpan:
+    """The placeholders of one item.
+
+    Attributes:
+        kind: ``image`` or ``video``.
+        number: which of its kind, from 0.
+        start: index of the first in the ids.
+        stop: index after the last.
+        grid: groups, rows and columns of features.
+    """
+
+    kind: str
+    number: int
+    start: int
+    stop: int
+    grid: Grid
+
+
+class Layout(NamedTuple):
+    """Index arrays of a tower's patches, see :func:`layout`; patches are ordered by window.
+
+    Attributes:
+        order: int32 [.., N], the feature at each place of the tower's rows.
+        restore: int32 [.., N], the place of each feature.
+        windows: int32 [.., P], window of each patch; -1 for padding.
+        frames: int32 [.., P], image or group of frames of each patch; -1 for padding.
+        places: int32 [.., P, 2], row and column of a patch in its image.
+        sizes: int32 [.., P, 2], rows and columns of its image; 1 for padding.
+    """
+
+    order: Array
+    restore: Array
+    windows: Array
+    frames: Array
+    places: Array
+    sizes: Array
+
+
+class ImageInputs(NamedTuple):
+    """Image features for a decoder, beside the ids of B rows.
+
+    Attributes:
+        rope_positions: int32 [B, T, 3], time, row and column of every token, text included.
+        features: [B, N, feature_size], from ``models.vision``.
+        feature_index: int32 [B, T], the feature at each token; -1 for text.
+    """
+
+    rope_positions: Array
+    features: Array
+    feature_index: Array
+
+
+def merged(vision: VisionConfig, grid: Grid) -> Grid:
+    """Return the grid of features of a grid of patches."""
+    return grid[0], grid[1] // vision.merge_size, grid[2] // vision.merge_size
+
+
+def locate(
+    vision: VisionConfig, ids: Sequence[int] | np.ndarray, grids: Mapping[str, Sequence[Grid]]
+) -> list[ImageSpan]:
+    """Return the placeholders of each item, in order of the ids.
+
+    An item takes the first run of its placeholder that is long enough and not taken yet. A placeholder in a shorter
+    run, or behind the last item, is text: a model may sample any id.
+
+    Args:
+        vision: the tower.
+        ids: a context.
+        grids: of patches, by kind, items in order of their placeholders.
+
+    Raises:
+        ValueError: an item finds no such run.
+    """
+    array = np.asarray(ids)
+    spans = [span for kind, items in grids.items() for span in _spans(vision, array, kind, items)]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _spans(vision: VisionConfig, ids: np.ndarray, kind: str, items: Sequence[Grid]) -> list[ImageSpan]:
+    placeholder = vision.placeholders[kind]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], ids == placeholder, [False]]).astype(np.int8)))
+    runs = [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+    spans: list[ImageSpan] = []
+    for number, item in enumerate(items):
+        grid = merged(vision, item)
+        count = int(np.prod(grid))
+        while runs and runs[0][1] - runs[0][0] < count:
+            runs.pop(0)
+        if not runs:
+            raise ValueError(
+                f"{kind} {number + 1} of {len(items)} takes {count} placeholders (id {placeholder}) in a row, and the "
+                "ids hold no such run for it; they must be expanded (ChatCodec.expand_media) with the same "
+                "model.max_pixels"
+            )
+        begin, end = runs.pop(0)
+        spans.append(ImageSpan(kind=kind, number=number, start=begin, stop=begin + count, grid=grid))
+        runs.insert(0, (begin + count, end))
+    return spans
+
+
+def rope_positions(vision: VisionConfig, length: int, spans: Sequence[ImageSpan]) -> tuple[np.ndarray, int]:
+    """Return the rotary positions of a sequence.
+
+    Args:
+        vision: the tower.
+        length: T.
+        spans: its items, from :func:`locate`.
+
+    Returns:
+        int32 [T, 3]: time, row, column of each token; and the offset of later text, whose token at index
+        ``i >= T`` has position ``i + offset`` in all three.
+    """
+    positions = np.empty((length, 3), np.int32)
+    done, following = 0, 0  # tokens placed so far, position of the next text
+    for span in spans:
+        positions[done : span.start] = following + np.arange(span.start - done)[:, None]
+        following += span.start - done
+        positions[span.start : span.stop] = following + _places(vision, span)
+        following = int(positions[span.start : span.stop].max()) + 1
+        done = span.stop
+    positions[done:] = following + np.arange(length - done)[:, None]
+    return positions, following - done
+
+
+def _places(vision: VisionConfig, span: ImageSpan) -> np.ndarray:
+    """Return positions int [N, 3] of an item's features, from zero."""
+    places = np.indices(span.grid).reshape(3, -1).T
+    if span.kind == "video":
+        assert vision.tokens_per_second is not None  # or there is no placeholder for it
+        step = vision.tokens_per_second * vision.temporal_patch_size / FRAMES_PER_SECOND
+        places[:, 0] = (places[:, 0] * step).astype(int)
+    return places
+
+
+def feature_index(length: int, spans: Sequence[ImageSpan], starts: Sequence[int]) -> np.ndarray:
+    """Return int32 [T]: the feature at each token, -1 for text.
+
+    Args:
+        length: T.
+        spans: items of the sequence.
+        starts: index of each one's first feature, in the same order.
+    """
+    index = np.full(length, -1, np.int32)
+    for span, start in zip(spans, starts, strict=True):
+        index[span.start : span.stop] = start + np.arange(span.stop - span.start)
+    return index
+
+
+def layout(vision: VisionConfig, grids: Sequence[Grid], patches: int) -> Layout:
+    """Return the layout of several items' patches, concatenated and padded at the end.
+
+    Args:
+        vision: the tower.
+        grids: of patches, one per item.
+        patches: P, a multiple of ``vision.window_patches``.
+
+    Raises:
+        ValueError: P is not such a multiple, or less than the number of patches.
+    """
+    total = sum(int(np.prod(grid)) for grid in grids)
+    if patches % vision.window_patches or patches < total:
+        raise ValueError(
+            f"{total} patches cannot be padded to {patches}; it must be a multiple of {vision.window_patches} and "
+            "hold them all"
+        )
+    unit, count = vision.merge_size**2, patches // vision.merge_size**2
+    order = np.arange(count, dtype=np.int32)
+    windows, frames = (np.full((count, unit), -1, np.int32) for _ in range(2))
+    places, sizes = np.zeros((count, unit, 2), np.int32), np.ones((count, unit, 2), np.int32)
+    begin = 0
+    for grid in grids:
+        group, row, column = np.indices(merged(vision, grid)).reshape(3, -1)
+        window = _numbers(group, row // vision.window_side, column // vision.window_side)
+        mine = np.argsort(window, kind="stable")
+        here = slice(begin, begin + len(mine))
+        order[here] = begin + mine
+        windows[here] = window[mine, None] + windows.max(initial=-1) + 1
+        frames[here] = group[mine, None] + frames.max(initial=-1) + 1
+        within = np.indices((vision.merge_size, vision.merge_size)).reshape(2, -1).T
+        places[here] = np.stack([row, column], -1)[mine, None] * vision.merge_size + within
+        sizes[here] = grid[1:]
+        begin += len(mine)
+    restore = np.argsort(order).astype(np.int32)
+    return Layout(order, restore, windows.reshape(-1), frames.reshape(-1), places.reshape(-1, 2), sizes.reshape(-1, 2))
+
+
+def _numbers(*parts: np.ndarray) -> np.ndarray:
+    """Return numbers for the rows of ``parts``, from zero in sorted order; equal rows share one."""
+    return np.unique(np.stack(parts, -1), axis=0, return_inverse=True)[1].reshape(-1)

@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL and Qwen3-VL: image patches to features among a decoder's embeddings.
 
 Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): most layers attend within windows, whose patches lie side
-by side (``models.vision.layout.layout``), some within a whole image or group of frames. Qwen3-VL (Bai et al. 2025,
+by side (``models.vision.context.layout``), some within a whole image or group of frames. Qwen3-VL (Bai et al. 2025,
 arXiv 2511.21631, section 2): all layers do the latter, patches have learned positions, and features of inner layers go
 to the decoder's first layers.
 
@@ -30,9 +30,9 @@ from jax_agent_rl.models.layers import (
     rows_at,
     stack,
 )
-from jax_agent_rl.models.mesh import ROWS, constrain
+from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.tree_mask import MASK_VALUE
-from jax_agent_rl.models.vision.layout import Layout
+from jax_agent_rl.models.vision.context import Layout
 
 _NOWHERE = -2  # a window without patches or padding
 _HALVES = Rope()  # how numbers of a head are paired
@@ -108,7 +108,7 @@ class VisionTower(Module):
             patches: float [.., P, patch_dim], as transformers' image processor gives them, padded at the end.
             layout: of the same images; its arrays have the same leading axes.
             remat: what the backward pass recomputes, see ``models.decoder``.
-            mesh: what the leading axis is split over, see ``models.mesh``; None on one device.
+            mesh: what the leading axis is split over, see ``models.sharding``; None on one device.
 
         Returns:
             [.., N, feature_size] in order of the patches; those of padding are undefined.

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jax_agent_rl.jetstream.admission import Patience
+from jax_agent_rl.jetstream.admission import Patience, ReturnTimes
 from jax_agent_rl.jetstream.block_manager import BlockManager
-from jax_agent_rl.jetstream.return_times import ReturnTimes
 from jax_agent_rl.jetstream.shapes import page_size
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.routing import PrefixIndex

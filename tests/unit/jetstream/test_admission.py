@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from jax_agent_rl.jetstream.admission import Patience
+from jax_agent_rl.jetstream.admission import MIN_WAITS, Patience
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
-from jax_agent_rl.jetstream.return_times import MIN_WAITS
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams

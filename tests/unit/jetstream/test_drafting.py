@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.jetstream.drafting import MATCHES, PROMPT_MATCHES, PromptLookup, SuffixIndex
+from jax_agent_rl.jetstream.speculation import MATCHES, PROMPT_MATCHES, PromptLookup, SuffixIndex
 
 IDS = st.lists(st.integers(0, 2), max_size=20)  # few ids, so that much repeats
 PARTS = st.lists(st.tuples(IDS, st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=6)

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, PromptTooLongError, WeightUpdateError
-from jax_agent_rl.jetstream import scoring
+from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.programs import cache_hits
@@ -73,8 +73,8 @@ async def test_greedy_output_equals_full_forward_passes_for_many_requests_at_onc
 
 @pytest.mark.parametrize("length", [2, 17, 60])
 async def test_given_ids_are_scored_as_by_a_full_pass_beside_running_requests(params, length: int, monkeypatch):
-    monkeypatch.setattr(scoring, "CHUNK", 16)
-    monkeypatch.setattr(scoring, "BLOCK", 8)
+    monkeypatch.setattr(inspection, "CHUNK", 16)
+    monkeypatch.setattr(inspection, "BLOCK", 8)
     ids = prompt_of(6, length)
     async with running(params) as backend:
         generating = asyncio.create_task(backend.generate(request("r", prompt_of(7, 9), max_tokens=20)))

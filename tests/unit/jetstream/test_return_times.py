@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.jetstream.return_times import MAX_SESSIONS, MIN_WAITS, RecentWaits, ReturnTimes
+from jax_agent_rl.jetstream.admission import MAX_SESSIONS, MIN_WAITS, RecentWaits, ReturnTimes
 
 waits = st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=40)
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.jetstream import cpu_kernels, verification
-from jax_agent_rl.jetstream.drafting import Draft, LookupDrafter
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation, accepted_ids
+from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Draft, LookupDrafter, Speculation, accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params

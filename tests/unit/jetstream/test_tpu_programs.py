@@ -14,9 +14,9 @@ from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS
 from jax_agent_rl.jetstream.kv_cache import LayerKV, to_cache
 from jax_agent_rl.models.attention import sharded_tree_attention
-from jax_agent_rl.models.grouped_product import grouped_product
-from jax_agent_rl.models.mesh import MESH_AXES
+from jax_agent_rl.models.moe import grouped_product
 from jax_agent_rl.models.quantized import Quantized
+from jax_agent_rl.models.sharding import MESH_AXES
 from jax_agent_rl.models.tree_mask import TreeMask
 
 # What is kept of programs cannot be read again where the chips are not.

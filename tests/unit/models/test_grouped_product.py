@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_agent_rl.models import grouped_product as module
-from jax_agent_rl.models.grouped_product import grouped_product
+from jax_agent_rl.models import moe
+from jax_agent_rl.models.moe import grouped_product
 
 SIZES = [5, 0, 700, 3, 0, 92]  # groups without rows, one that fills a tile, several in one
 
@@ -26,8 +26,8 @@ def expected(x: np.ndarray, weight: np.ndarray, d_out: np.ndarray) -> tuple[np.n
 @pytest.mark.parametrize("columns", [None, 1024, 32], ids=["xla", "kernel, one tile", "kernel, tiles and a part"])
 def test_output_and_gradients_are_those_of_a_loop_over_groups(monkeypatch: pytest.MonkeyPatch, columns: int | None):
     if columns is not None:
-        monkeypatch.setattr(module, "by_platform", lambda *args, tpu, default: tpu(*args))
-        monkeypatch.setattr(module, "TILE_COLUMNS", columns)
+        monkeypatch.setattr(moe, "by_platform", lambda *args, tpu, default: tpu(*args))
+        monkeypatch.setattr(moe, "TILE_COLUMNS", columns)
     rows, count = sum(SIZES), sum(SIZES) + 100  # the last are in no group
     draw = np.random.default_rng(0).standard_normal
     x, weight, d_out = draw((count, 48)), draw((len(SIZES), 40, 48)), draw((count, 40))

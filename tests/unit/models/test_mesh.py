@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.models import mesh
+from jax_agent_rl.models import sharding
 
 
 def test_what_was_traced_before_tpus_were_described_is_traced_again(monkeypatch):
-    monkeypatch.setattr(mesh, "_described_tpus", False)
-    function = jax.jit(lambda x: mesh.by_platform(x, tpu=jnp.sin, default=jnp.cos))
+    monkeypatch.setattr(sharding, "_described_tpus", False)
+    function = jax.jit(lambda x: sharding.by_platform(x, tpu=jnp.sin, default=jnp.cos))
     x = jnp.float32(1)
     np.testing.assert_allclose(function(x), np.cos(1), rtol=1e-6)
-    mesh.expect_described_tpus()
+    sharding.expect_described_tpus()
     program = jax.jit(lambda x: function(x)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
     assert "sine" in program and "cosine" not in program
     np.testing.assert_allclose(function(x), np.cos(1), rtol=1e-6)

@@ -62,7 +62,7 @@ for config in (
 
 # Two rows, each with two images and padding, on the mesh: what the tower gives, and its gradients.
 from jax.sharding import PartitionSpec as P
-from jax_agent_rl.models.vision.layout import layout
+from jax_agent_rl.models.vision.context import layout
 from jax_agent_rl.models.vision.tower import VisionTower
 from tests.tiny_vision import TINY_VISION, TINY_VL, drawn
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jax_agent_rl import config
 from jax_agent_rl.errors import ConfigError, EngineDiedError
-from jax_agent_rl.models.mesh import MESH_AXES
+from jax_agent_rl.models.sharding import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate

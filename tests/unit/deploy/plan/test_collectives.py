@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jax_agent_rl.deploy.plan.hlo import Collective, Hlo, collectives, parse
-from jax_agent_rl.models.mesh import MESH_AXES
+from jax_agent_rl.models.sharding import MESH_AXES
 
 
 class Chip:
