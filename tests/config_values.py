@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from jax_agent_rl.config.base import Section
-from jax_agent_rl.config.conditions import Both, Condition, Either, Facts, WhenKey, conditions
+from jax_agent_rl.config.base import Both, Condition, Either, Facts, Section, WhenKey, conditions
 
 
 def keys(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.config.loading import build_tree
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tool_server.worker import make_tools
@@ -47,7 +48,7 @@ class serving:
 
     def __init__(self, *overrides, headers=None):
         defaults = ["tools=[echo,counter,faulty]", f"tool_path={FAKES}", "port=0", "limits.wall_seconds=1"]
-        self._settings = load_settings(None, [*defaults, *overrides])
+        self._settings = build_tree(ToolServerSettings, {}, [*defaults, *overrides])
         self._headers = headers
 
     async def __aenter__(self):
@@ -72,7 +73,7 @@ def total(metrics, what):
 @asynccontextmanager
 async def agent(*overrides, **extra):
     """A function that takes an action of one trajectory and returns the reply."""
-    settings = load_settings(None, list(overrides))
+    settings = build_tree(ToolServerSettings, {}, list(overrides))
     tools = await make_tools(settings)
     service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker="0"))
     await service.start()

@@ -25,7 +25,7 @@ from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.context import AgentContext, derive_seed
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.default_agent import default_agent
+from jax_agent_rl.config.run import default_agent
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
@@ -243,7 +243,7 @@ def branching_agents() -> list[str]:
 def select_agents(config: Config, rows: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
     """Return the names of the loops that rows can select, including the default; None if one is the user's own.
 
-    They are a part of :class:`~jax_agent_rl.config.conditions.Facts`.
+    They are a part of :class:`~jax_agent_rl.config.base.Facts`.
 
     Raises:
         ConfigError: a name is not registered.

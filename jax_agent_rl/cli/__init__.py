@@ -123,7 +123,7 @@ register_look(app)
 
 
 def _tool_server_settings() -> Mapping[str, type[BaseModel]]:
-    from jax_agent_rl.config.tool_server import ToolServerSettings
+    from jax_agent_rl.config.servers import ToolServerSettings
 
     return {"": ToolServerSettings}
 
@@ -145,11 +145,12 @@ def tool_server(
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
     """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
-    from jax_agent_rl.config.tool_server import load_settings
+    from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.config.servers import ToolServerSettings
     from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.interrupt import run_server
 
-    run_server(run(load_settings(config, settings or []), print_line=print))
+    run_server(run(load_tree(ToolServerSettings, config, settings or []), print_line=print))
 
 
 for register in (register_eval, register_servers, register_config):

@@ -221,9 +221,8 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
 
 def _model(command: str) -> type[BaseModel]:
     from jax_agent_rl.config import Config
+    from jax_agent_rl.config.servers import TinkerServerSettings, ToolServerSettings
     from jax_agent_rl.config.supervised import DpoConfig, SftConfig
-    from jax_agent_rl.config.tinker_server import TinkerServerSettings
-    from jax_agent_rl.config.tool_server import ToolServerSettings
 
     models = {"train": Config, "sft": SftConfig, "dpo": DpoConfig}
     return {**models, "tool-server": ToolServerSettings, "tinker-server": TinkerServerSettings}[command]

@@ -71,7 +71,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _tinker_settings() -> Mapping[str, type[BaseModel]]:
-    from jax_agent_rl.config.tinker_server import TinkerServerSettings
+    from jax_agent_rl.config.servers import TinkerServerSettings
 
     return {"": TinkerServerSettings}
 
@@ -86,11 +86,12 @@ def tinker_server(
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
     """Serve the Tinker API: clients sample, compute gradients and update models through its SDK."""
-    from jax_agent_rl.config.tinker_server import load_settings
+    from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.config.servers import TinkerServerSettings
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.utils.interrupt import run_server
 
-    chosen = load_settings(config, settings or [])
+    chosen = load_tree(TinkerServerSettings, config, settings or [])
     try:
         from jax_agent_rl.tinker_server.serve import serve as run
     except ModuleNotFoundError as error:

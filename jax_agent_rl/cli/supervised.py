@@ -48,16 +48,18 @@ def register(app: typer.Typer) -> None:
 
 def sft(config: ConfigFile, overrides: Settings = None, resume: Resume = False) -> None:
     """Fine-tune on conversations, or on the best trajectories that `rollout` wrote (rejection sampling)."""
-    from jax_agent_rl.config.supervised import load_sft
+    from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.config.supervised import SftConfig
 
-    _train(load_sft(config, overrides or []), resume)
+    _train(load_tree(SftConfig, config, overrides or []), resume)
 
 
 def dpo(config: ConfigFile, overrides: Settings = None, resume: Resume = False) -> None:
     """Train on preferences, or on the best and the worst trajectory of each group that `rollout` wrote."""
-    from jax_agent_rl.config.supervised import load_dpo
+    from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.config.supervised import DpoConfig
 
-    _train(load_dpo(config, overrides or []), resume)
+    _train(load_tree(DpoConfig, config, overrides or []), resume)
 
 
 def _train(settings: SftConfig, resume: bool) -> None:

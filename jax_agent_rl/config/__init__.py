@@ -4,11 +4,10 @@
 :class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem with its path and, for an unknown key, the
 nearest valid name. Every key is read somewhere; a key that does nothing must not exist.
 
-``run`` the root, checks between sections, ``load`` · ``task, agent, tools, rollout, strategy, algorithm, kl, learner,
-trainer`` the sections (``task``: model, data and reward; ``kl``: with ``distill``) · ``tool_server`` the tree of the
-tool server · ``base, conditions, loading`` what sections consist of, when a key is used, YAML and overrides ·
-``reference`` documentation of all keys · ``default_agent`` the agent of rows that name none · ``overrides_script,
-from_verl`` configurations from verl's
+``run`` the root, checks between sections, ``load`` · ``supervised, servers`` the roots of other commands · ``task,
+agent, rollout, strategy, algorithm, kl, learner, trainer`` the sections (``task``: model, data, reward, tools; ``kl``:
+with ``distill``) · ``base, loading`` what sections consist of and when a key is used, YAML and overrides ·
+``reference`` documentation of all keys · ``overrides_script, from_verl`` configurations from verl's
 """
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName
@@ -17,10 +16,14 @@ from jax_agent_rl.config.kl import DistillConfig, KLConfig, TeacherConfig
 from jax_agent_rl.config.learner import EngineMeshConfig, LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
 from jax_agent_rl.config.rollout import JetStreamConfig, RolloutConfig, VllmConfig
 from jax_agent_rl.config.run import Config, build, load
-from jax_agent_rl.config.task import DataConfig, DataSource, JudgeConfig, ModelConfig, RewardConfig
-from jax_agent_rl.config.tools import (
+from jax_agent_rl.config.task import (
+    DataConfig,
+    DataSource,
     EnvironmentsConfig,
     InteractionsConfig,
+    JudgeConfig,
+    ModelConfig,
+    RewardConfig,
     SearchConfig,
     ToolClientConfig,
     ToolsConfig,

@@ -10,8 +10,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import SwitchedOff, Unless, UsedByAgents, WhenCommand, WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import (
+    NonNegative,
+    Positive,
+    Section,
+    SwitchedOff,
+    Unless,
+    UsedByAgents,
+    WhenCommand,
+    WhenKey,
+    WhenModelHasVision,
+)
 
 ToolFormatName = Literal[
     "auto",

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import NonNegative, OptimizerSection, OrInstalled, Positive, Section
-from jax_agent_rl.config.conditions import Unless, WhenKey
+from jax_agent_rl.config.base import NonNegative, OrInstalled, Positive, Section, Unless, WhenKey
 from jax_agent_rl.config.kl import KLConfig, kl_problems
+from jax_agent_rl.config.learner import OptimizerSection
 
 AdvEstimator = Annotated[Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",

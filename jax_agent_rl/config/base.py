@@ -1,10 +1,22 @@
-"""The base class and the value types of all configuration sections, and the keys of both optimizers."""
+"""The base class and the value types of all configuration sections, and the conditions under which keys are used.
+
+A condition annotates a field; on a section it applies to all of its keys::
+
+    lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae")] = Field(default=1.0, ...)
+    max_turns: Annotated[int, UsedByAgents("server_tool_agent")] = Field(default=5, ...)
+    critic: Annotated[CriticConfig, WhenKey("algorithm.adv_estimator", "gae")] = Field(...)
+
+A key that differs from its default is refused if its condition does not hold, because it would have no effect. As long
+as that is unknown (which agents the rows select, which model is used), nothing is refused. ``config explain``,
+``docs/config.md`` and the editor's schema show conditions in words.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import core_schema
@@ -90,71 +102,227 @@ def _mentions(annotation: Any, types: tuple[Any, ...]) -> bool:
     return annotation in types or any(_mentions(part, types) for part in get_args(annotation))
 
 
-class OptimizerSection(Section):
-    """An optimizer of optax, for the policy (``learner``) and the critic."""
+# --- conditions ------------------------------------------------------------------------------------------------------
 
-    optimizer: Literal["adamw", "muon", "adafactor"] = Field(
-        default="adamw",
-        description="adamw; muon: orthogonalized momentum for the matrices of layers, at AdamW's scale of updates, and "
-        "AdamW for the rest; adafactor: second moments of rows and columns only.",
-    )
-    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="constant",
-        description="Learning rate after the warm-up: constant, a linear or cosine decay over the remaining "
-        "trainer.steps, or wsd: constant, then linear. It changes between training steps only; all updates of a step "
-        "use the same rate.",
-    )
-    lr_warmup_steps: NonNegative = Field(
-        default=0, description="Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak."
-    )
-    lr_decay_ratio: float = Field(
-        default=0.1,
-        gt=0,
-        le=1,
-        description="wsd: share of all training steps, the last ones, in which the rate decays.",
-    )
-    min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="linear, cosine, wsd: final share of the peak learning rate."
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
-    no_weight_decay: tuple[str, ...] = Field(
-        default=("norm",),
-        description="Regular expressions: parameters whose path (embed, layers.q, layers.input_norm) has a match are "
-        "not decayed.",
-    )
-    adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
-    adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon, added to the root of the second moment.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
+SCHEMA_KEY = "x-used-only"  # in a key's JSON Schema: its condition in words
 
-    @field_validator("no_weight_decay")
-    @classmethod
-    def _are_expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return patterns
 
-    @property
-    def averaging(self) -> float:
-        """Decay of a moving average of the parameters; 0: none is kept."""
-        return 0.0
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Facts about a run besides its configuration.
 
-    def problems(self, name: str) -> Iterator[str]:
-        """Yield the keys of the section ``name`` that are set although its optimizer or schedule does not read them."""
-        kind = self.lr_scheduler_type
-        if kind == "constant" and self.changed("min_lr_ratio"):
-            yield (
-                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear, cosine or wsd, which is "
-                f"{kind!r}; remove it or change that"
-            )
-        if kind != "wsd" and self.changed("lr_decay_ratio"):
-            yield f"{name}.lr_decay_ratio is read only with {name}.lr_scheduler_type=wsd, which is {kind!r}; remove it"
-        if not self.weight_decay and self.changed("no_weight_decay"):
-            yield f"{name}.no_weight_decay is read only with {name}.weight_decay > 0; set that, or remove it"
-        if self.optimizer == "adafactor":
-            for key in filter(self.changed, ("adam_b1", "adam_b2", "adam_eps")):
-                yield f"{name}.{key} is not read by {name}.optimizer=adafactor; remove it"
+    Attributes:
+        agents: names of the agent loops that rows can select, and of their base classes. None: not known yet, or the
+            user's own loops are among them, which may read any key.
+        has_vision: whether the model reads images; None: not known yet.
+    """
+
+    agents: frozenset[str] | None = None
+    has_vision: bool | None = None
+
+
+class Condition(ABC):
+    """Condition under which a key is used."""
+
+    @abstractmethod
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        """Return whether the condition holds for the whole tree ``config``; None if unknown."""
+
+    @abstractmethod
+    def words(self) -> str:
+        """Return the end of "is used only …"; may be empty."""
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        """Return the situation in which the condition does not hold; may be empty."""
+        return ""
+
+    def __or__(self, other: Condition) -> Condition:
+        return Either(self, other)
+
+    def __and__(self, other: Condition) -> Condition:
+        return Both(self, other)
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Add the condition to the key's JSON Schema."""
+        schema = handler(core_schema)
+        words = f"{schema[SCHEMA_KEY]} and {self.words()}" if SCHEMA_KEY in schema else self.words()
+        return {**schema, SCHEMA_KEY: words}
+
+
+class WhenKey(Condition):
+    """Another key has one of the values, or contains one if it is a list.
+
+    Args:
+        path: path of the other key, from the root.
+        values: accepted values; none: the key is set, that is not null, false, 0 or empty.
+        plugins: what an installed package registers may use the key, too.
+    """
+
+    def __init__(self, path: str, *values: Any, plugins: bool = False) -> None:
+        self.path, self.values, self.plugins = path, values, plugins
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        value = value_at(config, self.path)
+        if not self.values:
+            return bool(value)
+        if self.plugins and any(isinstance(x, InstalledName) for x in (value if isinstance(value, tuple) else [value])):
+            return None
+        return not set(self.values).isdisjoint(value) if isinstance(value, tuple) else value in self.values
+
+    def words(self) -> str:
+        return f"with {self.path}" + (f"={' or '.join(map(_yaml, self.values))}" if self.values else "")
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return f"{self.path} is {_yaml(value_at(config, self.path))}"
+
+
+class Unless(WhenKey):
+    """Another key has none of the values; without values: it is not set."""
+
+    def holds(self, config: Section, facts: Facts) -> bool:
+        return not super().holds(config, facts)
+
+    def words(self) -> str:
+        return super().words().replace("with", "without", 1)
+
+
+class SwitchedOff(WhenKey):
+    """A switch is off: the keys that it disables may stay in the configuration. The condition is not shown."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, False)
+
+    def words(self) -> str:
+        return ""
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return ""
+
+
+class UsedByAgents(Condition):
+    """A row selects one of these agent loops, or a subclass of one."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        return None if facts.agents is None else not facts.agents.isdisjoint(self.names)
+
+    def words(self) -> str:
+        *others, last = self.names
+        return f"by {', '.join(others)} and {last}" if others else f"by {last}"
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return f"no row selects {'it' if len(self.names) == 1 else 'one of them'}"
+
+
+class WhenModelHasVision(Condition):
+    """The model reads images."""
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        return facts.has_vision
+
+    def words(self) -> str:
+        return "by vision models"
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return "the one at model.path has no vision"
+
+
+class WhenCommand(Condition):
+    """A command uses the key. Always holds: a configuration may be written for that command."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def holds(self, config: Section, facts: Facts) -> bool:
+        return True
+
+    def words(self) -> str:
+        return f"by `jax-agent-rl {self.name}`"
+
+
+class Either(Condition):
+    """One of several conditions holds."""
+
+    def __init__(self, *parts: Condition) -> None:
+        self.parts = parts
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        each = [part.holds(config, facts) for part in self.parts]
+        return True if True in each else None if None in each else False
+
+    def words(self) -> str:
+        return " or ".join(words for part in self.parts if (words := part.words()))
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        return " and ".join(words for part in self.parts if (words := part.instead(config, facts)))
+
+
+class Both(Condition):
+    """Each of several conditions holds."""
+
+    def __init__(self, *parts: Condition) -> None:
+        self.parts = tuple(one for part in parts for one in (part.parts if isinstance(part, Both) else (part,)))
+
+    def holds(self, config: Section, facts: Facts) -> bool | None:
+        each = [part.holds(config, facts) for part in self.parts]
+        return False if False in each else None if None in each else True
+
+    def words(self) -> str:
+        first, *rest = (part.words() for part in self.parts)
+        glue = " " if first.startswith("by ") and rest[0].startswith("with ") else " and "
+        return first + glue + " and ".join(rest)
+
+    def instead(self, config: Section, facts: Facts) -> str:
+        failed = (part for part in self.parts if part.holds(config, facts) is False)
+        return " and ".join(part.instead(config, facts) for part in failed)
+
+
+def unused(config: Section, facts: Facts = Facts()) -> Iterator[str]:
+    """Yield a message for each key of the whole tree that is set although nothing uses it."""
+    yield from _unused(config, config, facts, "", ())
+
+
+def conditions(section: type[Section]) -> Mapping[str, tuple[Condition, ...]]:
+    """Return the conditions of each field of a section."""
+    return {
+        name: tuple(item for item in info.metadata if isinstance(item, Condition))
+        for name, info in section.model_fields.items()
+    }
+
+
+def value_at(config: Section, path: str) -> Any:
+    """Return the value of a key, or None where its section is null."""
+    value: Any = config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def _unused(
+    config: Section, section: Section, facts: Facts, prefix: str, above: tuple[Condition, ...]
+) -> Iterator[str]:
+    for name, own in conditions(type(section)).items():
+        if not section.changed(name):
+            continue
+        path, value, wanted = prefix + name, getattr(section, name), above + own
+        failed = next((one for one in wanted if one.holds(config, facts) is False), None)
+        optional = type(section).model_fields[name].default is None  # giving such a section is a choice, as of a key
+        if isinstance(value, Section) and not (optional and failed):
+            yield from _unused(config, value, facts, path + ".", wanted)
+        elif failed:
+            shown = "" if isinstance(value, Section) else f"={_yaml(value)}"
+            reset = f", or reset its section ({prefix[:-1]}={{}})" if failed in above else ""
+            yield f"{path}{shown} is used only {failed.words()}; {failed.instead(config, facts)}; remove it{reset}"
+
+
+def _yaml(value: Any) -> str:
+    """Format a value as YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return str(value)

@@ -7,6 +7,7 @@ translates those that need more. docs/moving/verl.md shows the same tables.
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from jax_agent_rl.config.verl_keys import (
 )
 from jax_agent_rl.errors import ConfigError
 
+_DEFAULT = "verl's default"
 _KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _SIDES = {"left": "right", "right": "left", "middle": "middle"}  # verl names the side that is kept
 
@@ -43,13 +45,16 @@ class Imported:
         values: value by key of ours.
         sources: for each of them where it came from, as a comment.
         leftovers: sorts ``unknown``, ``no meaning``, ``choice``, ``no effect`` -> lines ``where: key=value: reason``.
-        defaults: lines about verl's defaults that were written because ours differ.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     leftovers: dict[str, list[str]] = field(default_factory=dict)
-    defaults: list[str] = field(default_factory=list)
+
+    @property
+    def defaults(self) -> list[str]:
+        """Lines about verl's defaults that were written because ours differ."""
+        return [f"{key}={_flow(self.values[key])}" for key, source in self.sources.items() if source == _DEFAULT]
 
     def put(self, key: str, value: Any, source: str) -> None:
         """Set a key of ours."""
@@ -130,16 +135,17 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return {"rollout.backend": "vllm"} if value == "vllm" else other
     if key == f"{ROLLOUT}top_k":
         return {"rollout.top_k": max(value, 0)}
-    if key in (f"{ROLLOUT}val_kwargs.temperature", f"{ROLLOUT}val_kwargs.do_sample"):
-        samples = given.get(f"{ROLLOUT}val_kwargs.do_sample", False)
-        temperature = given.get(f"{ROLLOUT}val_kwargs.temperature", 0)
-        return {"rollout.eval_temperature": temperature} if samples and leaf == "temperature" else {}
+    if key == f"{ROLLOUT}val_kwargs.temperature":
+        return {"rollout.eval_temperature": value} if given.get(f"{ROLLOUT}val_kwargs.do_sample") else {}
     if key == f"{TURNS}tool_response_truncate_side":
         return {"agent.tool_response_truncate_side": _SIDES.get(value, value)}
     if key == f"{AGENT}tool_server_url":
         return {"agent.tool_server_url": str(value).removesuffix("/get_observation")}
     if key == f"{ACTOR}ppo_mini_batch_size":
-        return _minibatches(given.get("data.train_batch_size", 1024), value)
+        batch = given.get("data.train_batch_size", 1024)
+        if batch % value:
+            return {"choice": f"{batch} prompts are not a multiple of it; set learner.num_minibatches"}
+        return {"learner.num_minibatches": batch // value}
     if key == f"{ACTOR}optim.lr_warmup_steps":
         return {"learner.lr_warmup_steps": max(value, 0)}
     if key == f"{ACTOR}optim.betas":
@@ -152,6 +158,8 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         return _kl(given, key) if value else {}
     if key in (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type", "algorithm.kl_penalty") or "kl_ctrl." in key:
         return {}  # read with the switches above; without them, verl does not use them either
+    if key in (f"{ROLLOUT}val_kwargs.do_sample", "algorithm.norm_adv_by_std_in_grpo"):
+        return {}  # read with the keys that it changes
     if key in (f"{MODEL}lora_rank", f"{MODEL}lora_alpha", f"{MODEL}target_modules"):
         lora = given.get(f"{MODEL}lora_rank", 0) > 0 and not (leaf == "target_modules" and value == "all-linear")
         ours = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}[leaf]
@@ -159,8 +167,6 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if key == "algorithm.adv_estimator":
         scaled = given.get("algorithm.norm_adv_by_std_in_grpo", True)
         return {"algorithm.adv_estimator": "dr_grpo" if value == "grpo" and not scaled else value}
-    if key == "algorithm.norm_adv_by_std_in_grpo":
-        return {}
     if key.startswith("algorithm.filter_groups.") and leaf != "metric":
         return _filter_groups(given) if leaf == "enable" else {}
     if key in ("trainer.test_freq", "trainer.save_freq"):
@@ -170,19 +176,11 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
         known = [name for name in value if name in ("tensorboard", "wandb", "trackio")]
         rest = [name for name in value if name not in (*known, "console")]
         return {"trainer.logger": known} | ({"choice": f"there is no logger {', '.join(rest)}"} if rest else {})
-    if key == "trainer.project_name":
-        return {"trainer.project_name": value}
     if key == "trainer.remove_previous_ckpt_in_save":
         return {"trainer.keep_checkpoints": 1} if value else {}
     if key == "trainer.total_epochs" and "trainer.total_training_steps" in given:
         return {}
     return None
-
-
-def _minibatches(batch: int, mini_batch: int) -> dict[str, Any]:
-    if batch % mini_batch:
-        return {"choice": f"{batch} prompts are not a multiple of it; set learner.num_minibatches"}
-    return {"learner.num_minibatches": batch // mini_batch}
 
 
 def _kl(given: Mapping[str, Any], switch: str) -> dict[str, Any]:
@@ -243,7 +241,7 @@ def _complete(made: Imported, given: Mapping[str, Override]) -> None:
         if key == "learner.num_minibatches":
             batch = made.values["rollout.prompts_per_step"]
             value = max(batch // 256, 1) if isinstance(batch, int) else value
-        made.put(key, value, "verl's default")
+        made.put(key, value, _DEFAULT)
 
 
 def _drop_refused(made: Imported) -> None:
@@ -255,7 +253,7 @@ def _drop_refused(made: Imported) -> None:
     while True:
         try:
             build({}, [f"{key}={_flow(value)}" for key, value in made.values.items()])
-            break
+            return
         except ConfigError as error:
             refused = {m[0]: p for p in error.problems if (m := re.match(r"[\w.]+", p)) and m[0] in made.values}
             if not refused:
@@ -263,9 +261,8 @@ def _drop_refused(made: Imported) -> None:
             for key, problem in refused.items():
                 del made.values[key]
                 source = made.sources.pop(key)
-                if source != "verl's default":
+                if source != _DEFAULT:
                     made.leave("no effect" if " is used only " in problem else "choice", f"{source}: {problem}")
-    made.defaults = [f"{key}={_flow(made.values[key])}" for key, s in made.sources.items() if s == "verl's default"]
 
 
 def _flow(value: Any) -> str:
@@ -280,9 +277,7 @@ def as_yaml(made: Imported) -> str:
     above: list[str] = []
     for key in sorted(made.values, key=lambda key: order.get(key, len(order))):
         *sections, leaf = key.split(".")
-        shared = next((i for i, pair in enumerate(zip(sections, above, strict=False)) if pair[0] != pair[1]), None)
-        shared = min(len(sections), len(above)) if shared is None else shared
-        for depth in range(shared, len(sections)):
+        for depth in range(len(os.path.commonprefix([sections, above])), len(sections)):
             lines += ([""] if depth == 0 and lines else []) + [f"{'  ' * depth}{sections[depth]}:"]
         above = sections
         lines.append(f"{'  ' * len(sections)}{leaf}: {_flow(made.values[key])}  # {made.sources[key]}")

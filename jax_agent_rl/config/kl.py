@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import Unless, WhenKey
+from jax_agent_rl.config.base import NonNegative, Positive, Section, Unless, WhenKey
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 

@@ -1,13 +1,14 @@
-"""The ``learner`` section: the optimizer step, LoRA, and device meshes, of the engine too."""
+"""The ``learner`` section: the optimizer step (the critic has one, too), LoRA, and device meshes, also the engine's."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from jax_agent_rl.config.base import Distinct, NonNegative, OptimizerSection, Positive, Section
-from jax_agent_rl.config.conditions import WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import Distinct, NonNegative, Positive, Section, WhenKey, WhenModelHasVision
 
 
 class MeshConfig(Section):
@@ -95,6 +96,76 @@ class LoraConfig(Section):
         default="none", description="Precision of the targets' frozen weights (QLoRA); needs the extra `qlora`."
     )
     seed: NonNegative = Field(default=0, description="Seed of the adapters' initial values.")
+
+
+class OptimizerSection(Section):
+    """An optimizer of optax, for the policy (``learner``) and the critic."""
+
+    optimizer: Literal["adamw", "muon", "adafactor"] = Field(
+        default="adamw",
+        description="adamw; muon: orthogonalized momentum for the matrices of layers, at AdamW's scale of updates, and "
+        "AdamW for the rest; adafactor: second moments of rows and columns only.",
+    )
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant",
+        description="Learning rate after the warm-up: constant, a linear or cosine decay over the remaining "
+        "trainer.steps, or wsd: constant, then linear. It changes between training steps only; all updates of a step "
+        "use the same rate.",
+    )
+    lr_warmup_steps: NonNegative = Field(
+        default=0, description="Training steps of linear warm-up; the first step has 1/lr_warmup_steps of the peak."
+    )
+    lr_decay_ratio: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="wsd: share of all training steps, the last ones, in which the rate decays.",
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="linear, cosine, wsd: final share of the peak learning rate."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
+    no_weight_decay: tuple[str, ...] = Field(
+        default=("norm",),
+        description="Regular expressions: parameters whose path (embed, layers.q, layers.input_norm) has a match are "
+        "not decayed.",
+    )
+    adam_b1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
+    adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon, added to the root of the second moment.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
+
+    @field_validator("no_weight_decay")
+    @classmethod
+    def _are_expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
+
+    @property
+    def averaging(self) -> float:
+        """Decay of a moving average of the parameters; 0: none is kept."""
+        return 0.0
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Yield the keys of the section ``name`` that are set although its optimizer or schedule does not read them."""
+        kind = self.lr_scheduler_type
+        if kind == "constant" and self.changed("min_lr_ratio"):
+            yield (
+                f"{name}.min_lr_ratio is read only with {name}.lr_scheduler_type linear, cosine or wsd, which is "
+                f"{kind!r}; remove it or change that"
+            )
+        if kind != "wsd" and self.changed("lr_decay_ratio"):
+            yield f"{name}.lr_decay_ratio is read only with {name}.lr_scheduler_type=wsd, which is {kind!r}; remove it"
+        if not self.weight_decay and self.changed("no_weight_decay"):
+            yield f"{name}.no_weight_decay is read only with {name}.weight_decay > 0; set that, or remove it"
+        if self.optimizer == "adafactor":
+            for key in filter(self.changed, ("adam_b1", "adam_b2", "adam_eps")):
+                yield f"{name}.{key} is not read by {name}.optimizer=adafactor; remove it"
 
 
 class RowsConfig(OptimizerSection):

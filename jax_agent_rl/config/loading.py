@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,11 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
     if problems:
         raise ConfigError(problems)
     return made
+
+
+def load_tree(model: type[Tree], path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Tree:
+    """Read a YAML file, if any, apply overrides and validate; raise :class:`ConfigError` with all problems at once."""
+    return build_tree(model, {} if path is None else read_tree(Path(path)), overrides)
 
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:

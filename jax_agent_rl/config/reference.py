@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jax_agent_rl.config.base import INSTALLED_FORMAT
-from jax_agent_rl.config.conditions import SCHEMA_KEY
+from jax_agent_rl.config.base import INSTALLED_FORMAT, SCHEMA_KEY
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.text import nearest
 

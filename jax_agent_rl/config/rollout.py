@@ -7,8 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import NonNegative, OrInstalled, Positive, Section
-from jax_agent_rl.config.conditions import Unless, WhenCommand, WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import (
+    NonNegative,
+    OrInstalled,
+    Positive,
+    Section,
+    Unless,
+    WhenCommand,
+    WhenKey,
+    WhenModelHasVision,
+)
 from jax_agent_rl.config.learner import EngineMeshConfig
 from jax_agent_rl.config.strategy import StrategyConfig
 from jax_agent_rl.utils.plugins import InstalledName

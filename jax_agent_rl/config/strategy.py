@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jax_agent_rl.config.base import Positive, Section
-from jax_agent_rl.config.conditions import WhenKey
+from jax_agent_rl.config.base import Positive, Section, WhenKey
 
 
 class TreeGrpoConfig(Section):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from jax_agent_rl.config.agent import ToolFormatName
-from jax_agent_rl.config.base import Distinct, NonNegative, Positive, Section
-from jax_agent_rl.config.conditions import WhenKey, unused
+from jax_agent_rl.config.base import Distinct, NonNegative, Positive, Section, WhenKey, unused
 from jax_agent_rl.config.learner import RowsConfig
-from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.config.task import DataSources, ModelPathConfig
 
 Role = Literal["assistant", "user", "tool"]
@@ -108,13 +103,3 @@ class DpoConfig(SftConfig):
 
     data: ConversationsConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # pairs have no roles to choose
     dpo: PreferenceConfig = Field(default_factory=PreferenceConfig)
-
-
-def load_sft(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> SftConfig:
-    """Read the configuration of ``sft`` as :func:`~jax_agent_rl.config.load` does that of ``train``."""
-    return build_tree(SftConfig, read_tree(Path(path)), overrides)
-
-
-def load_dpo(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> DpoConfig:
-    """Read the configuration of ``dpo`` likewise."""
-    return build_tree(DpoConfig, read_tree(Path(path)), overrides)

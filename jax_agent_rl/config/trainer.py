@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from jax_agent_rl.config.base import Distinct, NonNegative, OrInstalled, Positive, Section
-from jax_agent_rl.config.conditions import WhenKey
+from jax_agent_rl.config.base import Distinct, NonNegative, OrInstalled, Positive, Section, WhenKey
 
 _FULLY_ASYNC = WhenKey("trainer.mode", "fully_async")
 _DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 1}

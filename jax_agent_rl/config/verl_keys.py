@@ -52,6 +52,7 @@ SAME: Mapping[str, str] = {
     "critic.cliprange_value": "critic.cliprange_value",
     "critic.model.path": "critic.path",
     "trainer.critic_warmup": "critic.critic_warmup",
+    "trainer.project_name": "trainer.project_name",
     "trainer.total_training_steps": "trainer.steps",
     "custom_reward_function.path": "reward.path",
 }

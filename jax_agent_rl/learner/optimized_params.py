@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.optimizer import TrainState, check_patterns, make_optimizer
 from jax_agent_rl.models.config import Params

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import Params
 

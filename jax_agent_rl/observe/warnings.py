@@ -40,7 +40,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
+from jax_agent_rl.config.run import default_agent, report_idle_tools
 from jax_agent_rl.observe.watch import Record, Rule, RunWarning, SinceLast, SinceStart, Value
 
 SEQUENCE_RATIOS = ("gspo", "geo_mean")

@@ -13,7 +13,7 @@ import jax
 
 from jax_agent_rl.agents import select_agents
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.conditions import Facts, unused
+from jax_agent_rl.config.base import Facts, unused
 from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.data.dataset import RowOutlines

@@ -25,7 +25,7 @@ from jax_agent_rl.collect.collector import RolloutCollector, Score
 from jax_agent_rl.collect.deadlines import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
-from jax_agent_rl.config.default_agent import report_idle_tools
+from jax_agent_rl.config.run import report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowOutlines, open_dataset
 from jax_agent_rl.data.rows import Row, RowChecks
 from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environments

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jax_agent_rl.config.tinker_server import TinkerServerSettings
+from jax_agent_rl.config.servers import TinkerServerSettings
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.rest import RestRoutes, expiry
 from jax_agent_rl.tinker_server.sampling import Checkpoint, Sampler

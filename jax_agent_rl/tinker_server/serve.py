@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config.tinker_server import TinkerServerSettings
+from jax_agent_rl.config.servers import TinkerServerSettings
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.tinker_server.app import TinkerServer

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jax_agent_rl.config import LearnerConfig
-from jax_agent_rl.config.tinker_server import TinkerServerSettings
+from jax_agent_rl.config.servers import TinkerServerSettings
 from jax_agent_rl.learner.parameterization import new_adapters
 from jax_agent_rl.learner.sequence_learner import AdamParams, ForwardBackward, SequenceLearner
 from jax_agent_rl.learner.training_sequence import TrainingSequence

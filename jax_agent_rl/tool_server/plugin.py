@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import Sandbox
 from jax_agent_rl.utils.threads import DaemonThreads

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
 from jax_agent_rl.tool_server.plugin import FINISH
 from jax_agent_rl.tool_server.service import CLOSED, OPENED

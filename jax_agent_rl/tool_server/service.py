@@ -25,7 +25,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolAction
 from jax_agent_rl.tool_server.wire import Failure, ToolReply, encode_observation, failed

@@ -32,7 +32,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, WorkerDiedError
 from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from jax_agent_rl.cli import app
 from jax_agent_rl.cli.options import Panel, config_or_key
 from jax_agent_rl.config import Config, build, load
-from jax_agent_rl.config.loading import valid_keys
-from jax_agent_rl.config.supervised import load_dpo, load_sft
-from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.config.loading import load_tree, valid_keys
+from jax_agent_rl.config.servers import ToolServerSettings
+from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.tool_server.plugins import tool_classes
 
@@ -62,10 +62,10 @@ def test_examples_name_recipes_and_settings_that_there_are(example: str, monkeyp
     monkeypatch.chdir(ROOT)
     name, given = understood(example)
     if name == "tool-server":
-        tool_classes(load_settings(given["config"], given["settings"] or []))
+        tool_classes(load_tree(ToolServerSettings, given["config"], given["settings"] or []))
         return
     if name in ("sft", "dpo"):
-        {"sft": load_sft, "dpo": load_dpo}[name](given["config"], given["overrides"] or [])
+        load_tree({"sft": SftConfig, "dpo": DpoConfig}[name], given["config"], given["overrides"] or [])
         return
     config = given.get("config")
     config, overrides = config_or_key(config and str(config), given.get("overrides"))

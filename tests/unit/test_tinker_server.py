@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from tinker.types import GetInfoResponse  # noqa: E402
 
 from jax_agent_rl.config.loading import build_tree  # noqa: E402
-from jax_agent_rl.config.tinker_server import TinkerServerSettings  # noqa: E402
+from jax_agent_rl.config.servers import TinkerServerSettings  # noqa: E402
 from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
 from jax_agent_rl.tinker_server.app import TinkerServer  # noqa: E402

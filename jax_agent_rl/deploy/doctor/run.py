@@ -23,8 +23,8 @@ from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, load_agents, select
 from jax_agent_rl.agents.prompt import encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.conditions import Facts, unused
-from jax_agent_rl.config.default_agent import default_agent, report_idle_tools
+from jax_agent_rl.config.base import Facts, unused
+from jax_agent_rl.config.run import default_agent, report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowOutlines
 from jax_agent_rl.data.rows import Row
 from jax_agent_rl.deploy.doctor import machine

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.config.loading import load_tree
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.deploy.launch import command_line as cli
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
@@ -84,7 +85,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     config = load_run(str(file), arguments.overrides)
     passed = [f"--{name.replace('_', '-')}={vars(arguments)[name]}" for name in _PASSED]
     if arguments.tool_server:
-        load_settings(Path(arguments.tool_server), [])
+        load_tree(ToolServerSettings, arguments.tool_server)
         passed.append(f"--tool-server={Path(arguments.tool_server).absolute()}")
     passed += [*(["--resume"] if arguments.resume else []), *arguments.overrides]
     if arguments.render == "kuberay":

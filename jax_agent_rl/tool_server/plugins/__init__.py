@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 
-from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugin import FINISH, ServerTool
 from jax_agent_rl.utils.plugins import load_user_module

@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from jax_agent_rl.config.tool_server import ImageSettings
+from jax_agent_rl.config.servers import ImageSettings
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import parse_tool_call, resolve_file

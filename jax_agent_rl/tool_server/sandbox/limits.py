@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jax_agent_rl.config.tool_server import LimitSettings
+    from jax_agent_rl.config.servers import LimitSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

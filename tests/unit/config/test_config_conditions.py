@@ -7,7 +7,7 @@ import pytest
 from jax_agent_rl.agents import AgentLoop, OpenAIAgentLoop, openai_agent, register_agent, select_agents
 from jax_agent_rl.agents.loop import _AGENTS
 from jax_agent_rl.config import Config, build, load
-from jax_agent_rl.config.conditions import Either, Facts, WhenCommand, unused
+from jax_agent_rl.config.base import Either, Facts, WhenCommand, unused
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.runtime import build as runtime_build

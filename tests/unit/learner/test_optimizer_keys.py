@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jax_agent_rl.config import LearnerConfig
-from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimizer import check_patterns, learning_rate, make_optimizer, optimizer_bytes
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.objective import objective_config, scored_terms

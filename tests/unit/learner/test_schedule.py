@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig, build
-from jax_agent_rl.config.base import OptimizerSection
+from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms

@@ -6,7 +6,8 @@ import json
 import pytest
 import pytest_asyncio
 
-from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.config.loading import build_tree
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.tool_server.worker import assign_worker
@@ -173,9 +174,9 @@ async def test_with_a_token_nobody_gets_in_without_it(monkeypatch):
 
 def test_an_address_others_can_reach_needs_a_token(monkeypatch):
     with pytest.raises(ConfigError, match="host='0.0.0.0' can be reached from other machines and needs a token"):
-        ToolServer(load_settings(None, ["host=0.0.0.0"]))
+        ToolServer(build_tree(ToolServerSettings, {}, ["host=0.0.0.0"]))
     with pytest.raises(ConfigError, match="token_env names NOT_SET, which is not set"):
-        ToolServer(load_settings(None, ["host=0.0.0.0", "token_env=NOT_SET"]))
+        ToolServer(build_tree(ToolServerSettings, {}, ["host=0.0.0.0", "token_env=NOT_SET"]))
 
 
 @pytest.mark.parametrize(
@@ -225,5 +226,5 @@ async def test_a_setting_that_cannot_be_is_the_workers_message():
 )
 def test_settings_say_what_is_wrong(override, message):
     with pytest.raises(ConfigError) as caught:
-        load_settings(None, [override])
+        build_tree(ToolServerSettings, {}, [override])
     assert message in str(caught.value)

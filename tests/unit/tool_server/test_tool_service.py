@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from jax_agent_rl.config.tool_server import ToolServerSettings
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugin import ToolContext
 from jax_agent_rl.tool_server.plugins import tool_classes

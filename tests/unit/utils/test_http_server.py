@@ -14,7 +14,8 @@ from aiohttp import web
 from jax_agent_rl.agents.endpoint.app import Endpoint
 from jax_agent_rl.agents.endpoint.sessions import SessionStore
 from jax_agent_rl.config import EndpointConfig
-from jax_agent_rl.config.tool_server import load_settings
+from jax_agent_rl.config.loading import build_tree
+from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.prometheus import TrainerMetrics, trainer_server
 from jax_agent_rl.rollout.http import wire
@@ -50,7 +51,9 @@ def endpoint(token: str | None) -> Iterator[HttpServer]:
 def tools(token: str | None) -> Iterator[HttpServer]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TOOL_TOKEN", token or "")
-        settings = load_settings(None, ["port=0", "tools=[python]", *(["token_env=TOOL_TOKEN"] if token else [])])
+        settings = build_tree(
+            ToolServerSettings, {}, ["port=0", "tools=[python]", *(["token_env=TOOL_TOKEN"] if token else [])]
+        )
         server = ToolServer(settings)
         yield server._http
         tempdirs.remove_folder(server._folder)
