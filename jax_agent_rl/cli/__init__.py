@@ -7,23 +7,19 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from jax_agent_rl.cli.config import register as register_config
 from jax_agent_rl.cli.evaluate import register as register_eval
-from jax_agent_rl.cli.evaluate import register_look
-from jax_agent_rl.cli.options import JsonOption, Overrides, Panel, command, key_completer
+from jax_agent_rl.cli.options import JsonOption, Overrides, Panel, command, key_completer, settings_model
 from jax_agent_rl.cli.serve import register as register_servers
-from jax_agent_rl.cli.supervised import register as register_supervised
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from jax_agent_rl.config import Config
 
 app = typer.Typer(
@@ -89,68 +85,76 @@ def distill(
 
 
 def _train(settings: Config, resume: bool, auto_resume: bool, step: int | None) -> None:
-    from rich.console import Console
-
     from jax_agent_rl.errors import ConfigError
 
     if step is not None and not resume:
         raise ConfigError(f"--step {step} names the checkpoint to resume from; add --resume, or leave it out")
     if resume and auto_resume:
         raise ConfigError("--resume requires a checkpoint and --auto-resume does not; give one of them")
-    console = Console()
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run
     from jax_agent_rl.runtime.multihost import initialize
     from jax_agent_rl.runtime.policy import with_resolved_model
     from jax_agent_rl.runtime.train import train as run
-    from jax_agent_rl.utils.interrupt import EXIT_CODE, exit_within
 
     use_compilation_cache()
     if initialize(settings.learner.multihost):  # process 0 leads
         follow_run(settings)
         return
-    exit_soon = functools.partial(exit_within, console.print)
-    try:
-        how = "if_any" if auto_resume else resume
-        settings = with_resolved_model(settings)
-        asyncio.run(run(settings, resume=how, from_step=step, console=console, exit_within=exit_soon))
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        raise typer.Exit(EXIT_CODE) from None
+    how = "if_any" if auto_resume else resume
+    _run_trainer(lambda **options: run(with_resolved_model(settings), resume=how, from_step=step, **options))
 
 
-register_supervised(app)
-register_look(app)
-
-
-def _tool_server_settings() -> Mapping[str, type[BaseModel]]:
-    from jax_agent_rl.config.servers import ToolServerSettings
-
-    return {"": ToolServerSettings}
+SupervisedFile = Annotated[Path, typer.Argument(help="YAML configuration, see configs/supervised.")]
+SupervisedKeys = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes: learner.learning_rate=1e-5", autocompletion=key_completer({"": "dpo"})),
+]
 
 
 @command(
     app,
-    Panel.SERVE,
-    "tool-server",
-    "tool-server port=5001 workers=4 tools=[python,search] search.corpus=passages.jsonl",
-    name="tool-server",
+    Panel.TRAIN,
+    "sft configs/supervised/sft.yaml",
+    "sft configs/supervised/sft.yaml data.train=rollouts.parquet data.best_of=1",
 )
-def tool_server(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Settings as key=value, e.g. port=5000 workers=4.", autocompletion=key_completer(_tool_server_settings)
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
-) -> None:
-    """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
-    from jax_agent_rl.config.loading import load_tree
-    from jax_agent_rl.config.servers import ToolServerSettings
-    from jax_agent_rl.tool_server.server import run
-    from jax_agent_rl.utils.interrupt import run_server
+def sft(config: SupervisedFile, overrides: SupervisedKeys = None, resume: Resume = False) -> None:
+    """Fine-tune on conversations, or on the best trajectories that `rollout` wrote (rejection sampling)."""
+    _train_supervised("sft", config, overrides, resume)
 
-    run_server(run(load_tree(ToolServerSettings, config, settings or []), print_line=print))
+
+@command(
+    app,
+    Panel.TRAIN,
+    "dpo configs/supervised/dpo.yaml",
+    "dpo configs/supervised/dpo.yaml model.path=runs/sft dpo.beta=0.3",
+)
+def dpo(config: SupervisedFile, overrides: SupervisedKeys = None, resume: Resume = False) -> None:
+    """Train on preferences, or on the best and the worst trajectory of each group that `rollout` wrote."""
+    _train_supervised("dpo", config, overrides, resume)
+
+
+def _train_supervised(name: str, config: Path, overrides: list[str] | None, resume: bool) -> None:
+    from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.supervised.train import train
+
+    settings = load_tree(settings_model(name), config, overrides or [])
+    use_compilation_cache()
+    _run_trainer(functools.partial(train, settings, resume=resume))
+
+
+def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:
+    """Run a trainer until it ends, or saves and ends after Ctrl-C or SIGTERM."""
+    from rich.console import Console
+
+    from jax_agent_rl.utils.interrupt import EXIT_CODE, exit_within
+
+    console = Console()
+    try:
+        asyncio.run(train(console=console, exit_within=functools.partial(exit_within, console.print)))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None
 
 
 for register in (register_eval, register_servers, register_config):
@@ -267,39 +271,6 @@ def conformance(
     )
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _simulated() -> Mapping[str, type[BaseModel]]:
-    from jax_agent_rl.config import Config
-    from jax_agent_rl.testing.simulate.workload import Assumptions
-
-    return {"": Config, "assume.": Assumptions}
-
-
-@command(
-    app,
-    Panel.LOOK,
-    "simulate configs/quickstart.yaml",
-    "simulate configs/quickstart.yaml rollout.group_size=16 assume.engines.count=8",
-)
-def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML configuration, for its batch sizes.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Overrides of configuration keys and, with the prefix 'assume.', of assumptions: assume.steps=20.",
-            autocompletion=key_completer(_simulated),
-        ),
-    ] = None,
-    assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Compare the trainers on a described cluster (engines, learner, tools) in virtual time, without a model."""
-    from rich.console import Console
-
-    from jax_agent_rl.testing.simulate.run import run_command
-
-    run_command(config, overrides or [], assume, as_json=json, console=Console())
 
 
 @command(

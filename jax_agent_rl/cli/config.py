@@ -19,10 +19,10 @@ from jax_agent_rl.cli.options import (
     command,
     config_or_key,
     run_to_end,
+    settings_model,
 )
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from rich.console import Console
 
     from jax_agent_rl.config import Config
@@ -74,7 +74,7 @@ def complete_path(context: typer.Context, incomplete: str) -> list[tuple[str, st
     """Complete the keys and sections of the chosen tree."""
     from jax_agent_rl.config.reference import list_keys
 
-    keys = list_keys(_model(context.params.get("command") or "train"))
+    keys = list_keys(settings_model(context.params.get("command") or "train"))
     return [(path, key.description) for path, key in keys.items() if path.startswith(incomplete)]
 
 
@@ -91,7 +91,7 @@ def explain_key(
 
     from jax_agent_rl.config.reference import find, list_keys
 
-    keys, console = list_keys(_model(command)), Console()
+    keys, console = list_keys(settings_model(command)), Console()
     if key is None:
         _print_section("", keys, console)
         return
@@ -121,7 +121,7 @@ def schema(command: CommandOption = "train") -> None:
     from jax_agent_rl.config.reference import editor_schema
 
     title = f"jax-agent-rl {command}"
-    print(json.dumps(editor_schema(_model(command), title=title), indent=1, ensure_ascii=False))
+    print(json.dumps(editor_schema(settings_model(command), title=title), indent=1, ensure_ascii=False))
 
 
 @command(app, Panel.CHECK, "config reference > docs/config.md")
@@ -129,26 +129,15 @@ def reference() -> None:
     """Print every key as Markdown: docs/config.md."""
     from jax_agent_rl.config.reference import reference
 
-    print(
-        reference(
-            [
-                ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe.", _model("train")),
-                ("Supervised fine-tuning", "Keys of `jax-agent-rl sft`.", _model("sft")),
-                ("Preferences", "Keys of `jax-agent-rl dpo`.", _model("dpo")),
-                (
-                    "The tool server",
-                    "Keys of `jax-agent-rl tool-server`; `--config` names a YAML file with them.",
-                    _model("tool-server"),
-                ),
-                (
-                    "The Tinker server",
-                    "Keys of `jax-agent-rl tinker-server`; `--config` names a YAML file with them.",
-                    _model("tinker-server"),
-                ),
-            ]
-        ),
-        end="",
-    )
+    server = "Keys of `jax-agent-rl {}`; `--config` names a YAML file with them."
+    pages = {
+        "train": ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe."),
+        "sft": ("Supervised fine-tuning", "Keys of `jax-agent-rl sft`."),
+        "dpo": ("Preferences", "Keys of `jax-agent-rl dpo`."),
+        "tool-server": ("The tool server", server.format("tool-server")),
+        "tinker-server": ("The Tinker server", server.format("tinker-server")),
+    }
+    print(reference([(*texts, settings_model(name)) for name, texts in pages.items()]), end="")
 
 
 def import_config(
@@ -217,15 +206,6 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
             default = key.default or ("(section)" if key.is_section else "(required)")
             table.add_row(*map(escape, (key.path.rpartition(".")[2], default, key.description)))
     console.print(Padding(table, (1, 2)))
-
-
-def _model(command: str) -> type[BaseModel]:
-    from jax_agent_rl.config import Config
-    from jax_agent_rl.config.servers import TinkerServerSettings, ToolServerSettings
-    from jax_agent_rl.config.supervised import DpoConfig, SftConfig
-
-    models = {"train": Config, "sft": SftConfig, "dpo": DpoConfig}
-    return {**models, "tool-server": ToolServerSettings, "tinker-server": TinkerServerSettings}[command]
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

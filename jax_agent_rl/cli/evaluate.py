@@ -1,4 +1,4 @@
-"""``jax-agent-rl eval`` and ``rollout``: trajectories without training; ``view`` and ``report``: those of a run."""
+"""``jax-agent-rl eval``, ``rollout``, ``simulate``: no training; ``view`` and ``report``: what a run recorded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jax_agent_rl.cli.options import (
     StepOption,
     command,
     config_or_key,
+    key_completer,
     run_to_end,
 )
 from jax_agent_rl.observe.progress import print_line
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    command(
+        app,
+        Panel.LOOK,
+        "view runs/quickstart --sort worst --limit 3",
+        "view runs/quickstart --split heldout --step 8",
+        "view runs/quickstart --tool-error any --min-step 10 --text calculator",
+        "view runs/tree --tree",
+    )(view)
+    command(
+        app,
+        Panel.LOOK,
+        "report runs/quickstart",
+        "report runs/quickstart --out /tmp/report.html --limit 200",
+    )(report)
     command(
         app,
         Panel.TRAIN,
@@ -47,6 +62,12 @@ def register(app: typer.Typer) -> None:
         "eval --model ~/models/Qwen3-0.6B --data gsm8k.parquet agent.max_response_length=512",
         name="eval",
     )(evaluate)
+    command(
+        app,
+        Panel.LOOK,
+        "simulate configs/quickstart.yaml",
+        "simulate configs/quickstart.yaml rollout.group_size=16 assume.engines.count=8",
+    )(simulate)
 
 
 def evaluate(
@@ -225,24 +246,6 @@ def _interval(value: Mapping[str, float | None], form: str) -> str:
     return mean if value["low"] is None else f"{mean} [{value['low']:{form}}, {value['high']:{form}}]"
 
 
-def register_look(app: typer.Typer) -> None:
-    """Add the commands that show a run."""
-    command(
-        app,
-        Panel.LOOK,
-        "view runs/quickstart --sort worst --limit 3",
-        "view runs/quickstart --split heldout --step 8",
-        "view runs/quickstart --tool-error any --min-step 10 --text calculator",
-        "view runs/tree --tree",
-    )(view)
-    command(
-        app,
-        Panel.LOOK,
-        "report runs/quickstart",
-        "report runs/quickstart --out /tmp/report.html --limit 200",
-    )(report)
-
-
 def view(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     split: Annotated[Split | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
@@ -294,3 +297,23 @@ def report(
     from jax_agent_rl.observe.report.command import write_report
 
     print(write_report(run, out, limit=limit))
+
+
+def simulate(
+    config: Annotated[Path, typer.Argument(help="YAML configuration, for its batch sizes.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides of configuration keys and, with the prefix 'assume.', of assumptions: assume.steps=20.",
+            autocompletion=key_completer({"": "train", "assume.": "simulate"}),
+        ),
+    ] = None,
+    assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Compare the trainers on a described cluster (engines, learner, tools) in virtual time, without a model."""
+    from rich.console import Console
+
+    from jax_agent_rl.testing.simulate.run import run_command
+
+    run_command(config, overrides or [], assume, as_json=json, console=Console())

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 T = TypeVar("T")
 
@@ -63,26 +61,42 @@ def _shown(examples: Iterable[str]) -> str:
     return "\n\n".join(["Examples:", *lines])
 
 
+_SETTINGS = {
+    "train": "jax_agent_rl.config:Config",
+    "sft": "jax_agent_rl.config.supervised:SftConfig",
+    "dpo": "jax_agent_rl.config.supervised:DpoConfig",
+    "tool-server": "jax_agent_rl.config.servers:ToolServerSettings",
+    "tinker-server": "jax_agent_rl.config.servers:TinkerServerSettings",
+    "simulate": "jax_agent_rl.testing.simulate.workload:Assumptions",
+}
+
+
+def settings_model(command: str) -> Any:
+    """Return the tree of a command's settings."""
+    return pkgutil.resolve_name(_SETTINGS[command])
+
+
 Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
 """Maps the command line so far and an incomplete word to its completions, each with its help."""
-_SETTINGS = ("config", "settings", "overrides")  # parameters that take key=value
 
 
-def key_completer(models: Callable[[], Mapping[str, type[BaseModel]]]) -> Completer:
+def key_completer(trees: Mapping[str, str]) -> Completer:
     """Return a completer of keys as ``key=``, each with its description, and of values after the ``=``.
 
     bash splits words at ``=``: the incomplete word is then the ``=`` or the value, and the key is a word before.
 
     Args:
-        models: returns the trees by the prefix of their keys, usually empty; called at completion.
+        trees: commands with settings, by the prefix of their keys, usually empty.
     """
 
     def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         from jax_agent_rl.config.loading import valid_keys
 
-        trees = {prefix: (model, valid_keys(model)) for prefix, model in models().items()}
-        texts = {f"{prefix}{key}": text for prefix, (_, keys) in trees.items() for key, text in keys.items()}
-        values = {f"{p}{key}": _values(model, key.split(".")) for p, (model, keys) in trees.items() for key in keys}
+        texts, values = {}, {}
+        for prefix, command in trees.items():
+            model = settings_model(command)
+            for key, text in valid_keys(model).items():
+                texts[f"{prefix}{key}"], values[f"{prefix}{key}"] = text, _values(model, key.split("."))
         key, equals, begun = incomplete.partition("=")
         if equals and key:
             return [(f"{key}={value}", "") for value in values.get(key, ()) if value.startswith(begun)]
@@ -96,17 +110,11 @@ def key_completer(models: Callable[[], Mapping[str, type[BaseModel]]]) -> Comple
 
 def _words(context: typer.Context) -> list[str]:
     """Return the words before the incomplete one where settings may stand."""
-    given = (context.params.get(name) or () for name in _SETTINGS)
+    given = (context.params.get(name) or () for name in ("config", "settings", "overrides"))
     return [str(word) for value in given for word in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _run_config() -> Mapping[str, type[BaseModel]]:
-    from jax_agent_rl.config import Config
-
-    return {"": Config}
-
-
-complete_key = key_completer(_run_config)
+complete_key = key_completer({"": "train"})
 """Completer of the keys of a run's configuration."""
 
 

@@ -1,9 +1,9 @@
-"""``jax-agent-rl serve``, ``rollout-server``, ``engines`` and ``diagnose``: command lines."""
+"""``jax-agent-rl serve`` and the other servers, ``engines`` and ``diagnose``: command lines."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +22,11 @@ from jax_agent_rl.cli.options import (
     command,
     config_or_key,
     key_completer,
+    settings_model,
 )
 from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from jax_agent_rl.runtime.policy import PolicyChoice
 
 engines = typer.Typer(help="List, add and remove the engines of a run that trains.", no_args_is_help=True)
@@ -37,6 +36,13 @@ TrainingRun = Annotated[Path, typer.Argument(help="The folder of a run that trai
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    command(
+        app,
+        Panel.SERVE,
+        "tool-server",
+        "tool-server port=5001 workers=4 tools=[python,search] search.corpus=passages.jsonl",
+        name="tool-server",
+    )(tool_server)
     command(
         app,
         Panel.SERVE,
@@ -70,28 +76,39 @@ def register(app: typer.Typer) -> None:
     command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 8 --json")(diagnose)
 
 
-def _tinker_settings() -> Mapping[str, type[BaseModel]]:
-    from jax_agent_rl.config.servers import TinkerServerSettings
+def tool_server(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings as key=value, e.g. port=5000 workers=4.", autocompletion=key_completer({"": "tool-server"})
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+) -> None:
+    """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
+    from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.tool_server.server import run
+    from jax_agent_rl.utils.interrupt import run_server
 
-    return {"": TinkerServerSettings}
+    run_server(run(load_tree(settings_model("tool-server"), config, settings or []), print_line=print))
 
 
 def tinker_server(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Settings as key=value, e.g. port=8000 lora.rank=8.", autocompletion=key_completer(_tinker_settings)
+            help="Settings as key=value, e.g. port=8000 lora.rank=8.",
+            autocompletion=key_completer({"": "tinker-server"}),
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
 ) -> None:
     """Serve the Tinker API: clients sample, compute gradients and update models through its SDK."""
     from jax_agent_rl.config.loading import load_tree
-    from jax_agent_rl.config.servers import TinkerServerSettings
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.utils.interrupt import run_server
 
-    chosen = load_tree(TinkerServerSettings, config, settings or [])
+    chosen = load_tree(settings_model("tinker-server"), config, settings or [])
     try:
         from jax_agent_rl.tinker_server.serve import serve as run
     except ModuleNotFoundError as error:
