@@ -25,8 +25,7 @@ from common import argument_parser
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
-from jax_agent_rl.deploy.plan.plan import check
-from jax_agent_rl.deploy.plan.profile import Profile, compile_profiled
+from jax_agent_rl.deploy.plan.plan import Profile, check, compile_profiled
 from jax_agent_rl.deploy.plan.topology import Slice
 
 RECIPE = Path(__file__).parent.parent / "configs" / "tpu_8b.yaml"

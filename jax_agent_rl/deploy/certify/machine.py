@@ -22,8 +22,7 @@ from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.deploy.certify.report import NotRunError
 from jax_agent_rl.deploy.doctor.machine import usable_cores, usable_memory
 from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
-from jax_agent_rl.deploy.plan.plan import Load, loads
-from jax_agent_rl.deploy.plan.programs import inventory
+from jax_agent_rl.deploy.plan.plan import Load, inventory, loads
 from jax_agent_rl.deploy.plan.topology import CHIPS, Chip, place_devices
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.learner.learner import Learner

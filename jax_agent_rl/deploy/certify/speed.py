@@ -19,9 +19,10 @@ import numpy as np
 from jax_agent_rl.deploy.certify.machine import Machine
 from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
-from jax_agent_rl.deploy.plan.prediction import pass_flops
+from jax_agent_rl.deploy.plan.engine_programs import pass_flops
+from jax_agent_rl.deploy.plan.learner_programs import make_group, sampled
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_decode_batch
-from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from jax_agent_rl.types import Group
 
 PEAKS = Claim(
     page="docs/certify.md", text="A large matrix product and a large sum reach 60 % of a TPU's documented peaks."
@@ -198,36 +199,8 @@ def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:
     for group in range(count):
         own = tuple(map(int, rng.integers(3, machine.model.vocab_size, prompt)))
         outputs = [rng.integers(3, machine.model.vocab_size, response).tolist() for _ in range(members)]
-        groups.append(make_group(f"g{group}", own, [sampled(ids, [-1.0] * response) for ids in outputs]))
+        groups.append(make_group(f"g{group}", own, list(map(sampled, outputs))))
     return groups, count * each
-
-
-def sampled(ids: Sequence[int], log_probs: Sequence[float]) -> TokenOutput:
-    """Return what an engine would have sampled with the first weights."""
-    return TokenOutput(
-        token_ids=tuple(ids),
-        log_probs=tuple(log_probs),
-        policy_versions=(0,) * len(ids),
-        stop_reason=StopReason.EOS,
-        context_digest="",
-    )
-
-
-def make_group(name: str, prompt: Sequence[int], outputs: Sequence[TokenOutput]) -> Group:
-    """Return a group of one turn each, every second of which is rewarded."""
-    members = [
-        Trajectory.from_turns(
-            prompt_ids=prompt,
-            turns=[Turn(output=output)],
-            trajectory_id=f"{name}-{number}",
-            group_id=name,
-            agent_name="certify",
-            finish_reason=FinishReason.ANSWER,
-            reward=float(number % 2),
-        )
-        for number, output in enumerate(outputs)
-    ]
-    return Group(group_id=name, trajectories=tuple(members))
 
 
 def check_memory(machine: Machine, record: CheckResult) -> None:

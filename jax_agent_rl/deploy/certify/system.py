@@ -22,7 +22,8 @@ from jax_agent_rl.agreement.report import coarsest, product_precision, run_toler
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.certify.machine import Machine
 from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
-from jax_agent_rl.deploy.certify.speed import full_groups, make_group
+from jax_agent_rl.deploy.certify.speed import full_groups
+from jax_agent_rl.deploy.plan.learner_programs import make_group
 from jax_agent_rl.deploy.plan.topology import place_devices
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer

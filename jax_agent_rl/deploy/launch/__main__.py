@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.loading import load_tree
 from jax_agent_rl.config.servers import ToolServerSettings
-from jax_agent_rl.deploy.launch import command_line as cli
+from jax_agent_rl.deploy.launch import (
+    ROOT,
+    TimedPrinter,
+    comma_separated,
+    count,
+    positive,
+    render_template,
+    script_parser,
+)
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
@@ -33,7 +41,7 @@ from jax_agent_rl.utils.interrupt import EXIT_CODE
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-QUICKSTART = cli.ROOT / "configs" / "quickstart.yaml"
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 DRIVER = "jax_agent_rl.deploy.launch.ray_driver"
 STOP_SECONDS = 600
 """From SIGTERM to SIGKILL: Ray's three seconds would not do to save a checkpoint."""
@@ -43,7 +51,7 @@ _AGENT_SECONDS = 120.0  # until a node of a new cluster takes jobs
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; ``--help`` documents all options."""
-    result = cli.script_parser("gpu.sh")
+    result = script_parser("gpu.sh")
     add = result.add_argument
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add_run_options(add)
@@ -51,10 +59,10 @@ def parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="check the configuration, print the job, and run nothing")
     add("--no-install", action="store_true", help="the environment exists already")
     add("--render", choices=["ray", "kuberay"], help="print a cluster file for ray up, or a RayJob, and run nothing")
-    add("--hosts", type=cli.comma_separated, default=[], metavar="H1,H2", help="--render ray: [user@]hosts, head first")
+    add("--hosts", type=comma_separated, default=[], metavar="H1,H2", help="--render ray: [user@]hosts, head first")
     add("--image", default="jax_agent_rl:gpu", help="--render kuberay: of docker/gpu.Dockerfile (jax_agent_rl:gpu)")
-    add("--nodes", type=cli.positive, default=1, metavar="N", help="--render kuberay: pods with GPUs (1)")
-    add("--gpus-per-node", type=cli.count, default=8, metavar="N", help="--render kuberay: GPUs of each pod (8)")
+    add("--nodes", type=positive, default=1, metavar="N", help="--render kuberay: pods with GPUs (1)")
+    add("--gpus-per-node", type=count, default=8, metavar="N", help="--render kuberay: GPUs of each pod (8)")
     add("--claim", default="jax-agent-rl", help="--render kuberay: volume claim for /runs (jax-agent-rl)")
     return result
 
@@ -94,7 +102,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     passed = [f"--config={file}", *passed]
     if arguments.dry_run:
         print(f"cluster: {cluster or 'a new one on this machine'}")
-        print(f"job: {submission(str(cli.ROOT), sys.executable, 'JOB', passed)['entrypoint']}")
+        print(f"job: {submission(str(ROOT), sys.executable, 'JOB', passed)['entrypoint']}")
         return 0
     if not cluster and (nodes := config.learner.multihost.num_processes or 1) > 1:
         raise LaunchError(
@@ -103,7 +111,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         )
     # CPUs for the learner's actor, the learner, and each engine.
     with connected(cpus=2 + config.rollout.num_engines) as client:
-        return asyncio.run(RayJob(client, passed, cli.TimedPrinter()).follow())
+        return asyncio.run(RayJob(client, passed, TimedPrinter()).follow())
 
 
 def _certify(arguments: argparse.Namespace, cluster: str | None) -> int:
@@ -129,12 +137,12 @@ def _cluster_file(arguments: argparse.Namespace) -> str:
     if len(users) != 1:
         hosts = ",".join(arguments.hosts)
         raise LaunchError(f"--hosts={hosts}: name [user@]hosts with one user for all, e.g. me@10.0.0.1,me@10.0.0.2")
-    return cli.render_template(
+    return render_template(
         "ray_cluster.yaml.j2",
         hosts=[host.rpartition("@")[2] for host in arguments.hosts],
         user=users.pop(),
-        root=str(cli.ROOT),
-        venv=os.environ.get("JAX_AGENT_RL_VENV", str(cli.ROOT / ".venv-gpu")),
+        root=str(ROOT),
+        venv=os.environ.get("JAX_AGENT_RL_VENV", str(ROOT / ".venv-gpu")),
         device=arguments.device,
     )
 
@@ -144,7 +152,7 @@ def _ray_job_manifest(arguments: argparse.Namespace, config: Config, passed: Seq
     if not config.run_dir.startswith("/runs/"):
         raise LaunchError(f"run_dir={config.run_dir} ends with its pod; set it to a folder of /runs, e.g. /runs/my")
     python, job = "/opt/venv/bin/python", "jax-agent-rl"  # of docker/gpu.Dockerfile, as /app is
-    return cli.render_template(
+    return render_template(
         "kuberay.yaml.j2",
         options=arguments,
         config=arguments.config.read_text(),
@@ -207,7 +215,7 @@ class RayJob:
         print_line: prints a line of the launcher.
     """
 
-    def __init__(self, client: JobSubmissionClient, arguments: Sequence[str], print_line: cli.TimedPrinter) -> None:
+    def __init__(self, client: JobSubmissionClient, arguments: Sequence[str], print_line: TimedPrinter) -> None:
         self._client, self._print_line = client, print_line
         self.name = f"jax-agent-rl-{secrets.token_hex(4)}"
         self._submit(arguments, self.name)
@@ -262,7 +270,7 @@ class RayJob:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _submit(self, arguments: Sequence[str], name: str) -> None:
-        job = submission(str(cli.ROOT), sys.executable, self.name, arguments)
+        job = submission(str(ROOT), sys.executable, self.name, arguments)
         deadline = time.monotonic() + _AGENT_SECONDS
         while True:
             try:

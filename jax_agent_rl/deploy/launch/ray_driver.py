@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.config import Config, load
-from jax_agent_rl.deploy.launch.command_line import count, positive
+from jax_agent_rl.deploy.launch import count, positive
 from jax_agent_rl.deploy.launch.ray_process import NodeProcess
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE

@@ -48,7 +48,7 @@ class PlanTask:
         topology: see ``Slice.parse``.
         utilization: share of the ideal that programs reach of which the compiler gives no time.
         price: price of a chip-hour, if the cost is asked for.
-        profile: kind of the programs to profile (``profile.Profile``), instead of planning the run.
+        profile: kind of the programs to profile (``plan.Profile``), instead of planning the run.
         width: characters of the screen's lines.
         colours: whether the screen has them.
     """
@@ -326,8 +326,8 @@ def _exit_with_parent() -> None:
 
 def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     from jax_agent_rl.config import load  # here: the parent need not load JAX
-    from jax_agent_rl.deploy.plan import profile
-    from jax_agent_rl.deploy.plan.plan import check, make_plan
+    from jax_agent_rl.deploy.plan.compiled import profiles_as_json, show_profiles
+    from jax_agent_rl.deploy.plan.plan import check, compile_profiled, make_plan
     from jax_agent_rl.deploy.plan.report import as_json, show
     from jax_agent_rl.deploy.plan.topology import Slice
 
@@ -337,11 +337,11 @@ def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     screen = io.StringIO()
     console = Console(file=screen, width=task.width, force_terminal=task.colours)
     if task.profile is not None:
-        compiled = profile.compile_profiled(
+        compiled = compile_profiled(
             config, model, slice, devices=slice.devices(), profile=task.profile, on_progress=on_progress
         )
-        profile.show_profiles(compiled, slice.chip, console)
-        return PlanResult(report=screen.getvalue(), made=profile.as_json(compiled, slice.chip))
+        show_profiles(compiled, slice.chip, console)
+        return PlanResult(report=screen.getvalue(), made=profiles_as_json(compiled, slice.chip))
     plan = make_plan(
         config, model, slice, devices=slice.devices(), utilization=task.utilization, on_progress=on_progress
     )

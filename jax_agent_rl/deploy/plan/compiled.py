@@ -1,8 +1,4 @@
-"""Compiled programs: memory on a chip, work, exchanges between devices, and the predicted and ideal time of a call.
-
-Work is counted in what JAX traces: products and the bytes they read. A compiler's own cost analysis counts a loop's
-body once, and for one device. Here a loop counts every iteration, recomputation counts (it is in the trace), and all
-devices count together. Platform-dependent code counts with the TPU's branch; a kernel states its own cost.
+"""Programs of a run and the arrays beside them, and what compiling says: memory, work, exchanges, time, a profile.
 
 Ideally a program takes as long as its slowest part (products, memory, links): parts overlap perfectly, and everything
 else costs nothing. Where it is known what the model needs (:class:`EngineWork`), no recomputation counts; otherwise the
@@ -11,93 +7,111 @@ traced products do, whose operands pass through memory once.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.core import ShapedArray
-from jax.extend import core
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
 
 from jax_agent_rl.deploy.plan.hlo import RING, Collective, collectives, parse
-from jax_agent_rl.deploy.plan.prediction import Prediction, kernel_grids, predict
-from jax_agent_rl.deploy.plan.programs import Program
+from jax_agent_rl.deploy.plan.prediction import Flops, Prediction, count_work, kernel_grids, predict
 from jax_agent_rl.deploy.plan.topology import Chip
 from jax_agent_rl.errors import CompilerError
+from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.observe.progress import duration
 
-PLATFORM = "tpu"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+Phase = Literal["learner", "weights", "rollout"]
+Tokens = Literal["prompts", "sampled", "trained"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flops:
-    """Work of all devices together.
+class Program:
+    """One program of a run.
 
     Attributes:
-        flops: operations of matrix products and convolutions; a multiplication and an addition are two.
-        bytes: their operands and results, each read or written once: the traffic if nothing stayed in a cache and
-            everything else were fused into them.
+        name: shown to the user.
+        phase: phase of a step in which it runs.
+        traced: the program, to be compiled.
+        mesh: its devices; the compiler numbers them in this order.
+        holds: names of the :class:`Resident` arrays among its arguments.
+        donates: names of residents whose memory, or as much, its outputs take.
+        loops: iterations of a loop whose end is found while it runs.
+        tokens: tokens that a full call takes or gives.
+        of: which tokens of a step these are; None if the program does not process tokens.
+        calls: runs per step over all those tokens; 0 where its time does not count.
+        model_flops: operations that the model itself needs for a call, on all devices together: nothing recomputed.
+        model_bytes: bytes that have to pass through the memories: weights and the visible KV, once. None, as for
+            ``model_flops``: what is counted in the trace.
+        rare_branches: what few runs need counts, too, where the program has branches.
     """
 
-    flops: float = 0.0
-    bytes: float = 0.0
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
-
-    def __mul__(self, times: float) -> Flops:
-        return Flops(flops=self.flops * times, bytes=self.bytes * times)
-
-
-def count_work(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
-    """Count the work of a traced call (see ``jax.make_jaxpr``); nothing is computed.
-
-    A loop whose end is found while it runs (``while``) counts ``loops`` times.
-    """
-    return _count_jaxpr(traced.jaxpr, loops)
+    name: str
+    phase: Phase
+    traced: jax.stages.Traced
+    mesh: Mesh
+    holds: frozenset[str] = frozenset()
+    donates: frozenset[str] = frozenset()
+    loops: int = 1
+    tokens: int = 0
+    of: Tokens | None = None
+    calls: int = 1
+    model_flops: float | None = None
+    model_bytes: float | None = None
+    rare_branches: bool = True
 
 
-def _count_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Flops:
-    return sum((_count_equation(equation, loops) for equation in jaxpr.eqns), Flops())
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Arrays that stay on devices between programs: a tree of described arrays, except in the ``absent`` phases."""
+
+    name: str
+    arrays: Any
+    absent: frozenset[Phase] = frozenset()
+
+    @functools.cached_property
+    def bytes(self) -> Mapping[Device, int]:
+        """Bytes on each device that holds some, without padding."""
+        sums: dict[Device, int] = {}
+        for x in jax.tree.leaves(self.arrays):
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for device in x.sharding.device_set:
+                sums[device] = sums.get(device, 0) + size
+        return sums
 
 
-def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
-    name, params = equation.primitive.name, equation.params
-    if name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"):
-        return _count_product(equation)
-    if name == "scan":
-        return _count_jaxpr(params["jaxpr"].jaxpr, loops) * params["length"]
-    if name == "while":
-        return _count_jaxpr(params["body_jaxpr"].jaxpr, loops) * loops
-    if name == "pallas_call" and (stated := params["cost_estimate"]) is not None:
-        return Flops(flops=float(stated.flops), bytes=float(stated.bytes_accessed))
-    if name == "cond" and (platforms := params.get("branches_platforms")):
-        taken = next(at for at, names in enumerate(platforms) if names is None or PLATFORM in names)
-        return _count_jaxpr(params["branches"][taken].jaxpr, loops)
-    if name == "cond":
-        return max((_count_jaxpr(branch.jaxpr, loops) for branch in params["branches"]), key=lambda work: work.flops)
-    # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
-    inner = (value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values())
-    times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
-    return sum((_count_jaxpr(value, loops) for value in inner if isinstance(value, core.Jaxpr)), Flops()) * times
+@dataclass(kw_only=True)
+class Inventory:
+    """Programs and resident arrays of a run, or of a phase of it."""
+
+    programs: list[Program] = field(default_factory=list)
+    residents: list[Resident] = field(default_factory=list)
+
+    def keep(self, name: str, arrays: Any, *, absent: frozenset[Phase] = frozenset()) -> frozenset[str]:
+        """Record resident arrays, if there are any; return their name for :attr:`Program.holds`."""
+        if not jax.tree.leaves(arrays):
+            return frozenset()
+        self.residents.append(Resident(name=name, arrays=arrays, absent=absent))
+        return frozenset({name})
 
 
-def _count_product(equation: core.JaxprEqn) -> Flops:
-    """Count a product: two operations per number of the result and number contracted for it."""
-    arrays = [cast(ShapedArray, variable.aval) for variable in (*equation.invars, *equation.outvars)]
-    left, right, result = arrays[0], arrays[1], arrays[-1]
-    match equation.primitive.name:
-        case "dot_general":
-            (axes, _), _ = equation.params["dimension_numbers"]
-            contracted = math.prod(left.shape[axis] for axis in axes)
-        case "conv_general_dilated":
-            contracted = right.size / right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-        case _:  # ragged: each row meets one expert
-            contracted = left.shape[-1]
-    return Flops(flops=2.0 * result.size * contracted, bytes=float(sum(x.size * x.dtype.itemsize for x in arrays)))
+class Published(NamedTuple):
+    """The parameters an engine is given, and the names of the residents that they are (none if they are copies)."""
+
+    params: Params
+    holds: frozenset[str]
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +270,61 @@ def format_seconds(seconds: float) -> str:
 def unit_power(size: float) -> int:
     """Return the power of 1024 of that unit."""
     return next((power for power in range(len(UNITS) - 1) if size < 1000 * 1024**power), len(UNITS) - 1)
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+ROWS = 25
+"""Places that are shown; the others count together."""
+
+
+def show_profiles(compiled: Sequence[Compiled], chip: Chip, console: Console) -> None:
+    """Print the profile of each program."""
+    for one in compiled:
+        name, steps, ideal = one.program.name, one.program.loops, ideal_seconds(one, chip)
+        if one.prediction is None:
+            console.print(f"{name} does not fit: {one.problem}", "", highlight=False, soft_wrap=True, markup=False)
+            continue
+        predicted, least = one.prediction.seconds, format_seconds(ideal.total / steps)
+        console.print(
+            f"[bold]{name}[/bold]: {format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, "
+            f"{ideal.total / predicted:.0%} of the ideal ({least}, bound by {ideal.bound})",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(profile_table(one), "")
+
+
+def profile_table(one: Compiled) -> Table:
+    """Return a table of the parts of a program that the compiler took, longest first."""
+    assert one.prediction is not None
+    whole, steps = one.prediction.seconds, one.program.loops
+    made = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("time", "share", "runs"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("what", "operation", "where, and from where"):
+        made.add_column(heading, overflow="fold")
+    shown, others = one.prediction.parts[:ROWS], one.prediction.parts[ROWS:]
+    for part in shown:
+        numbers = format_seconds(part.seconds / steps), f"{part.seconds / whole:.1%}", f"{part.runs / steps:.4g}"
+        made.add_row(*numbers, part.what, part.operation, "  ".join(part.source[:2]) or "(the compiler)")
+    if rest := sum(part.seconds for part in others):
+        made.add_row(format_seconds(rest / steps), f"{rest / whole:.1%}", "", f"{len(others)} others")
+    return made
+
+
+def profiles_as_json(compiled: Sequence[Compiled], chip: Chip) -> dict[str, Any]:
+    """Return the profiles in seconds of a call, by program; and whether the compiler took all of them."""
+    return {
+        "fits": all(one.memory is not None for one in compiled),
+        "profiles": {
+            one.program.name: {
+                "ideal": ideal_seconds(one, chip).total,
+                "predicted": one.prediction.seconds,
+                "steps": one.program.loops,
+                "parts": [vars(part) for part in one.prediction.parts],
+            }
+            for one in compiled
+            if one.prediction is not None
+        },
+    }

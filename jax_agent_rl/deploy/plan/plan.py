@@ -7,14 +7,25 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program, ideal_seconds
-from jax_agent_rl.deploy.plan.micro_batches import replays_supports
-from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program, Resident, Tokens, inventory
+from jax_agent_rl.deploy.plan.compiled import (
+    Compiled,
+    Inventory,
+    Phase,
+    Program,
+    Published,
+    Resident,
+    Tokens,
+    compile_program,
+    ideal_seconds,
+)
+from jax_agent_rl.deploy.plan.engine_programs import add_engine
+from jax_agent_rl.deploy.plan.learner_programs import add_learner, describe, replays_supports
 from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
+from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
@@ -175,6 +186,31 @@ def check(config: Config) -> DecoderConfig:
         raise ModelError(f"{error}, or name a well-known model by --architecture, which needs no files") from None
 
 
+def inventory(config: Config, model: DecoderConfig, where: DevicePlacement, *, only: Phase | None = None) -> Inventory:
+    """Return programs and arrays of a run.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        where: devices of each phase.
+        only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out nothing.
+
+    Raises:
+        ConfigError: a mesh does not divide the model, or the configuration does not go with it.
+    """
+    made = Inventory()
+    published = None if only == "rollout" else add_learner(made, config, model, where.learner)
+    if where.engines and only != "learner":
+        mesh = where.engines[0]  # the others are like it
+        shapes, there = model.parameter_shapes(), learner_shardings(model, mesh)
+        if published is None or config.rollout.placement == "separate":  # from files, read for these very devices
+            published = Published(describe(shapes, there), frozenset())
+        elif len(where.engines) > 1:  # copied for each of them
+            published = Published(describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
+        add_engine(made, config, model, mesh, published)
+    return made
+
+
 def make_plan(
     config: Config,
     model: DecoderConfig,
@@ -310,3 +346,42 @@ def sum_step(
         overlapped=disjoint and config.trainer.mode != "sync",
         bounds=tuple(sorted({one.program.phase for one in compiled if one.program.calls and not one.exchanges_known})),
     )
+
+
+Profile = Literal["decode", "prefill", "learner"]
+
+
+def compile_profiled(
+    config: Config,
+    model: DecoderConfig,
+    slice: Slice,
+    *,
+    devices: Sequence[Any],
+    profile: Profile,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[Compiled]:
+    """Compile the programs of a run that are of one kind, and no others.
+
+    Args:
+        config: configuration of the run.
+        model: its architecture.
+        slice: the slice to compile for.
+        devices: devices of the slice.
+        profile: the kind.
+        on_progress: takes a line of progress.
+
+    Raises:
+        ConfigError: the configuration does not go with the slice, or the run has no such program.
+    """
+    on_progress("tracing")
+    only = "learner" if profile == "learner" else "rollout"
+    programs = inventory(config, model, place_devices(config, devices), only=only).programs
+    chosen = [one for one in programs if profile in (one.phase, one.name.split()[0])]
+    if not chosen:
+        names = ", ".join(one.name for one in programs)
+        raise ConfigError(f"--profile {profile}: this run has no such program on the slice, only {names}")
+    compiled = []
+    for one in chosen:
+        on_progress(f"compiling {one.name}")
+        compiled.append(compile_program(one, slice.chip))
+    return compiled

@@ -1,4 +1,4 @@
-"""The predicted time of a compiled program, instruction by instruction, as its schedule overlaps them.
+"""The predicted time of a compiled program, instruction by instruction as its schedule overlaps them, and its work.
 
 The compiler's text carries its own estimate of each fusion, ``estimated_cycles``. What it has no estimate for is priced
 here: copies and slices by the memory's bandwidth, exchanges by that of the links and their hops, Pallas kernels by the
@@ -13,8 +13,10 @@ cost that they state and their grid's steps.
 What runs between the start and the end of an asynchronous instruction hides it; what is left is a wait, which counts
 for the code that needed it. Memory serves one copy at a time, and what computing instructions read delays them.
 
-:class:`EngineWork` is the ideal that the predicted time is compared with: what the model itself needs of a call,
-without recomputation, weights and visible keys and values read once.
+Work, in contrast, is counted in what JAX traces: products and the bytes they read. A compiler's own cost analysis
+counts a loop's body once, and for one device. Here a loop counts every iteration, recomputation counts (it is in the
+trace), and all devices count together. Platform-dependent code counts with the TPU's branch; a kernel states its own
+cost.
 """
 
 from __future__ import annotations
@@ -24,17 +26,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
-import jax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import Mesh
 
 from jax_agent_rl.deploy.plan.hlo import RING, Hlo, Instruction, arrays, is_exchange, read
 from jax_agent_rl.deploy.plan.topology import Chip
-from jax_agent_rl.jetstream.forward import EngineParams
-from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.models.config import DecoderConfig
 
 SUSTAINED = 0.9
 """Share of a memory's bandwidth that copies reach; libtpu's own ``optimal_seconds`` has it for v5e."""
@@ -290,69 +289,74 @@ def kernel_grids(traced: core.ClosedJaxpr) -> Grids:
     return found
 
 
-def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool = True) -> float:
-    """Return the operations of a forward pass over one context; a multiplication and an addition are two.
+# --- work ------------------------------------------------------------------------------------------------------------
 
-    Args:
-        model: the architecture.
-        tokens: tokens of the pass.
-        visible: positions that a token attends to on average.
-        head: logits of every token are computed.
+PLATFORM = "tpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Work of all devices together.
+
+    Attributes:
+        flops: operations of matrix products and convolutions; a multiplication and an addition are two.
+        bytes: their operands and results, each read or written once: the traffic if nothing stayed in a cache and
+            everything else were fused into them.
     """
-    chosen = 1.0 if model.experts is None else model.experts.per_token / model.experts.count
-    matrices = {name: math.prod(shape) for name, shape in model.layer_shapes().items() if len(shape) > 1}
-    layer = sum(size * (chosen if name.startswith("expert") else 1) for name, size in matrices.items())
-    spans = [
-        min(visible, model.sliding_window or visible) if model.is_windowed(i) else visible
-        for i in range(model.num_layers)
-    ]
-    attention = 4 * model.num_heads * model.head_dim * sum(spans)
-    return tokens * (2 * (model.num_layers * layer + head * model.vocab_size * model.hidden_size) + attention)
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> Flops:
+        return Flops(flops=self.flops * times, bytes=self.bytes * times)
 
 
-class EngineWork(NamedTuple):
-    """What an engine has to compute and read, from its described arrays; all devices together."""
+def count_work(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
+    """Count the work of a traced call (see ``jax.make_jaxpr``); nothing is computed.
 
-    model: DecoderConfig
-    weights: EngineParams
-    cache: KVCache
-
-    def of(self, key: tuple) -> tuple[float, float] | None:
-        """Return operations and bytes of a program of the engine's table, or of one step; None if it runs no model."""
-        if self.model.vision is not None:
-            return None
-        match key:
-            case (str(kind), _, width, span) if kind.startswith("decode"):
-                return pass_flops(self.model, width, visible=span), self._weights(width) + self._kv(width, span)
-            case ("chunks", _, rows, count, span):
-                flops = pass_flops(self.model, rows * count, visible=span + (count + 1) / 2, head=False)
-                return flops, self._weights(rows * count, head=False) + self._kv(rows, span)
-        return None
-
-    def _weights(self, tokens: int, *, head: bool = True) -> float:
-        """Return the bytes of all layers' weights, of the experts that so many tokens choose, and of the head."""
-        experts, size = self.model.experts, 0.0
-        for layer in self.weights.layers:
-            for name, weight in layer.items():
-                # Each token misses an expert with probability 1 - k / E.
-                missed = (
-                    0.0
-                    if experts is None or not name.startswith("expert")
-                    else (1 - experts.per_token / experts.count) ** tokens
-                )
-                size += _bytes(weight) * (1 - missed)
-        return size + head * _bytes(self.weights.embed if self.weights.head is None else self.weights.head)
-
-    def _kv(self, contexts: int, span: int) -> float:
-        """Return the bytes of the visible positions; keys and values that are kept twice count once."""
-        size = 0.0
-        for number, layer in enumerate(self.cache.layers):
-            windowed = self.model.is_windowed(number)
-            visible = min(span, self.model.sliding_window or span) if windowed else span
-            kept = layer.values.shape[1] / self.model.num_kv_heads
-            size += contexts * visible * _bytes(layer) / (layer.values.shape[0] * layer.values.shape[2]) / kept
-        return size
+    A loop whose end is found while it runs (``while``) counts ``loops`` times.
+    """
+    return _count_jaxpr(traced.jaxpr, loops)
 
 
-def _bytes(tree: Any) -> float:
-    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+def _count_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Flops:
+    return sum((_count_equation(equation, loops) for equation in jaxpr.eqns), Flops())
+
+
+def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
+    name, params = equation.primitive.name, equation.params
+    if name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"):
+        return _count_product(equation)
+    if name == "scan":
+        return _count_jaxpr(params["jaxpr"].jaxpr, loops) * params["length"]
+    if name == "while":
+        return _count_jaxpr(params["body_jaxpr"].jaxpr, loops) * loops
+    if name == "pallas_call" and (stated := params["cost_estimate"]) is not None:
+        return Flops(flops=float(stated.flops), bytes=float(stated.bytes_accessed))
+    if name == "cond" and (platforms := params.get("branches_platforms")):
+        taken = next(at for at, names in enumerate(platforms) if names is None or PLATFORM in names)
+        return _count_jaxpr(params["branches"][taken].jaxpr, loops)
+    if name == "cond":
+        return max((_count_jaxpr(branch.jaxpr, loops) for branch in params["branches"]), key=lambda work: work.flops)
+    # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
+    inner = (value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values())
+    times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
+    return sum((_count_jaxpr(value, loops) for value in inner if isinstance(value, core.Jaxpr)), Flops()) * times
+
+
+def _count_product(equation: core.JaxprEqn) -> Flops:
+    """Count a product: two operations per number of the result and number contracted for it."""
+    arrays = [cast(ShapedArray, variable.aval) for variable in (*equation.invars, *equation.outvars)]
+    left, right, result = arrays[0], arrays[1], arrays[-1]
+    match equation.primitive.name:
+        case "dot_general":
+            (axes, _), _ = equation.params["dimension_numbers"]
+            contracted = math.prod(left.shape[axis] for axis in axes)
+        case "conv_general_dilated":
+            contracted = right.size / right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+        case _:  # ragged: each row meets one expert
+            contracted = left.shape[-1]
+    return Flops(flops=2.0 * result.size * contracted, bytes=float(sum(x.size * x.dtype.itemsize for x in arrays)))

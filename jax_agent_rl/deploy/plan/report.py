@@ -12,9 +12,9 @@ from rich.table import Table
 
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.deploy.plan.compiled import UNITS, Compiled, format_bytes, format_seconds, ideal_seconds, unit_power
+from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
-from jax_agent_rl.deploy.plan.programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes
 from jax_agent_rl.errors import ConfigError

@@ -22,7 +22,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.deploy.plan.compiled import format_bytes
 from jax_agent_rl.deploy.plan.hlo import RING
-from jax_agent_rl.deploy.plan.micro_batches import replays_supports
+from jax_agent_rl.deploy.plan.learner_programs import replays_supports
 from jax_agent_rl.deploy.plan.topology import (
     REMAT,
     Chip,

@@ -10,8 +10,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_agent_rl.deploy.launch import command_line as cli
-from jax_agent_rl.deploy.launch.tpu import job, render
+from jax_agent_rl.deploy.launch import (
+    ROOT,
+    TimedPrinter,
+    comma_separated,
+    port,
+    positive,
+    script_parser,
+    seconds,
+    variable,
+)
+from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
@@ -24,11 +33,11 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; ``--help`` documents all options."""
-    result = cli.script_parser("tpu_pod.sh")
+    result = script_parser("tpu_pod.sh")
     add = result.add_argument
     add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
     add("--name", required=True, help="name of the slice and of the run")
-    add("--zone", type=cli.comma_separated, required=True, metavar="Z", help="us-west4-a; SkyPilot takes several")
+    add("--zone", type=comma_separated, required=True, metavar="Z", help="us-west4-a; SkyPilot takes several")
     add("--topology", type=parse_topology, required=True, metavar="T", help="of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8")
     add("--project", help="Google Cloud project; default gcloud's own")
     add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
@@ -36,25 +45,25 @@ def parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
     add("--prepare", metavar="COMMAND", help="run on every host before the start, to fetch model and data")
-    add("--env", action="append", type=cli.variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
+    add("--env", action="append", type=variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
     add("--no-install", action="store_true", help="the environment exists already, on every host")
     add("--resume", action="store_true", help="continue from the newest checkpoint in the bucket")
     add("--keep", action="store_true", help="leave the slice when the run has ended")
-    add("--poll", type=cli.seconds, default=15.0, metavar="S", help="seconds between polls of the slice's state (15)")
+    add("--poll", type=seconds, default=15.0, metavar="S", help="seconds between polls of the slice's state (15)")
     add("--logs-dir", type=Path, metavar="DIR", help="folder of a log per host (runs/NAME.logs)")
     add("--certify", action="store_true", help="measure the slice with jax-agent-rl certify instead of training")
     what = result.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print the commands in order, and run none")
-    what.add_argument("--render", choices=render.KINDS, help="print a job of SkyPilot, GKE or Slurm for the same run")
+    what.add_argument("--render", choices=job.KINDS, help="print a job of SkyPilot, GKE or Slurm for the same run")
     what.add_argument("--logs", action="store_true", help="show the run's output, from its beginning")
     what.add_argument("--delete", action="store_true", help="delete the slice of that name, running or not")
     rendered = result.add_argument_group("with --render gke or slurm").add_argument
-    rendered("--slices", type=cli.positive, default=1, metavar="M", help="slices of that topology (1)")
-    rendered("--rollout-hosts", type=cli.positive, default=0, metavar="N", help="N more hosts sample; the others learn")
+    rendered("--slices", type=positive, default=1, metavar="M", help="slices of that topology (1)")
+    rendered("--rollout-hosts", type=positive, default=0, metavar="N", help="N more hosts sample; the others learn")
     rendered(
         "--rollout-topology", type=parse_topology, metavar="T", help="of each, on gke (4 chips of that generation)"
     )
-    rendered("--rollout-port", type=cli.port, default=8100, metavar="P", help="their port in the zone's network (8100)")
+    rendered("--rollout-port", type=port, default=8100, metavar="P", help="their port in the zone's network (8100)")
     rendered("--image", help="with gke: the container, with the project in /app")
     return result
 
@@ -67,14 +76,14 @@ def main(argv: Sequence[str]) -> int:
         arguments = parser().parse_intermixed_args(argv)
         task = _job(arguments)
         if arguments.render:
-            options = render.SchedulerOptions(
+            options = job.SchedulerOptions(
                 zones=tuple(arguments.zone),
                 image=arguments.image,
                 rollout_hosts=arguments.rollout_hosts,
                 rollout_topology=arguments.rollout_topology,
                 port=arguments.rollout_port,
             )
-            print(render.render(arguments.render, task, options, root=cli.ROOT), end="")
+            print(job.render(arguments.render, task, options, root=ROOT), end="")
             return 0
         return _act(task, arguments)
     except LaunchError as error:
@@ -97,8 +106,8 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.certify and (arguments.resume or arguments.render):
         raise LaunchError("--certify measures a slice from the beginning: leave out --resume and --render")
     variables = dict(arguments.env)
-    if render.TOKEN in variables:
-        raise LaunchError(f"--env {render.TOKEN}: the rendered job sets it itself; leave it out")
+    if job.TOKEN in variables:
+        raise LaunchError(f"--env {job.TOKEN}: the rendered job sets it itself; leave it out")
     if not (arguments.render or arguments.dry_run or arguments.logs or arguments.delete):
         for name in [name for name, value in variables.items() if value is None]:
             if name not in os.environ:
@@ -127,12 +136,12 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
             raise LaunchError(f"{option} is for --render gke or slurm: tpu_pod.sh itself makes one slice, which learns")
     if len(arguments.zone) != 1:
         raise LaunchError(f"--zone {','.join(arguments.zone)}: give one, or --render sky, whose job searches several")
-    print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else cli.TimedPrinter()
+    print_line = (lambda line: print(f"# {line}")) if arguments.dry_run else TimedPrinter()
     launch = SliceLaunch(
         cloud=(DryRun if arguments.dry_run else Gcloud)(project=arguments.project, zone=arguments.zone[0]),
         task=task,
         poll=arguments.poll,
-        logs=arguments.logs_dir or cli.ROOT / "runs" / f"{task.name}.logs",
+        logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
         print_line=print_line,
     )
     if arguments.delete:
@@ -142,7 +151,7 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
         if (state := launch.query()) != "READY":
             raise LaunchError(f"{task.name} is {state}: there is nothing to show")
         return launch.follow()
-    return launch.run(cli.ROOT, resume=arguments.resume, keep=arguments.keep)
+    return launch.run(ROOT, resume=arguments.resume, keep=arguments.keep)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import pytest
 
 from jax_agent_rl.config import load
+from jax_agent_rl.deploy.plan.compiled import Phase
 from jax_agent_rl.deploy.plan.plan import TEMPORARIES, Load
-from jax_agent_rl.deploy.plan.programs import Phase
 from jax_agent_rl.deploy.plan.report import Adviser
 from jax_agent_rl.deploy.plan.topology import Slice, check_layout
 from jax_agent_rl.models.hf import load_config

@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.compiled import Compiled, Flops, Memory, ideal_seconds, needed
+from jax_agent_rl.deploy.plan.compiled import Compiled, Inventory, Memory, Phase, Program, ideal_seconds, needed
 from jax_agent_rl.deploy.plan.hlo import Collective
 from jax_agent_rl.deploy.plan.plan import BATCH, CODE, TEMPORARIES, loads, sum_step
-from jax_agent_rl.deploy.plan.programs import Inventory, Phase, Program
+from jax_agent_rl.deploy.plan.prediction import Flops
 from jax_agent_rl.deploy.plan.topology import CHIPS, GIB
 from tests.unit.deploy.plan.recipe import recipe
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from jax_agent_rl.deploy.plan.compiled import Flops, count_work
+from jax_agent_rl.deploy.plan.prediction import Flops, count_work
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.tree_mask import TreeMask
 

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.programs import RecordingTable, inventory
+from jax_agent_rl.deploy.plan.engine_programs import RecordingTable
+from jax_agent_rl.deploy.plan.plan import inventory
 from jax_agent_rl.deploy.plan.topology import place_devices
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import JaxEngine

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
-from jax_agent_rl.deploy.plan.prediction import EngineWork, pass_flops
+from jax_agent_rl.deploy.plan.engine_programs import EngineWork, pass_flops
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV
 from jax_agent_rl.models.config import DecoderConfig, Experts

@@ -10,20 +10,19 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jax_agent_rl.deploy.plan.compiled import Flops, compile_program, ideal_seconds
+from jax_agent_rl.deploy.plan.compiled import Program, compile_program, ideal_seconds, profiles_as_json, show_profiles
 from jax_agent_rl.deploy.plan.hlo import parse
 from jax_agent_rl.deploy.plan.prediction import (
     GRID_STEP,
     HOP,
     LAUNCH,
     SUSTAINED,
+    Flops,
     Part,
     Prediction,
     kernel_grids,
     predict,
 )
-from jax_agent_rl.deploy.plan.profile import as_json, show_profiles
-from jax_agent_rl.deploy.plan.programs import Program
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice
 from tests.unit.deploy.plan.test_collectives import COUNTED, FOUND, mesh
 from tests.unit.deploy.plan.test_fit import compiled, program
@@ -206,7 +205,7 @@ def test_a_profile_is_shown_per_step_and_as_json_per_call():
     lines = screen.getvalue().splitlines()
     assert lines[0].startswith("decode 8 slots of 64: 1 ms a step, 50% of the ideal (0.5 ms, bound by products)")
     assert lines[2].split() == ["0.0625", "ms", "6.2%", "3", "fusion", "mul", "a.py:0", "b.py:1"]
-    made = as_json([one], V5E)
+    made = profiles_as_json([one], V5E)
     assert made["fits"] and made["profiles"]["decode 8 slots of 64"]["predicted"] == 16e-3
 
 

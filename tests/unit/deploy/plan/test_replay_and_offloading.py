@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.plan import Replay, ResourcePlan, loads, sum_step
-from jax_agent_rl.deploy.plan.programs import CACHE, RecordingTable, inventory
+from jax_agent_rl.deploy.plan.engine_programs import CACHE, RecordingTable
+from jax_agent_rl.deploy.plan.plan import Replay, ResourcePlan, inventory, loads, sum_step
 from jax_agent_rl.deploy.plan.report import as_json
 from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import CHIPS, GIB, DevicePlacement, Slice, place_devices

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.command import PlanResult, print_plan
-from jax_agent_rl.deploy.plan.compiled import Flops
 from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads, sum_step
+from jax_agent_rl.deploy.plan.prediction import Flops
 from jax_agent_rl.deploy.plan.report import as_json, show
 from jax_agent_rl.deploy.plan.topology import GIB, DevicePlacement, Slice
 from jax_agent_rl.models.hf import load_config
