@@ -54,7 +54,7 @@ class ResidentBytes:
     def estimate(cls, config: Config, model: DecoderConfig, *, devices: int) -> ResidentBytes:
         """Estimate the bytes of an engine on so many devices, and of the configured learner."""
         mesh, engine = config.learner.mesh, config.rollout.jetstream
-        shapes, count, learner = model.parameter_shapes(), _count(model), 0.0
+        shapes, count, learner = model.parameter_shapes(), parameter_count(model), 0.0
         if config.algorithm.adv_estimator == "gae":
             learner += 2 * MASTER * count + optimizer_bytes(config.critic, shapes)
         if config.learner.lora is not None:
@@ -64,7 +64,7 @@ class ResidentBytes:
             learner += (2 + reference) * MASTER * count + optimizer_bytes(config.learner, shapes)
         teachers = [t.path for t in config.distill.teachers if t.url is None] if config.distill else []
         teacher_bytes = 2 if config.learner.compute_dtype == "bfloat16" else 4
-        learner += sum(_count(load_config(path)) for path in teachers) * teacher_bytes
+        learner += sum(parameter_count(load_config(path)) for path in teachers) * teacher_bytes
         own = 2 if engine.dtype == "bfloat16" else 4
         heads = math.lcm(model.num_kv_heads, devices) / devices
         keys_values = 2 * model.num_layers * heads * model.head_dim * (own if engine.kv_dtype == "auto" else 1)
@@ -82,7 +82,7 @@ class ResidentBytes:
         return self.weights + shapes.pages * shapes.page * self.position
 
 
-def _count(model: DecoderConfig) -> int:
+def parameter_count(model: DecoderConfig) -> int:
     """Return the number of a model's parameters."""
     return sum(map(math.prod, jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))))
 

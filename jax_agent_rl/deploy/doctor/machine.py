@@ -315,11 +315,6 @@ FindIdle = Callable[[int], Iterable[str]]
 """Returns what to change for devices that a run would leave idle, of so many accelerators."""
 
 
-def never_idle(count: int) -> Iterable[str]:
-    """Return nothing: without a configuration, nothing is meant to run on the accelerators."""
-    return ()
-
-
 async def accelerators(report: Reporter, *, need: int, find_idle: FindIdle) -> None:
     """Check the accelerators; see :func:`compare_devices`."""
     forced = os.environ.get("JAX_PLATFORMS", "")

@@ -17,8 +17,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jax
-
 from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, load_agents, select_agents
 from jax_agent_rl.agents.prompt import encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
@@ -37,7 +35,7 @@ from jax_agent_rl.models.hf import check_files, load_config
 from jax_agent_rl.rewards import score
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.runtime.engine_devices import MASTER
+from jax_agent_rl.runtime.engine_devices import MASTER, parameter_count
 from jax_agent_rl.runtime.engines import check_engine, read_model
 from jax_agent_rl.runtime.sampling import Source, make_agents, open_codec, read_rows
 from jax_agent_rl.runtime.scoring import POLICY, needed_services, reward_server
@@ -119,9 +117,8 @@ class RunChecks:
     def _sizes(self) -> tuple[int, int]:
         if self.decoder is None:
             raise UnmetError("the model could not be read")
-        shapes = self.decoder.parameter_shapes()  # all are trained
-        count = sum(map(math.prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))))
-        return count, MASTER * count + optimizer_bytes(self.config.learner, shapes)
+        count = parameter_count(self.decoder)  # all are trained
+        return count, MASTER * count + optimizer_bytes(self.config.learner, self.decoder.parameter_shapes())
 
     # --- code, tools, model -------------------------------------------------------------------------------------
 

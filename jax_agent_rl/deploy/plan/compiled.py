@@ -322,7 +322,7 @@ def profiles_as_json(compiled: Sequence[Compiled], chip: Chip) -> dict[str, Any]
                 "ideal": ideal_seconds(one, chip).total,
                 "predicted": one.prediction.seconds,
                 "steps": one.program.loops,
-                "parts": [vars(part) for part in one.prediction.parts],
+                "parts": [part._asdict() for part in one.prediction.parts],
             }
             for one in compiled
             if one.prediction is not None

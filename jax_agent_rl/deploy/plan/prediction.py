@@ -57,9 +57,8 @@ Grids = Mapping[KernelCost, int]
 """Steps of kernels' grids, by the costs they state: compiled text has these, but no grid."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Instructions of one kind from one place of the code.
+class Part(NamedTuple):
+    """An instruction of a program, or all of one kind from one place of the code.
 
     Attributes:
         what: fusion, kernel, exchange, or what was waited for.
@@ -73,7 +72,7 @@ class Part:
     source: tuple[str, ...]
     operation: str
     seconds: float
-    runs: int
+    runs: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +101,6 @@ def predict(
     return Prediction(seconds=seconds, parts=tuple(_summed(parts)))
 
 
-class _Timed(NamedTuple):
-    """One instruction, how often it ran, and the seconds of all runs."""
-
-    instruction: Instruction
-    what: str
-    runs: int
-    seconds: float
-    sources: tuple[str, ...]
-    operation: str
-
-
 @dataclass
 class _Timeline:
     program: Hlo
@@ -120,20 +108,20 @@ class _Timeline:
     mesh: Mesh
     loops: int
     grids: Grids
-    choose: Callable[..., tuple[float, list[_Timed]]]
-    known: dict[str, tuple[float, list[_Timed]]] = field(default_factory=dict)
+    choose: Callable[..., tuple[float, list[Part]]]
+    known: dict[str, tuple[float, list[Part]]] = field(default_factory=dict)
 
-    def run(self, name: str) -> tuple[float, list[_Timed]]:
+    def run(self, name: str) -> tuple[float, list[Part]]:
         """Return the seconds of one run of a computation, and its instructions with a share in them."""
         if name not in self.known:
             self.known[name] = self._run(name)
         return self.known[name]
 
-    def _run(self, name: str) -> tuple[float, list[_Timed]]:
+    def _run(self, name: str) -> tuple[float, list[Part]]:
         now = memory_free = links_free = 0.0
         copying: dict[str, float] = {}  # when asynchronous instructions end
         exchanging: dict[str, float] = {}
-        timed: list[_Timed] = []
+        timed: list[Part] = []
         computation = self.program.computations[name]
         types = {each.name: each.result for each in computation}
         users = _users(computation)
@@ -162,8 +150,7 @@ class _Timeline:
             elif kind.endswith("-done"):
                 end = max((x.pop(name, now) for name in each.operands for x in (copying, exchanging)), default=now)
                 if end > now:
-                    needed_by = self._place(each, users)
-                    timed.append(_Timed(each, f"wait for {kind.removesuffix('-done')}", 1, end - now, *needed_by))
+                    timed.append(Part(f"wait for {kind.removesuffix('-done')}", *self._place(each, users), end - now))
                     now = end
             else:
                 seconds, read_here, what = self._computed(each, types)
@@ -172,7 +159,7 @@ class _Timeline:
                 copying |= {name: end + delay for name, end in copying.items() if end > now}
                 now += seconds
                 if seconds:
-                    timed.append(_Timed(each, what, 1, seconds, *self._place(each, users)))
+                    timed.append(Part(what, *self._place(each, users), seconds))
         return now, timed
 
     def _computed(self, each: Instruction, types: Mapping[str, str]) -> tuple[float, float, str]:
@@ -239,7 +226,8 @@ class _Timeline:
         for _ in range(_NEARBY):
             for one in waiting:
                 if sources := self.program.sources(one):
-                    return sources, _operation(one)
+                    found = re.search(r'\bop_name="([^"]*)"', one.rest)
+                    return sources, found[1].rpartition("/")[2] if found else ""
             waiting = [user for one in waiting for user in users[one.name]]
         return (), ""
 
@@ -252,23 +240,15 @@ def _users(computation: Iterable[Instruction]) -> Mapping[str, list[Instruction]
     return users
 
 
-def _operation(each: Instruction) -> str:
-    found = re.search(r'\bop_name="([^"]*)"', each.rest)
-    return found[1].rpartition("/")[2] if found else ""
-
-
-def _summed(timed: Iterable[_Timed]) -> list[Part]:
+def _summed(timed: Iterable[Part]) -> list[Part]:
     """Sum what has the same kind, source and operation, longest first."""
-    sums: dict[tuple[str, tuple[str, ...], str], tuple[float, int]] = {}
+    sums: dict[tuple[str, tuple[str, ...], str], Part] = {}
     for one in timed:
-        key = (one.what, one.sources, one.operation)
-        seconds, runs = sums.get(key, (0.0, 0))
-        sums[key] = seconds + one.seconds, runs + one.runs
-    parts = [
-        Part(what=what, source=source, operation=operation, seconds=seconds, runs=runs)
-        for (what, source, operation), (seconds, runs) in sums.items()
-    ]
-    return sorted(parts, key=lambda part: -part.seconds)
+        before = sums.get(one[:3])
+        sums[one[:3]] = (
+            one if before is None else one._replace(seconds=before.seconds + one.seconds, runs=before.runs + one.runs)
+        )
+    return sorted(sums.values(), key=lambda part: -part.seconds)
 
 
 def kernel_grids(traced: core.ClosedJaxpr) -> Grids:

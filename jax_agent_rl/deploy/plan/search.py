@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from rich.table import Table
 
 from jax_agent_rl.config import Config
@@ -36,7 +35,7 @@ from jax_agent_rl.deploy.plan.topology import (
 )
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes
+from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes, parameter_count
 from jax_agent_rl.utils.sampling_support import mask_words
 
 TRIES = 3
@@ -238,7 +237,6 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
         engines: engines that sample concurrently.
     """
     learner, engine = config.learner.mesh, config.rollout.jetstream.mesh
-    count = sum(map(math.prod, jax.tree.leaves(model.parameter_shapes(), is_leaf=lambda x: isinstance(x, tuple))))
     resident = ResidentBytes.estimate(config, model, devices=engine.engine_devices)
     state, serving = resident.learner, resident.serving(engine_shapes(config))
     shared = config.rollout.placement != "separate" and config.rollout.jetstream.device_offset < learner.devices
@@ -246,7 +244,7 @@ def estimate(config: Config, model: DecoderConfig, chip: Chip, *, engines: int) 
     return PlanEstimate(
         stays=in_turn,
         passes=_activation_bytes(config, model) + _gathered_bytes(config, model) + _replayed_bytes(config, model),
-        seconds=_train_seconds(config, model, chip, count)
+        seconds=_train_seconds(config, model, chip)
         + _rollout_seconds(config, chip, resident.weights, resident.position) / engines,
     )
 
@@ -291,8 +289,9 @@ def _compute_width(config: Config) -> int:
     return 2 if config.learner.compute_dtype == "bfloat16" else 4
 
 
-def _train_seconds(config: Config, model: DecoderConfig, chip: Chip, count: int) -> float:
+def _train_seconds(config: Config, model: DecoderConfig, chip: Chip) -> float:
     """Estimate the seconds to train on a step's tokens."""
+    count = parameter_count(model)
     mesh, rollout = config.learner.mesh, config.rollout
     rows = config.learner.micro_batch_size * mesh.data * mesh.fsdp * mesh.expert
     length = config.learner.pack_length
