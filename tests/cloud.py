@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.deploy.launch.tpu.gcloud import parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job
-from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from tests.launching import LEARN, ROOT
 from tests.ports import free_ports
 from tests.simulated import COMPILE_QUICKLY

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from jax_agent_rl.config.base import NonNegative, OrInstalled, Positive, Section, Unless, WhenKey
+from jax_agent_rl.config.base import Expression, NonNegative, OrInstalled, Positive, Section, Unless, WhenKey
 from jax_agent_rl.config.kl import KLConfig, kl_problems
 from jax_agent_rl.config.learner import OptimizerSection
 
@@ -151,20 +150,12 @@ class FiltersConfig(Section):
         default=0.5, ge=0, lt=1, description="repetition: maximum share of repeated n-grams."
     )
     final_answer: Annotated[
-        str | None, Unless("algorithm.filters.void_turn", "off") | Unless("algorithm.filters.void_trajectory", "off")
+        Expression | None,
+        Unless("algorithm.filters.void_turn", "off") | Unless("algorithm.filters.void_trajectory", "off"),
     ] = Field(
         default=None,
         description="void_turn, void_trajectory: regular expression of a final answer; null: any text.",
     )
-
-    @field_validator("final_answer")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "")
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return value
 
 
 class ShapingConfig(Section):

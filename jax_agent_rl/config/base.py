@@ -13,6 +13,7 @@ as that is unknown (which agents the rows select, which model is used), nothing 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,18 @@ def _distinct(value: _Items) -> _Items:
 
 Distinct = AfterValidator(_distinct)
 """Annotates a tuple that must not repeat an item."""
+
+
+def _compiles(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+    return value
+
+
+Expression = Annotated[str, AfterValidator(_compiles)]
+"""A regular expression."""
 
 
 class OrInstalled:

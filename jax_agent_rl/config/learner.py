@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from jax_agent_rl.config.base import Distinct, NonNegative, Positive, Section, WhenKey, WhenModelHasVision
+from jax_agent_rl.config.base import Distinct, Expression, NonNegative, Positive, Section, WhenKey, WhenModelHasVision
 
 
 class MeshConfig(Section):
@@ -126,7 +125,7 @@ class OptimizerSection(Section):
         default=0.0, ge=0, le=1, description="linear, cosine, wsd: final share of the peak learning rate."
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
-    no_weight_decay: tuple[str, ...] = Field(
+    no_weight_decay: tuple[Expression, ...] = Field(
         default=("norm",),
         description="Regular expressions: parameters whose path (embed, layers.q, layers.input_norm) has a match are "
         "not decayed.",
@@ -135,16 +134,6 @@ class OptimizerSection(Section):
     adam_b2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
     adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon, added to the root of the second moment.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient-norm clip.")
-
-    @field_validator("no_weight_decay")
-    @classmethod
-    def _are_expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return patterns
 
     @property
     def averaging(self) -> float:

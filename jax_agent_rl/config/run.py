@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig, algorithm_problems
-from jax_agent_rl.config.base import NonNegative, Section, UsedByAgents, WhenKey, unused
+from jax_agent_rl.config.base import NonNegative, Section, UsedByAgents, WhenKey, unused, value_at
 from jax_agent_rl.config.kl import DistillConfig, distill_problems, with_teachers
 from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
 from jax_agent_rl.config.loading import build_tree, load_tree
@@ -292,6 +292,21 @@ def default_agent(agent: AgentConfig, tool_config: ToolClientConfig) -> str:
     return "server_tool_agent" if agent.enable_agent and agent.tool_server_url else PLAIN_AGENT
 
 
+_KEYS_OF_AGENTS = {
+    "tools.function_tool_path": "agent.default_agent=tool_agent",
+    "tools.tool_config_path": "agent.default_agent=tool_agent",
+    "tool_config.server_url": "tool_config.enabled=true",
+    "search.server_url": "agent.enable_search=true",
+    "environments.path": "agent.default_agent=environment_agent",
+    "interactions.interaction_config_path": "agent.default_agent=interaction_agent",
+    "extra_info.tools_kwargs": "agent.default_agent=tool_agent",
+    "extra_info.tool_selection": "agent.default_agent=tool_agent",
+    "extra_info.environment_kwargs": "agent.default_agent=environment_agent",
+    "extra_info.interaction_kwargs": "agent.default_agent=interaction_agent",
+}
+"""Keys of the configuration, and fields of rows, that plain generation does not read, with what selects an agent."""
+
+
 def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tuple[str, str] | None:
     """Report rows that run as plain generation although the configuration or the rows ask for tools.
 
@@ -303,7 +318,13 @@ def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tu
     unnamed = [row for row in rows if not row.get("agent_name")]
     if not unnamed or config.agent.default_agent or default_agent(config.agent, config.tool_config) != PLAIN_AGENT:
         return None
-    idle = {key: fix for key, fix in [*_configured(config), *_requested(unnamed)]}
+    fields = {key for row in unnamed for key, value in (row.get("extra_info") or {}).items() if value}
+
+    def is_set(key: str) -> bool:
+        section, _, field = key.partition(".")
+        return field in fields if section == "extra_info" else bool(value_at(config, key))
+
+    idle = {key: fix for key, fix in _KEYS_OF_AGENTS.items() if is_set(key)}
     if not idle:
         return None
     seen = (
@@ -312,33 +333,3 @@ def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tu
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
     return seen, f"set {fixes}, or agent_name in the rows; if that is intended, set agent.default_agent={PLAIN_AGENT}"
-
-
-def _configured(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys that are set but read only by other agents, each with the override that selects one."""
-    tools = config.tools
-    settings = (
-        ("tools.function_tool_path", tools.function_tool_path, "agent.default_agent=tool_agent"),
-        ("tools.tool_config_path", tools.tool_config_path, "agent.default_agent=tool_agent"),
-        ("tool_config.server_url", config.tool_config.server_url, "tool_config.enabled=true"),
-        ("search.server_url", config.search.server_url, "agent.enable_search=true"),
-        ("environments.path", config.environments.path, "agent.default_agent=environment_agent"),
-        (
-            "interactions.interaction_config_path",
-            config.interactions.interaction_config_path,
-            "agent.default_agent=interaction_agent",
-        ),
-    )
-    return ((key, fix) for key, value, fix in settings if value)
-
-
-def _requested(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield fields of rows that only other agents read, each with the override that selects one."""
-    agents = {
-        "tools_kwargs": "tool_agent",
-        "tool_selection": "tool_agent",
-        "environment_kwargs": "environment_agent",
-        "interaction_kwargs": "interaction_agent",
-    }
-    present = {key for row in rows for key, value in (row.get("extra_info") or {}).items() if key in agents and value}
-    return ((f"extra_info.{key}", f"agent.default_agent={agents[key]}") for key in agents if key in present)

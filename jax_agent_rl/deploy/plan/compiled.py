@@ -178,7 +178,7 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     Raises:
         CompilerError: the compiler failed in another way than for want of memory.
     """
-    work, begin = count_work(program.traced.jaxpr, loops=program.loops), time.perf_counter()
+    work, begin = count_work(program.traced.jaxpr.jaxpr, loops=program.loops), time.perf_counter()
     try:
         executable = program.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:

@@ -294,15 +294,11 @@ class Flops:
         return Flops(flops=self.flops * times, bytes=self.bytes * times)
 
 
-def count_work(traced: core.ClosedJaxpr, *, loops: int = 1) -> Flops:
+def count_work(jaxpr: core.Jaxpr, *, loops: int = 1) -> Flops:
     """Count the work of a traced call (see ``jax.make_jaxpr``); nothing is computed.
 
     A loop whose end is found while it runs (``while``) counts ``loops`` times.
     """
-    return _count_jaxpr(traced.jaxpr, loops)
-
-
-def _count_jaxpr(jaxpr: core.Jaxpr, loops: int) -> Flops:
     return sum((_count_equation(equation, loops) for equation in jaxpr.eqns), Flops())
 
 
@@ -311,20 +307,22 @@ def _count_equation(equation: core.JaxprEqn, loops: int) -> Flops:
     if name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"):
         return _count_product(equation)
     if name == "scan":
-        return _count_jaxpr(params["jaxpr"].jaxpr, loops) * params["length"]
+        return count_work(params["jaxpr"].jaxpr, loops=loops) * params["length"]
     if name == "while":
-        return _count_jaxpr(params["body_jaxpr"].jaxpr, loops) * loops
+        return count_work(params["body_jaxpr"].jaxpr, loops=loops) * loops
     if name == "pallas_call" and (stated := params["cost_estimate"]) is not None:
         return Flops(flops=float(stated.flops), bytes=float(stated.bytes_accessed))
     if name == "cond" and (platforms := params.get("branches_platforms")):
         taken = next(at for at, names in enumerate(platforms) if names is None or PLATFORM in names)
-        return _count_jaxpr(params["branches"][taken].jaxpr, loops)
+        return count_work(params["branches"][taken].jaxpr, loops=loops)
     if name == "cond":
-        return max((_count_jaxpr(branch.jaxpr, loops) for branch in params["branches"]), key=lambda work: work.flops)
+        return max(
+            (count_work(branch.jaxpr, loops=loops) for branch in params["branches"]), key=lambda work: work.flops
+        )
     # Calls, custom derivatives and rematerialized parts have their programs among their parameters.
     inner = (value.jaxpr if isinstance(value, core.ClosedJaxpr) else value for value in params.values())
     times = math.prod(params["mesh"].shape.values()) if name == "shard_map" else 1
-    return sum((_count_jaxpr(value, loops) for value in inner if isinstance(value, core.Jaxpr)), Flops()) * times
+    return sum((count_work(value, loops=loops) for value in inner if isinstance(value, core.Jaxpr)), Flops()) * times
 
 
 def _count_product(equation: core.JaxprEqn) -> Flops:

@@ -17,7 +17,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.deploy.launch.tpu.topology import SHAPES
+from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig

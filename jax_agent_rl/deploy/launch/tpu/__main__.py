@@ -21,10 +21,9 @@ from jax_agent_rl.deploy.launch import (
     variable,
 )
 from jax_agent_rl.deploy.launch.tpu import job
-from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud
+from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
-from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax_agent_rl.deploy.launch import render_template
-from jax_agent_rl.deploy.launch.tpu.gcloud import Call
-from jax_agent_rl.deploy.launch.tpu.topology import Topology
+from jax_agent_rl.deploy.launch.tpu.gcloud import Call, Topology
 from jax_agent_rl.errors import LaunchError
 
 ARCHIVE = "jax_agent_rl.tar.gz"

@@ -15,7 +15,7 @@ def shape(*sizes: int) -> jax.ShapeDtypeStruct:
 
 
 def work_of(function, *args, loops=1) -> Flops:
-    return count_work(jax.make_jaxpr(function)(*args), loops=loops)
+    return count_work(jax.make_jaxpr(function)(*args).jaxpr, loops=loops)
 
 
 def test_a_product_counts_two_operations_for_each_pair_and_every_array_once():

@@ -3,7 +3,7 @@
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.launch.tpu.topology import GENERATIONS, SHAPES, parse_topology
+from jax_agent_rl.deploy.launch.tpu.gcloud import GENERATIONS, SHAPES, parse_topology
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config

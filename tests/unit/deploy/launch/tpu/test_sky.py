@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES
 from jax_agent_rl.deploy.launch.tpu.job import Job, SchedulerOptions, render
-from jax_agent_rl.deploy.launch.tpu.topology import SHAPES
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
 from tests.launching import ROOT

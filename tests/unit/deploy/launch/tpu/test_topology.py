@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.deploy.launch.tpu.topology import SHAPES, parse_topology
+from jax_agent_rl.deploy.launch.tpu.gcloud import SHAPES, parse_topology
 from jax_agent_rl.errors import LaunchError
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun
+from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job, SchedulerOptions, render
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
-from jax_agent_rl.deploy.launch.tpu.topology import parse_topology
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
 from tests.ports import free_port
