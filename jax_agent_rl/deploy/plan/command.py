@@ -129,7 +129,7 @@ def _search(task: PlanTask, budget: int, console: Console) -> tuple[PlanResult, 
 
     tree, slice = read_tree(Path(task.recipe)), Slice.parse(task.topology)
     model = check(build(tree, task.overrides))
-    found = candidates(lambda more: build(tree, [*task.overrides, *more]), model, slice, slice.devices())
+    found = candidates(lambda more: build(tree, [*task.overrides, *more]), model, slice)
     limit = min(TRIES * budget, len(found))
     text = f"{len(found)} layouts could do; compiling until {min(budget, limit)} fit, {limit} at most"
     console.print(text, highlight=False)
@@ -337,14 +337,10 @@ def _plan(task: PlanTask, on_progress: Callable[[str], None]) -> PlanResult:
     screen = io.StringIO()
     console = Console(file=screen, width=task.width, force_terminal=task.colours)
     if task.profile is not None:
-        compiled = compile_profiled(
-            config, model, slice, devices=slice.devices(), profile=task.profile, on_progress=on_progress
-        )
+        compiled = compile_profiled(config, model, slice, profile=task.profile, on_progress=on_progress)
         show_profiles(compiled, slice.chip, console)
         return PlanResult(report=screen.getvalue(), made=profiles_as_json(compiled, slice.chip))
-    plan = make_plan(
-        config, model, slice, devices=slice.devices(), utilization=task.utilization, on_progress=on_progress
-    )
+    plan = make_plan(config, model, slice, utilization=task.utilization, on_progress=on_progress)
     show(plan, console, price=task.price)
     return PlanResult(report=screen.getvalue(), made=as_json(plan, price=task.price))
 

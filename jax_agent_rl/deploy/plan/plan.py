@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import (
@@ -126,7 +126,6 @@ class ResourcePlan:
     """Plan of one configuration on one slice.
 
     Attributes:
-        devices: devices of the slice.
         compiled: programs of the run.
         loads: the fullest chip of each.
         step: predicted time of a step.
@@ -135,7 +134,6 @@ class ResourcePlan:
     config: Config
     model: DecoderConfig
     slice: Slice
-    devices: Sequence[Any]
     placement: DevicePlacement
     compiled: tuple[Compiled, ...]
     loads: tuple[Load, ...]
@@ -157,7 +155,7 @@ class ResourcePlan:
     @property
     def host_memory(self) -> int:
         """Bytes of a host's memory."""
-        return self.slice.chip.host_bytes * max(Counter(d.process_index for d in self.devices).values())
+        return self.slice.chip.host_bytes * max(Counter(d.process_index for d in self.slice.devices).values())
 
     @functools.cached_property
     def replay(self) -> Replay:
@@ -217,7 +215,6 @@ def make_plan(
     slice: Slice,
     *,
     utilization: float,
-    devices: Sequence[Any],
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> ResourcePlan:
     """Compile all programs of a run.
@@ -227,14 +224,13 @@ def make_plan(
         model: its architecture.
         slice: the slice to plan for.
         utilization: share of the ideal that programs reach of which the compiler gives no time.
-        devices: devices of the slice.
         on_progress: takes a line of progress.
 
     Raises:
         ConfigError: the configuration does not go with the slice.
     """
-    config = choose_engine_mesh(config, model, devices, memory=slice.chip.hbm_bytes)
-    where = place_devices(config, devices)
+    config = choose_engine_mesh(config, model, slice)
+    where = place_devices(config, slice.devices)
     on_progress("tracing")
     made = inventory(config, model, where)
     compiled = []
@@ -245,7 +241,6 @@ def make_plan(
         config=config,
         model=model,
         slice=slice,
-        devices=devices,
         placement=where,
         compiled=tuple(compiled),
         loads=tuple(loads(made, compiled, capacity=slice.chip.hbm_bytes)),
@@ -356,7 +351,6 @@ def compile_profiled(
     model: DecoderConfig,
     slice: Slice,
     *,
-    devices: Sequence[Any],
     profile: Profile,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Compiled]:
@@ -366,7 +360,6 @@ def compile_profiled(
         config: configuration of the run.
         model: its architecture.
         slice: the slice to compile for.
-        devices: devices of the slice.
         profile: the kind.
         on_progress: takes a line of progress.
 
@@ -375,7 +368,7 @@ def compile_profiled(
     """
     on_progress("tracing")
     only = "learner" if profile == "learner" else "rollout"
-    programs = inventory(config, model, place_devices(config, devices), only=only).programs
+    programs = inventory(config, model, place_devices(config, slice.devices), only=only).programs
     chosen = [one for one in programs if profile in (one.phase, one.name.split()[0])]
     if not chosen:
         names = ", ".join(one.name for one in programs)

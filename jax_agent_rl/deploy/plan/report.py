@@ -19,7 +19,6 @@ from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.runtime.engine_devices import engine_shapes, report_idle
 
 COLUMNS = {
@@ -154,7 +153,7 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
             yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
         else:
             yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
-    number = {device: i for i, device in enumerate(plan.devices)}
+    number = {device: i for i, device in enumerate(plan.slice.devices)}
     idle = report_idle(
         plan.config,
         count=plan.slice.chips,
@@ -251,7 +250,7 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
 
 
 def _adviser(plan: ResourcePlan) -> Adviser:
-    return Adviser(config=plan.config, model=plan.model, slice=plan.slice, devices=plan.devices)
+    return Adviser(config=plan.config, model=plan.model, slice=plan.slice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +260,6 @@ class Adviser:
     config: Config
     model: DecoderConfig
     slice: Slice
-    devices: Sequence[Device]
 
     def advice(self, load: Load) -> list[str]:
         """Return overrides to try on a program that does not fit, largest parts of the chip's memory first."""
@@ -341,7 +339,7 @@ class Adviser:
         """Return the configuration with these overrides; None if it would be refused."""
         try:
             made = build(self.config.model_dump(mode="json", exclude_unset=True), overrides)
-            check_layout(made, self.model, self.devices, memory=self.slice.chip.hbm_bytes)
+            check_layout(made, self.model, self.slice)
         except ConfigError:
             return None
         return made

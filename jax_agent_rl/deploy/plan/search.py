@@ -105,16 +105,13 @@ class Candidate:
         return {"overrides": self.changes, **found}
 
 
-def candidates(
-    configured: Callable[[Sequence[str]], Config], model: DecoderConfig, slice: Slice, devices: Sequence[Any]
-) -> list[Candidate]:
+def candidates(configured: Callable[[Sequence[str]], Config], model: DecoderConfig, slice: Slice) -> list[Candidate]:
     """Return all layouts whose meshes divide the model and whose arrays fit, best first.
 
     Args:
         configured: returns the configuration with overrides.
         model: its architecture.
         slice: the slice to plan for.
-        devices: its devices.
 
     Raises:
         ConfigError: there is none.
@@ -123,16 +120,16 @@ def candidates(
     reasons: set[str] = set()
     config = configured(())
     for learner in learner_meshes(config, model, slice):
-        for engine in engine_meshes(config, devices):
+        for engine in engine_meshes(config, slice):
             meshes = {**learner, **engine}
             try:
-                where = check_layout(configured(as_overrides(meshes)), model, devices, memory=slice.chip.hbm_bytes)
+                where = check_layout(configured(as_overrides(meshes)), model, slice)
             except ConfigError as error:
                 reasons.add(str(error))
                 continue
             for sizes in batch_sizes(config):
                 choice = {**meshes, **sizes}
-                made = choose_engine_mesh(configured(as_overrides(choice)), model, devices, memory=slice.chip.hbm_bytes)
+                made = choose_engine_mesh(configured(as_overrides(choice)), model, slice)
                 guess = estimate(made, model, slice.chip, engines=max(1, where.engine_count))
                 if guess.stays <= slice.chip.hbm_bytes:
                     changes = as_overrides(choice, changing=config)

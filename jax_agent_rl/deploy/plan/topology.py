@@ -179,8 +179,9 @@ class Slice:
         """Chips of all slices."""
         return math.prod(self.shape) * self.count
 
+    @functools.cached_property
     def devices(self) -> list[Any]:
-        """Return described devices, one per chip, by slice and coordinates: programs compile for them, but cannot run.
+        """Described devices, one per chip, by slice and coordinates: programs compile for them, but cannot run.
 
         Raises:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.
@@ -227,16 +228,15 @@ class DevicePlacement:
         return not any(learner & set(mesh.devices.flat) for mesh in self.engines)
 
 
-def choose_engine_mesh(config: Config, model: DecoderConfig, devices: Sequence[Device], *, memory: int) -> Config:
+def choose_engine_mesh(config: Config, model: DecoderConfig, slice: Slice) -> Config:
     """Return the configuration with the engines' mesh that a run would choose, see :func:`resolve_engine_mesh`.
 
     Args:
         config: configuration of the run.
         model: its architecture.
-        devices: devices of the slice.
-        memory: bytes of a device.
+        slice: the slice.
     """
-    rollout, mesh = config.rollout, config.rollout.jetstream.mesh
+    devices, rollout, mesh = slice.devices, config.rollout, config.rollout.jetstream.mesh
     if rollout.backend != "jetstream":
         return config
     own = [device for device in devices if device.process_index == devices[0].process_index]
@@ -244,7 +244,7 @@ def choose_engine_mesh(config: Config, model: DecoderConfig, devices: Sequence[D
         if mesh.data is None and mesh.tensor is not None:
             return with_engine_mesh(config, data=1, tensor=mesh.tensor)
         own = devices[config.learner.mesh.devices :][: mesh.expert * (mesh.data or 1)] or own
-    return resolve_engine_mesh(config, model, devices=own, memory=memory)
+    return resolve_engine_mesh(config, model, devices=own, memory=slice.chip.hbm_bytes)
 
 
 def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
@@ -277,19 +277,18 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
     return DevicePlacement(learner=learner, engines=tuple(meshes))
 
 
-def check_layout(config: Config, model: DecoderConfig, devices: Sequence[Device], *, memory: int) -> DevicePlacement:
+def check_layout(config: Config, model: DecoderConfig, slice: Slice) -> DevicePlacement:
     """Return the devices of each phase, checked against the model.
 
     Args:
         config: configuration of the run.
         model: its architecture.
-        devices: devices of the slice.
-        memory: bytes of a device.
+        slice: the slice.
 
     Raises:
         ConfigError: a mesh does not go with the devices, or does not divide the model.
     """
-    where = place_devices(choose_engine_mesh(config, model, devices, memory=memory), devices)
+    where = place_devices(choose_engine_mesh(config, model, slice), slice.devices)
     parameter_shardings(where.learner, model.parameter_shapes())
     for mesh in where.engines[:1]:  # the others are like it
         engine_config(model, mesh)
@@ -322,7 +321,7 @@ def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
 
 
-def engine_meshes(config: Config, devices: Sequence[Device]) -> Iterator[Choice]:
+def engine_meshes(config: Config, slice: Slice) -> Iterator[Choice]:
     """Yield every mesh of a process's engines that share chips with the learner; otherwise the configured one.
 
     The number of engines follows from their size, unless it is configured.
@@ -331,7 +330,7 @@ def engine_meshes(config: Config, devices: Sequence[Device]) -> Iterator[Choice]
         yield {}
         return
     mesh = config.rollout.jetstream.mesh
-    own = sum(device.process_index == devices[0].process_index for device in devices)
+    own = sum(device.process_index == slice.devices[0].process_index for device in slice.devices)
     own = (own - config.rollout.jetstream.device_offset) // mesh.expert
     for size in (1, 2, 4, 8):
         data = {} if mesh.data is None else {"rollout.jetstream.mesh.data": max(1, own // size)}

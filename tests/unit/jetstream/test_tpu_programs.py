@@ -29,7 +29,7 @@ SLOT_COUNTS, HEADS, KV_HEADS, SIZE, LENGTH, CHUNK = 64, 8, 4, 128, 8192, 64
 def devices(request: pytest.FixtureRequest) -> np.ndarray:
     """Four chips, described."""
     pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
-    return np.array(Slice.parse(request.param).devices())
+    return np.array(Slice.parse(request.param).devices)
 
 
 def mesh_of(devices: np.ndarray, **sizes: int) -> Mesh:

@@ -15,6 +15,8 @@ class Device:
         self.process_index = host
 
 
-def devices_of(slice: Slice, *, hosts: int = 1) -> list[Device]:
-    """All of them, over so many hosts."""
-    return [Device(number, number * hosts // slice.chips) for number in range(slice.chips)]
+def described(name: str, *, hosts: int = 1) -> Slice:
+    """The slice of this name, its devices over so many hosts."""
+    slice = Slice.parse(name)
+    vars(slice)["devices"] = [Device(number, number * hosts // slice.chips) for number in range(slice.chips)]
+    return slice

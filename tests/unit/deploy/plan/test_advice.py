@@ -9,7 +9,7 @@ from jax_agent_rl.deploy.plan.report import Adviser
 from jax_agent_rl.deploy.plan.topology import Slice, check_layout
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
-from tests.unit.deploy.plan.slices import devices_of
+from tests.unit.deploy.plan.slices import described
 from tests.unit.deploy.plan.test_fit import program
 
 ROWS = "learner.micro_batch_size"
@@ -21,10 +21,10 @@ def adviser(tmp_path):
     file = recipe(tmp_path)
 
     def run(changes=(), topology="v5e:2x2"):
-        slice, config = Slice.parse(topology), load(file, changes)
-        model, devices = load_config(config.model.path), devices_of(slice)
-        check_layout(config, model, devices, memory=slice.chip.hbm_bytes)
-        return Adviser(config=config, model=model, slice=slice, devices=devices)
+        slice, config = described(topology), load(file, changes)
+        model = load_config(config.model.path)
+        check_layout(config, model, slice)
+        return Adviser(config=config, model=model, slice=slice)
 
     return run
 
@@ -63,7 +63,7 @@ def test_what_is_proposed_can_be_set_on_the_slice(mesh, part, adviser, tmp_path)
         for hint in proposed:
             if "=" in hint:
                 changed = load(tmp_path / "recipe.yaml", [*axes, *SMALLEST, *hint.split()])
-                check_layout(changed, here.model, here.devices, memory=here.slice.chip.hbm_bytes)
+                check_layout(changed, here.model, here.slice)
                 assert changed.learner.mesh.devices == 4
 
 

@@ -214,7 +214,7 @@ def test_a_large_product_is_predicted_a_little_above_its_ideal(topology: str):
     """1024 x 4096 x 4096 in bfloat16 on v5e: 277,667 cycles of libtpu 0.0.42, 94 % of the peak."""
     pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
     slice = Slice.parse(topology)
-    here = Mesh(np.array(slice.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    here = Mesh(np.array(slice.devices[:1]), ("data",), axis_types=(AxisType.Auto,))
     everywhere = NamedSharding(here, PartitionSpec())
     a, b = (jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16, sharding=everywhere) for n in (1024, 4096))
     traced = jax.jit(lambda a, b: a @ b).trace(a, b)

@@ -10,7 +10,7 @@ from jax_agent_rl.deploy.plan.engine_programs import CACHE, RecordingTable
 from jax_agent_rl.deploy.plan.plan import Replay, ResourcePlan, inventory, loads, sum_step
 from jax_agent_rl.deploy.plan.report import as_json
 from jax_agent_rl.deploy.plan.search import estimate
-from jax_agent_rl.deploy.plan.topology import CHIPS, GIB, DevicePlacement, Slice, place_devices
+from jax_agent_rl.deploy.plan.topology import CHIPS, GIB, DevicePlacement, place_devices
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.learner.learner import Learner
@@ -20,7 +20,7 @@ from jax_agent_rl.runtime.engine_devices import ResidentBytes, engine_shapes
 from tests.tiny import EXPERTS, TINY, tiny_params
 from tests.trajectories import random_groups, with_routed_experts, with_supports
 from tests.unit.deploy.plan.recipe import recipe
-from tests.unit.deploy.plan.slices import devices_of
+from tests.unit.deploy.plan.slices import described
 from tests.unit.deploy.plan.test_fit import compiled, program
 from tests.unit.deploy.plan.test_inventory_of_a_run import ONE_DEVICE, Stop, shapes
 from tests.unit.deploy.plan.test_report import plan, shown  # noqa: F401
@@ -138,16 +138,14 @@ def test_what_engines_report_of_a_step_is_counted(tmp_path):
 
 def host_plan(folder, *changes: str, hosts: int = 2):
     """Eight chips of which every two or four are a host's, an engine on each two."""
-    slice = Slice.parse("v5e:2x4")
-    devices = devices_of(slice, hosts=hosts)
+    slice = described("v5e:2x4", hosts=hosts)
     config = configured(folder, "rollout.jetstream.mesh.tensor=2", *changes)
-    meshes = [make_engine_mesh(config.rollout.jetstream.mesh, devices=devices[b : b + 4]) for b in (0, 4)]
+    meshes = [make_engine_mesh(config.rollout.jetstream.mesh, devices=slice.devices[b : b + 4]) for b in (0, 4)]
     one = compiled(program())
     return ResourcePlan(
         config=config,
         model=TINY,
         slice=slice,
-        devices=devices,
         placement=DevicePlacement(learner=one.program.mesh, engines=tuple(meshes)),
         compiled=(one,),
         loads=tuple(loads(planned_inventory(configured(folder / "loads")), [one], capacity=GIB)),

@@ -43,13 +43,13 @@ def plan(tmp_path):
 
     def run(programs, *, engines=(MESH,), changes=()):
         config, slice = load(file, [*ONE_CHIP, *changes]), Slice.parse("v5e:1x1")
+        vars(slice)["devices"] = list(MESH.devices.flat)
         there = dataclasses.replace(one := programs[0], program=dataclasses.replace(one.program, mesh=MESH))
         sizes = loads(inventory(weights=GIB // 8), [there, *programs[1:]], capacity=slice.chip.hbm_bytes)
         return ResourcePlan(
             config=config,
             model=load_config(config.model.path),
             slice=slice,
-            devices=list(MESH.devices.flat),
             placement=DevicePlacement(learner=MESH, engines=engines),
             compiled=tuple(programs),
             loads=tuple(sizes),

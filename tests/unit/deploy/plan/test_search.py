@@ -8,11 +8,11 @@ from jax_agent_rl.config import build
 from jax_agent_rl.config.loading import read_tree
 from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.deploy.plan.search import Candidate, PlanEstimate, candidates, search, table, verdict
-from jax_agent_rl.deploy.plan.topology import AXES, GIB, Slice
+from jax_agent_rl.deploy.plan.topology import AXES, GIB
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
-from tests.unit.deploy.plan.slices import devices_of
+from tests.unit.deploy.plan.slices import described
 
 
 @pytest.fixture
@@ -20,9 +20,8 @@ def found(tmp_path):
     def run(topology="v5e:2x2", *overrides, hosts=1):
         folder = tmp_path / f"of-{hosts}"
         tree = read_tree(folder / "recipe.yaml" if folder.exists() else recipe(folder))
-        slice = Slice.parse(topology)
         configured = lambda more: build(tree, [*overrides, *more])  # noqa: E731
-        return candidates(configured, load_config(folder / "model"), slice, devices_of(slice, hosts=hosts))
+        return candidates(configured, load_config(folder / "model"), described(topology, hosts=hosts))
 
     return run
 

@@ -8,7 +8,7 @@ from jax_agent_rl.deploy.plan.topology import CHIPS, Slice, choose_engine_mesh, 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
-from tests.unit.deploy.plan.slices import devices_of
+from tests.unit.deploy.plan.slices import described
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_slices_are_those_that_the_launcher_makes():
 def test_without_the_compiler_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jax_agent_rl\[plan\]'"):
-        Slice.parse("v5e:2x2").devices()
+        len(Slice.parse("v5e:2x2").devices)
 
 
 def test_the_launch_pages_own_command_samples_on_all_chips(tmp_path):
@@ -55,12 +55,11 @@ def test_the_launch_pages_own_command_samples_on_all_chips(tmp_path):
     config = load(
         recipe(tmp_path), ["learner.mesh.fsdp=16", "learner.mesh.tensor=1", "rollout.jetstream.mesh.tensor=null"]
     )
-    slice, model = Slice.parse("v5e:4x4"), load_config(config.model.path)
-    devices = devices_of(slice, hosts=4)
-    for device in devices:
+    slice, model = described("v5e:4x4", hosts=4), load_config(config.model.path)
+    for device in slice.devices:
         device.platform = "tpu-like"  # for which jax knows no coordinates
-    chosen = choose_engine_mesh(config, model, devices, memory=slice.chip.hbm_bytes)
+    chosen = choose_engine_mesh(config, model, slice)
     assert (chosen.rollout.jetstream.mesh.data, chosen.rollout.jetstream.mesh.tensor) == (4, 1)
-    where = place_devices(chosen, devices)
+    where = place_devices(chosen, slice.devices)
     assert where.engine_count == 16 and len(where.engines) == 4
     assert {device.id for mesh in where.engines for device in mesh.devices.flat} == set(range(16))
