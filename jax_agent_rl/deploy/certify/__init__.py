@@ -44,7 +44,7 @@ CHECKS = (
     Check("checkpoint", "Checkpoint written and restored", system.check_checkpoint, system.CHECKPOINT, 60),
     Check("training", "A short training run", system.check_training, system.ACCOUNTING, 120),
 )
-"""In order: what needs the devices to itself comes before the learner is built, the training run when it is gone."""
+"""Checks in order: those that need the devices to themselves, those with a learner, and the training run."""
 
 _STYLES = {
     CheckOutcome.AS_CLAIMED: "green",

@@ -37,7 +37,7 @@ LIMITS = {"float32": 2e-5, "tf32": 5e-3, "bfloat16": 2e-2}
 PAGES = (32, 128)
 HEADS = (64, 128, 256)
 KINDS = ("float32", "bfloat16", "int8", "fp8")
-"""Of the cache. Queries of 8-bit caches are float32."""
+"""Precisions of the cache. Queries of 8-bit caches are float32."""
 KV_HEADS, GROUP, SLOTS, COUNT = 2, 3, 3, 3
 Errors = Iterator[tuple[str, float]]
 """What was computed, and its error."""

@@ -37,7 +37,7 @@ SHORT = ("trainer.steps=2", "data.eval_limit=8")
 KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 """``plan``'s names of chips by JAX's."""
 LONG_SECONDS = 5.0
-"""Of calls that are timed together; after these none is repeated."""
+"""Time after which a call is not repeated for another measurement."""
 PACKAGES = ("jax_agent_rl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu", "vllm", "torch")
 Clock = Callable[[], float]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax_agent_rl.deploy.certify.machine import Machine
 
 VERSION = 1
-"""Of the JSON's layout."""
+"""Version of the JSON's layout."""
 _NOT_WRITTEN = "{file} could not be written ({reason}); choose another folder with --out"
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,9 +37,9 @@ MEMORY = Claim(page="docs/hardware.md", text="shapes, sharding and memory are th
 PEAK_SHARE = 0.6
 """Least share of a TPU's documented peaks that a large product, or a large sum, reaches."""
 FACTOR = 2.0
-"""Most that a time on a TPU may be off ``plan``'s prediction, either way."""
+"""Largest factor between a time on a TPU and ``plan``'s prediction, either way."""
 SLOWEST = 10.0
-"""Most times the ideal time."""
+"""Largest factor between a time and the ideal time."""
 DISPATCH = 0.02
 """Seconds of a call from Python, which no plan counts."""
 SPARE = 1.25
@@ -49,13 +50,25 @@ HOST_SPARE = 1 << 30
 def check_peaks(machine: Machine, record: CheckResult) -> None:
     """Measure what the device reaches on a large matrix product and on a large sum."""
     chip = machine.chip
+
+    def reached(name: str, value: float, unit: str, documented: float | None) -> None:
+        known = {} if documented is None else {"low": PEAK_SHARE * documented, "beside": {"documented": documented}}
+        record(name, value, unit, **known)
+
     for dtype in dict.fromkeys((machine.alone.learner.compute_dtype, machine.alone.rollout.jetstream.dtype)):
-        beside = {} if chip is None else {"documented": chip.flops}
-        low = None if chip is None else PEAK_SHARE * chip.flops
-        record(f"matrix product, {dtype}", machine.flops(dtype), "FLOP/s", low=low, beside=beside)
-    beside = {} if chip is None else {"documented": chip.hbm_bandwidth}
-    low = None if chip is None else PEAK_SHARE * chip.hbm_bandwidth
-    record("reading of memory", machine.bandwidth(), "B/s", low=low, beside=beside)
+        reached(f"matrix product, {dtype}", machine.flops(dtype), "FLOP/s", chip and chip.flops)
+    reached("reading of memory", machine.bandwidth(), "B/s", chip and chip.hbm_bandwidth)
+
+
+class Timing(NamedTuple):
+    """A timed part: ``work`` of a unit in ``seconds``, and the planned and the ideal seconds."""
+
+    title: str
+    unit: str
+    work: float
+    seconds: float
+    planned: float
+    ideal: float
 
 
 def check_speed(machine: Machine, record: CheckResult) -> None:
@@ -68,37 +81,21 @@ def check_speed(machine: Machine, record: CheckResult) -> None:
         "learner": _time_learner,
     }
     for name, run in parts.items():
-        if record.has_time(name):
-            run(machine, record, name)
-
-
-def _record_rate(
-    machine: Machine, record: CheckResult, name: str, unit: str, work: float, seconds: float, plan: tuple[float, float]
-) -> None:
-    """Record a rate.
-
-    Args:
-        machine: the machine.
-        record: takes the measurement.
-        name: of the part.
-        unit: of ``work`` per second.
-        work: done in ``seconds``.
-        seconds: measured.
-        plan: planned seconds, and ideal ones.
-    """
-    planned, ideal = plan
-    predicts = machine.plan.predicts
-    most = DISPATCH + planned * (FACTOR if predicts else SLOWEST)
-    record(
-        name,
-        work / seconds,
-        unit,
-        low=work / most,
-        high=FACTOR * work / planned if predicts else None,
-        beside=({"plan": work / planned} if predicts else {}) | {"ideal": work / ideal},
-        claim=PREDICTED if predicts else IDEAL,
-        detail=f"{ideal / seconds:.0%} of the ideal; {format_number(seconds, 's')} a call",
-    )
+        if not record.has_time(name):
+            continue
+        title, unit, work, seconds, planned, ideal = run(machine)
+        predicts = machine.plan.predicts
+        most = DISPATCH + planned * (FACTOR if predicts else SLOWEST)
+        record(
+            name + title,
+            work / seconds,
+            f"{unit}/s",
+            low=work / most,
+            high=FACTOR * work / planned if predicts else None,
+            beside=({"plan": work / planned} if predicts else {}) | {"ideal": work / ideal},
+            claim=PREDICTED if predicts else IDEAL,
+            detail=f"{ideal / seconds:.0%} of the ideal; {format_number(seconds, 's')} a call",
+        )
 
 
 def _planned(machine: Machine, one: Compiled) -> tuple[float, float]:
@@ -115,7 +112,7 @@ def _find(machine: Machine, prefix: str) -> Compiled:
     return one
 
 
-def _time_weights(machine: Machine, record: CheckResult, name: str) -> None:
+def _time_weights(machine: Machine) -> Timing:
     params, engine = machine.learner.params, machine.engine
     served = engine.load_params(params)
 
@@ -125,11 +122,10 @@ def _time_weights(machine: Machine, record: CheckResult, name: str) -> None:
         return served
 
     seconds, size = machine.best_seconds(load), sum(x.nbytes for x in jax.tree.leaves(params))
-    plan = _planned(machine, _find(machine, "take weights"))
-    _record_rate(machine, record, name, "B/s", size, seconds, plan)
+    return Timing("", "B", size, seconds, *_planned(machine, _find(machine, "take weights")))
 
 
-def _time_decoding(machine: Machine, record: CheckResult, name: str) -> None:
+def _time_decoding(machine: Machine) -> Timing:
     engine, steps = machine.engine, machine.engine.shapes.decode_steps
     weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
     count = min(engine.shapes.max_concurrent_decodes, engine.shapes.pages // engine.shapes.context_pages)
@@ -146,11 +142,11 @@ def _time_decoding(machine: Machine, record: CheckResult, name: str) -> None:
 
     seconds = machine.best_seconds(decode)
     one = _find(machine, f"decode {engine.width(count)} slots")
-    title = f"{name}, {count} slots of {engine.shapes.cache_length}"
-    _record_rate(machine, record, title, "tokens/s", count * steps, seconds, _planned(machine, one))
+    title = f", {count} slots of {engine.shapes.cache_length}"
+    return Timing(title, "tokens", count * steps, seconds, *_planned(machine, one))
 
 
-def _time_prefill(machine: Machine, record: CheckResult, name: str) -> None:
+def _time_prefill(machine: Machine) -> Timing:
     engine, size = machine.engine, machine.engine.shapes.chunk_buckets[-1]
     weights, cache = engine.load_params(machine.learner.params), engine.init_cache()
     size = min(size, engine.shapes.max_model_len)
@@ -169,11 +165,10 @@ def _time_prefill(machine: Machine, record: CheckResult, name: str) -> None:
     ideal = max(flops / chip.flops, sum(x.nbytes for x in jax.tree.leaves(weights)) / chip.hbm_bandwidth)
     one = machine.plan.find("prefill")
     planned = ideal if one is None or not machine.plan.predicts else _planned(machine, one)[0]
-    title = f"{name}, {rows} prompts of {size} ids"
-    _record_rate(machine, record, title, "tokens/s", rows * size, seconds, (planned, ideal))
+    return Timing(f", {rows} prompts of {size} ids", "tokens", rows * size, seconds, planned, ideal)
 
 
-def _time_learner(machine: Machine, record: CheckResult, name: str) -> None:
+def _time_learner(machine: Machine) -> Timing:
     groups, tokens = full_groups(machine)
     seconds = machine.best_seconds(lambda: bool(machine.learner.update(groups)), repeats=2)
     planned = ideal = 0.0
@@ -182,9 +177,7 @@ def _time_learner(machine: Machine, record: CheckResult, name: str) -> None:
             calls = one.program.calls * (math.ceil(tokens / one.program.tokens) if one.program.of else 1)
             here = _planned(machine, one)
             planned, ideal = planned + calls * here[0], ideal + calls * here[1]
-    _record_rate(
-        machine, record, f"{name}, updates of {tokens:,} tokens", "tokens/s", tokens, seconds, (planned, ideal)
-    )
+    return Timing(f", updates of {tokens:,} tokens", "tokens", tokens, seconds, planned, ideal)
 
 
 def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:

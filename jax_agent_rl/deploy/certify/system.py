@@ -52,7 +52,7 @@ ACCOUNTING = Claim(
 DRIFT = Claim(page="docs/index.md", text="The learner trains on the ids that the policy sampled")
 COMPILED = Claim(page="docs/certify.md", text="Nothing is compiled after the first step.")
 HANG_SECONDS = 600.0
-"""Most that an engine or a training run may take before it counts as hanging."""
+"""Time after which an engine or a training run counts as hanging."""
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -292,17 +292,12 @@ def check_training(machine: Machine, record: CheckResult) -> None:
     record("trajectories unaccounted for", lost, low=0, high=0, claim=ACCOUNTING, detail=f"of {summary['started']}")
     record("trajectories trained on", summary["trained"], low=1, claim=ACCOUNTING)
     record("trajectories whose ids drifted", summary["token_drift"], high=0, claim=DRIFT)
-    allowed = run_tolerance(config, [_engine_precision(config)])
+    engine = config.rollout.jetstream
+    allowed = run_tolerance(config, [engine.dtype, *{engine.kv_dtype, engine.quantize} & {"int8", "fp8"}])
     gap = summary["max_logprob_gap"]
     record("largest log-prob gap of engine and learner", gap, "nats", high=allowed.token, claim=AGREEMENT)
     record("programs compiled after the first step", summary["recompilations_after_warmup"], high=0, claim=COMPILED)
     record("training", summary["train_seconds"], "s", claim=ACCOUNTING, detail=f"{summary['steps']} steps")
-
-
-def _engine_precision(config: Config) -> str:
-    engine = config.rollout.jetstream
-    chosen = [engine.dtype, *(kind for kind in (engine.kv_dtype, engine.quantize) if kind in ("int8", "fp8"))]
-    return coarsest(chosen)
 
 
 async def _train(config: Config, console: Console) -> dict[str, Any]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 DRIVER = "jax_agent_rl.deploy.launch.ray_driver"
 STOP_SECONDS = 600
-"""From SIGTERM to SIGKILL: Ray's three seconds would not do to save a checkpoint."""
+"""Time from SIGTERM to SIGKILL: Ray's three seconds would not do to save a checkpoint."""
 _POLL_SECONDS = 0.5
 _AGENT_SECONDS = 120.0  # until a node of a new cluster takes jobs
 

@@ -109,7 +109,7 @@ class Replay:
 
     @classmethod
     def of(cls, config: Config, model: DecoderConfig) -> Replay:
-        """Return those of trajectories of full length."""
+        """Return the bytes of a step with trajectories of full length."""
         rollout, agent, experts = config.rollout, config.agent, model.experts
         members = rollout.prompts_per_step * rollout.group_size
         draws = members * agent.max_response_length if replays_supports(config) else 0

@@ -32,7 +32,7 @@ Choice = Mapping[str, int | str]
 AXES = ("fsdp", "expert", "context", "tensor")
 ROWS = (1, 2, 4, 8)
 REMAT = ("none", "dots", "full")
-"""From the one that keeps most."""
+"""Kinds of rematerialization, from the one that keeps most."""
 
 
 @dataclass(frozen=True, kw_only=True)
