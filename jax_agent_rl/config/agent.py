@@ -46,6 +46,8 @@ Side = Literal["left", "middle", "right"]
 
 _SERVER_TOOL = UsedByAgents("server_tool_agent")
 _WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
+_TURNS = UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
+_TOOL_RESULTS = UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
 
 
 class ServerToolConfig(Section):
@@ -266,10 +268,7 @@ class AgentConfig(ServerToolConfig):
         description="Format of the model's tool calls; auto: derived from its chat template (hermes if the template "
         "has none).",
     )
-    tool_prompt: Annotated[
-        Literal["template", "none"],
-        UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent") | WhenCommand("serve"),
-    ] = Field(
+    tool_prompt: Annotated[Literal["template", "none"], _TURNS | WhenCommand("serve")] = Field(
         default="template",
         description="template: put tool schemas into the prompt, by the chat template or, if it has no place for "
         "them, as a system section. none: the rows' own prompts explain the tools.",
@@ -281,12 +280,12 @@ class AgentConfig(ServerToolConfig):
     max_response_length: Positive = Field(
         default=512, description="Maximum number of sampled and inserted tokens after the prompt."
     )
-    max_assistant_turns: Annotated[
-        Positive, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
-    ] = Field(default=8, description="Maximum number of generations in one trajectory.")
-    max_user_turns: Annotated[
-        NonNegative, UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
-    ] = Field(default=8, description="Maximum number of turns with tool results or from a simulated user.")
+    max_assistant_turns: Annotated[Positive, _TURNS] = Field(
+        default=8, description="Maximum number of generations in one trajectory."
+    )
+    max_user_turns: Annotated[NonNegative, _TURNS] = Field(
+        default=8, description="Maximum number of turns with tool results or from a simulated user."
+    )
     history_window: Annotated[
         Positive | None,
         UsedByAgents("tool_agent", "environment_agent", "server_tool_agent", "text_tool_agent", "search_agent"),
@@ -305,13 +304,12 @@ class AgentConfig(ServerToolConfig):
         "of its schema. For tool formats with an opening tag (hermes, text_tag, kimi, deepseek, mistral) and engines "
         "that follow grammars and report what they left.",
     )
-    max_tool_response_length: Annotated[
-        Positive, UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
-    ] = Field(default=256, description="Maximum number of tokens per tool result.")
-    tool_response_truncate_side: Annotated[
-        Literal["left", "middle", "right"],
-        UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent"),
-    ] = Field(default="middle", description="Side that is cut from a tool result that is too long.")
+    max_tool_response_length: Annotated[Positive, _TOOL_RESULTS] = Field(
+        default=256, description="Maximum number of tokens per tool result."
+    )
+    tool_response_truncate_side: Annotated[Side, _TOOL_RESULTS] = Field(
+        default="middle", description="Side that is cut from a tool result that is too long."
+    )
     tool_timeout: Annotated[float, UsedByAgents("tool_agent", "react_agent")] = Field(
         default=10.0, gt=0, description="Timeout of one tool call, in seconds."
     )

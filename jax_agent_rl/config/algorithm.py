@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
@@ -37,10 +38,10 @@ FILTER_NAMES: tuple[str, ...] = ("void_turn", "void_trajectory", "all_tool_calls
 WITHOUT_GROUP_BASELINE: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax", "rae", "none"})
 """Estimators with advantages even in a group of one, or of equal rewards."""
 
-_CLIPPED = WhenKey(
-    "algorithm.policy_loss.loss_mode",
-    *("vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"),
-    plugins=True,
+_with_estimator = functools.partial(WhenKey, "algorithm.adv_estimator")
+_with_loss = functools.partial(WhenKey, "algorithm.policy_loss.loss_mode")
+_CLIPPED = _with_loss(
+    "vanilla", "decoupled", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", plugins=True
 )
 _PER_SEQUENCE = Unless("algorithm.loss_agg_mode", "token-mean", "token-sum")
 _WEIGHTED = Unless("algorithm.rollout_correction.rollout_is", "none")
@@ -72,34 +73,34 @@ class PolicyLossConfig(Section):
     """The policy loss, and keys of individual losses."""
 
     loss_mode: LossMode = Field(default="vanilla", description="Policy loss; vanilla is PPO's clipped surrogate.")
-    behav_imp_weight_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "decoupled")] = Field(
+    behav_imp_weight_cap: Annotated[float, _with_loss("decoupled")] = Field(
         default=5.0, gt=0, description="decoupled: tokens with a larger proximal/behaviour ratio are excluded."
     )
-    tau_pos: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+    tau_pos: Annotated[float, _with_loss("sapo")] = Field(
         default=1.0, gt=0, description="sapo: temperature of the gate for positive advantages."
     )
-    tau_neg: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "sapo")] = Field(
+    tau_neg: Annotated[float, _with_loss("sapo")] = Field(
         default=1.05, gt=0, description="sapo: temperature of the gate for other advantages."
     )
-    clip_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+    clip_cov_ratio: Annotated[float, _with_loss("clip_cov")] = Field(
         default=2e-4, gt=0, le=1, description="clip_cov: share of the tokens excluded."
     )
-    clip_cov_lb: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+    clip_cov_lb: Annotated[float, _with_loss("clip_cov")] = Field(
         default=1.0, description="clip_cov: lower bound of the covariances to choose from."
     )
-    clip_cov_ub: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "clip_cov")] = Field(
+    clip_cov_ub: Annotated[float, _with_loss("clip_cov")] = Field(
         default=5.0, description="clip_cov: upper bound of the covariances to choose from."
     )
-    kl_cov_ratio: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+    kl_cov_ratio: Annotated[float, _with_loss("kl_cov")] = Field(
         default=2e-4, gt=0, le=1, description="kl_cov: share of the tokens penalized."
     )
-    ppo_kl_coef: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "kl_cov")] = Field(
+    ppo_kl_coef: Annotated[float, _with_loss("kl_cov")] = Field(
         default=1.0, ge=0, description="kl_cov: weight of |log-ratio| on the penalized tokens."
     )
-    dppo_ratio_cap: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dppo_tv", "dppo_kl")] = Field(
+    dppo_ratio_cap: Annotated[float, _with_loss("dppo_tv", "dppo_kl")] = Field(
         default=20.0, gt=1, description="dppo_tv, dppo_kl: upper bound at which the ratio is truncated."
     )
-    dro_beta: Annotated[float, WhenKey("algorithm.policy_loss.loss_mode", "dro")] = Field(
+    dro_beta: Annotated[float, _with_loss("dro")] = Field(
         default=0.05, gt=0, description="dro: weight of the quadratic log-ratio penalty."
     )
 
@@ -182,18 +183,18 @@ class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = Field(
         default="grpo", description="Advantage estimator; none: rewards are not learned from, only `kl` is."
     )
-    gamma: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", "reinforce_plus_plus", plugins=True)] = Field(
+    gamma: Annotated[float, _with_estimator("gae", "reinforce_plus_plus", plugins=True)] = Field(
         default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount from token to token."
     )
-    lam: Annotated[float, WhenKey("algorithm.adv_estimator", "gae", plugins=True)] = Field(
+    lam: Annotated[float, _with_estimator("gae", plugins=True)] = Field(
         default=1.0, ge=0, le=1, description="gae: lambda."
     )
-    bootstrap: Annotated[Literal["none", "truncated"], WhenKey("algorithm.adv_estimator", "gae")] = Field(
+    bootstrap: Annotated[Literal["none", "truncated"], _with_estimator("gae")] = Field(
         default="none",
         description="gae: value after the last token: 0, or the critic's if a limit truncated the trajectory.",
     )
-    gigpo: Annotated[GigpoConfig, WhenKey("algorithm.adv_estimator", "gigpo")] = Field(default_factory=GigpoConfig)
-    gdpo: Annotated[GdpoConfig, WhenKey("algorithm.adv_estimator", "gdpo")] = Field(default_factory=GdpoConfig)
+    gigpo: Annotated[GigpoConfig, _with_estimator("gigpo")] = Field(default_factory=GigpoConfig)
+    gdpo: Annotated[GdpoConfig, _with_estimator("gdpo")] = Field(default_factory=GdpoConfig)
     turn_reward: Annotated[
         Literal["none", "tool_reward", "tool_success"], Unless("algorithm.adv_estimator", "gdpo")
     ] = Field(
@@ -201,10 +202,10 @@ class AlgorithmConfig(Section):
         description="Reward of a turn with tool calls: the sum of their rewards, or the share of calls without an "
         "error.",
     )
-    turn_advantage_coef: Annotated[float, WhenKey("algorithm.adv_estimator", "mt_grpo")] = Field(
+    turn_advantage_coef: Annotated[float, _with_estimator("mt_grpo")] = Field(
         default=1.0, gt=0, description="mt_grpo: weight of the turn advantage."
     )
-    shared_tokens: Annotated[Literal["hard", "soft"], WhenKey("algorithm.adv_estimator", "arpo")] = Field(
+    shared_tokens: Annotated[Literal["hard", "soft"], _with_estimator("arpo")] = Field(
         default="hard",
         description="arpo: advantage of tokens that several trajectories share. hard: the mean. soft: each "
         "trajectory's own.",
@@ -218,9 +219,9 @@ class AlgorithmConfig(Section):
     clip_ratio_high: Annotated[float, _CLIPPED] = Field(
         default=0.28, gt=0, description="Clip range above 1 (clip-higher)."
     )
-    clip_ratio_c: Annotated[
-        float | None, WhenKey("algorithm.policy_loss.loss_mode", "vanilla", "decoupled", plugins=True)
-    ] = Field(default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound.")
+    clip_ratio_c: Annotated[float | None, _with_loss("vanilla", "decoupled", plugins=True)] = Field(
+        default=3.0, gt=1, description="Dual clip: bound on the ratio of negative advantages; null: no bound."
+    )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean",
         description="How token losses are averaged. The average is over the whole batch, however it is split.",
