@@ -16,7 +16,15 @@ import typer
 
 from jax_agent_rl.cli.config import register as register_config
 from jax_agent_rl.cli.evaluate import register as register_eval
-from jax_agent_rl.cli.options import JsonOption, Overrides, Panel, command, key_completer, settings_model
+from jax_agent_rl.cli.options import (
+    JsonOption,
+    Overrides,
+    Panel,
+    command,
+    exit_if_interrupted,
+    key_completer,
+    settings_model,
+)
 from jax_agent_rl.cli.serve import register as register_servers
 
 if TYPE_CHECKING:
@@ -148,13 +156,11 @@ def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:
     """Run a trainer until it ends, or saves and ends after Ctrl-C or SIGTERM."""
     from rich.console import Console
 
-    from jax_agent_rl.utils.interrupt import EXIT_CODE, exit_within
+    from jax_agent_rl.utils.interrupt import exit_within
 
     console = Console()
-    try:
+    with exit_if_interrupted():
         asyncio.run(train(console=console, exit_within=functools.partial(exit_within, console.print)))
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        raise typer.Exit(EXIT_CODE) from None
 
 
 for register in (register_eval, register_servers, register_config):
@@ -347,13 +353,10 @@ def chaos(
     from rich.console import Console
 
     from jax_agent_rl.testing.chaos.run import run_command
-    from jax_agent_rl.utils.interrupt import EXIT_CODE
 
     logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are expected
-    try:
+    with exit_if_interrupted():
         held = run_command(seconds, seed, only or [], soak=soak, console=Console())
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        raise typer.Exit(EXIT_CODE) from None
     if not held:
         raise typer.Exit(1)
 

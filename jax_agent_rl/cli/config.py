@@ -18,6 +18,7 @@ from jax_agent_rl.cli.options import (
     add_group,
     command,
     config_or_key,
+    exit_if_interrupted,
     run_to_end,
     settings_model,
 )
@@ -254,16 +255,11 @@ def certify(
     with 1 if there are deviations.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
-    import asyncio
-
     from jax_agent_rl.deploy.certify import run_command
-    from jax_agent_rl.utils.interrupt import EXIT_CODE
 
     arguments = ["jax-agent-rl", *sys.argv[1:]]
-    try:
+    with exit_if_interrupted():  # the report then ends before the check that was running
         report = run_command(config, overrides or [], only=only or [], out=out, arguments=arguments)
-    except (asyncio.CancelledError, KeyboardInterrupt):  # the report ends before this check
-        raise typer.Exit(EXIT_CODE) from None
     if not report["ok"]:
         raise typer.Exit(1)
 

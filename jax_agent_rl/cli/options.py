@@ -7,10 +7,11 @@ completion are fast.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import pkgutil
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -180,19 +181,28 @@ def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[
     return Path(config), rest
 
 
+@contextlib.contextmanager
+def exit_if_interrupted() -> Iterator[None]:
+    """Exit with the status of an interruption where one leaves the block; what it interrupted has cleaned up."""
+    from jax_agent_rl.utils.interrupt import EXIT_CODE
+
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(EXIT_CODE) from None
+
+
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on an event loop; Ctrl-C and SIGTERM cancel it and let it clean up.
 
     Raises:
         typer.Exit: it was interrupted.
     """
-    from jax_agent_rl.utils.interrupt import EXIT_CODE, Interruption, InterruptStage, exit_within
+    from jax_agent_rl.utils.interrupt import Interruption, InterruptStage, exit_within
 
     async def interruptible() -> T:
         with Interruption(print, functools.partial(exit_within, print), stage=InterruptStage.SAMPLING):
             return await main
 
-    try:
+    with exit_if_interrupted():
         return asyncio.run(interruptible())
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        raise typer.Exit(EXIT_CODE) from None
