@@ -338,11 +338,10 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size}; lower it, or leave "
             "it out"
         )
-    if rollout.adapters and rollout.backend == "jetstream":
-        custom_engine = rollout.jetstream.engine_factory is not None
-        if rollout.deterministic or custom_engine:
-            key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
-            yield f"rollout.adapters cannot be served with {key}; remove one of them"
+    custom_engine = rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None
+    if rollout.adapters and (custom_engine or (rollout.backend == "jetstream" and rollout.deterministic)):
+        key = "rollout.deterministic" if rollout.deterministic else "rollout.jetstream.engine_factory"
+        yield f"rollout.adapters cannot be served with {key}; remove one of them"
     if (rollout.backend == "remote") != bool(rollout.urls):
         yield (
             f"rollout.backend={rollout.backend} and rollout.urls={list(rollout.urls)}: backend remote needs "
@@ -355,7 +354,7 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.jetstream.num_speculative_tokens={count} needs programs besides the one of "
             "rollout.deterministic; set one of them to 0 or false"
         )
-    if rollout.backend == "jetstream" and rollout.jetstream.engine_factory is not None:
+    if custom_engine:
         yield from _engine_problems(rollout)
     if (tokens := rollout.jetstream.kv_cache_tokens) is not None and tokens < rollout.max_model_len:
         yield (
@@ -379,9 +378,8 @@ def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"{rollout.placement}: it is for vllm engines in Ray actors; set rollout.placement=separate, or "
             "rollout.weight_transport=files"
         )
-    is_bucket = weight_dir is not None and "://" in weight_dir
     # A rollout server with a jetstream engine reads from buckets.
-    if is_bucket and rollout.weight_transport == "files" and rollout.backend != "jetstream":
+    if "://" in (weight_dir or "") and rollout.weight_transport == "files" and rollout.backend != "jetstream":
         yield (
             f"rollout.weight_dir={weight_dir} is no folder of this machine; set rollout.weight_transport=tensorstore, "
             "which writes to buckets"
