@@ -41,7 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import argument_parser, cpu, load_quickstart, make_learner, make_trajectory, random_ids
 
-from jax_agent_rl.config.learner import EngineMeshConfig, MeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
+from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights

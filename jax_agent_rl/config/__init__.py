@@ -5,16 +5,17 @@
 nearest valid name. Every key is read somewhere; a key that does nothing must not exist.
 
 ``run`` the root, checks between sections, ``load`` · ``supervised, servers`` the roots of other commands · ``task,
-agent, rollout, strategy, algorithm, kl, learner, trainer`` the sections (``task``: model, data, reward, tools; ``kl``:
+agent, rollout, engines, algorithm, kl, learner, trainer`` the sections (``task``: model, data, reward, tools; ``kl``:
 with ``distill``) · ``base, loading`` what sections consist of and when a key is used, YAML and overrides ·
 ``reference`` documentation of all keys · ``overrides_script, from_verl`` configurations from verl's
 """
 
 from jax_agent_rl.config.agent import AgentConfig, EndpointConfig, ServerToolConfig, ToolFormatName
 from jax_agent_rl.config.algorithm import AlgorithmConfig, CriticConfig
+from jax_agent_rl.config.engines import EngineMeshConfig, JetStreamConfig, VllmConfig
 from jax_agent_rl.config.kl import DistillConfig, KLConfig, TeacherConfig
-from jax_agent_rl.config.learner import EngineMeshConfig, LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
-from jax_agent_rl.config.rollout import JetStreamConfig, RolloutConfig, VllmConfig
+from jax_agent_rl.config.learner import LearnerConfig, LoraConfig, MeshConfig, MultihostConfig
+from jax_agent_rl.config.rollout import RolloutConfig
 from jax_agent_rl.config.run import Config, build, load
 from jax_agent_rl.config.task import (
     DataConfig,

@@ -1,4 +1,4 @@
-"""The ``learner`` section: the optimizer step (the critic has one, too), LoRA, and device meshes, also the engine's."""
+"""The ``learner`` section: the optimizer step (the critic has one, too), LoRA, and device meshes."""
 
 from __future__ import annotations
 
@@ -23,34 +23,6 @@ class MeshConfig(Section):
     def devices(self) -> int:
         """Number of devices."""
         return self.data * self.fsdp * self.expert * self.context * self.tensor
-
-
-class EngineMeshConfig(Section):
-    """Devices of the jetstream engines of one process: ``data`` engines of ``expert`` x ``tensor`` devices each."""
-
-    data: Positive | None = Field(
-        default=None,
-        description="Engines side by side, each with its own weights and KV cache; they share the requests. null: as "
-        "many as the process's devices allow on TPUs and GPUs, one on CPUs.",
-    )
-    expert: Positive = Field(
-        default=1, description="Shards of every layer's experts; other weights are split over these devices, too."
-    )
-    tensor: Positive | None = Field(
-        default=None,
-        description="Tensor-parallel shards: heads, feed-forward, vocabulary and KV cache. null: as few as have memory "
-        "for the weights and the KV cache, beside the learner if it shares the devices.",
-    )
-
-    @property
-    def engine_devices(self) -> int:
-        """Number of devices of one engine; at least so many if ``tensor`` is null."""
-        return self.expert * (self.tensor or 1)
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of all engines; at least so many if ``data`` or ``tensor`` are null."""
-        return (self.data or 1) * self.engine_devices
 
 
 class MultihostConfig(Section):

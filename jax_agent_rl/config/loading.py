@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -51,7 +52,7 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
     Raises:
         ConfigError: with all problems at once.
     """
-    tree = _copy(tree)
+    tree = copy.deepcopy(dict(tree))
     problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
     try:
         made = model.model_validate(tree)
@@ -92,10 +93,6 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 def parse_value(text: str) -> Any:
     """Parse the value of an override; raise ``yaml.YAMLError``."""
     return yaml.load(text, _Loader)
-
-
-def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def _apply_override(tree: dict[str, Any], item: str) -> str | None:

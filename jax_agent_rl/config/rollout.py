@@ -1,11 +1,14 @@
-"""The ``rollout`` section: how trajectories are collected, by which engines, and where those run."""
+"""The ``rollout`` section: how trajectories are collected, by which engines, and where those run.
+
+The keys of tree-structured rollouts (``rollout.strategy``) are in the notation of their papers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from jax_agent_rl.config.base import (
     NonNegative,
@@ -15,171 +18,62 @@ from jax_agent_rl.config.base import (
     Unless,
     WhenCommand,
     WhenKey,
-    WhenModelHasVision,
 )
-from jax_agent_rl.config.learner import EngineMeshConfig
-from jax_agent_rl.config.strategy import StrategyConfig
+from jax_agent_rl.config.engines import JetStreamConfig, VllmConfig
 from jax_agent_rl.utils.plugins import InstalledName
 
 _IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
-_BUILT_IN = Unless("rollout.jetstream.engine_factory")
 
 
-class JetStreamConfig(Section):
-    """The embedded JAX engine (rollout.backend: jetstream)."""
+class TreeGrpoConfig(Section):
+    """`tree_grpo`, arXiv 2509.21240. A group has m * k trajectories."""
 
-    engine_factory: str | None = Field(
-        default=None,
-        description="Function that creates another engine with JetStream's newer API, such as MaxText's, as "
-        "package.module:function or file.py:function; null: the built-in one. See third_party/jetstream.md.",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Precision of the engine's weights, activations and KV cache, independent of the learner's.",
-    )
-    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], _BUILT_IN] = Field(
-        default="auto",
-        description="Precision of the KV cache. auto: dtype. int8, fp8: 8 bits and a scale per token and head, half "
-        "the memory of bfloat16; log-probs of engine and learner then differ, see algorithm.rollout_correction.",
-    )
-    quantize: Annotated[Literal["none", "int8", "fp8"], _BUILT_IN] = Field(
-        default="none",
-        description="Keep the layers' matrices in 8 bits with a scale per output; activations, embeddings, head and "
-        "router stay in dtype. Weights are quantized again after every update.",
-    )
-    max_concurrent_decodes: Positive = Field(
-        default=64, description="Maximum number of contexts that an engine decodes together."
-    )
-    kv_cache_tokens: Positive | None = Field(
-        default=None,
-        description="Capacity of an engine's KV cache in tokens, at least rollout.max_model_len. Shared prefixes count "
-        "once. A full cache evicts the KV of idle trajectories, then preempts running requests. null: max_model_len "
-        "for each of max_concurrent_decodes, and half of it for every other of the engine's trajectories in flight.",
-    )
-    kv_offloading_size: Annotated[float, Field(ge=0), _BUILT_IN] = Field(
-        default=0.0,
-        description="Host memory of an engine in GiB, for the KV of waiting trajectories for which the cache has no "
-        "room. It is copied back, bit by bit, when they return. 0: none.",
-    )
-    decode_steps: Positive = Field(default=16, description="Maximum number of decode steps per device dispatch.")
-    num_speculative_tokens: Annotated[NonNegative, _BUILT_IN] = Field(
-        default=0,
-        description="Maximum number of ids drafted for a context and verified in one step, from the prompt and from "
-        "what was sampled before; 0: none. What is sampled stays the same. Steps in which drafts do not pay go "
-        "without. See docs/engine.md.",
-    )
-    prefill_buckets: tuple[Positive, ...] | None = Field(
-        default=None,
-        description="Padded lengths of prompt chunks, in tokens; longer prompts take several chunks. null: 32, 128, "
-        "512 and agent.max_prompt_length, none above that or 2048. CPU kernels prefill without chunks.",
-    )
-    mesh: EngineMeshConfig = Field(default_factory=EngineMeshConfig)
-    device_offset: Annotated[NonNegative, WhenKey("rollout.placement", "colocated")] = Field(
-        default=0,
-        description="Index of the engine's first device; the learner's start at 0. From the size of learner.mesh on, "
-        "engine and learner work at the same time instead of taking turns.",
-    )
-    patch_buckets: Annotated[tuple[Positive, ...], WhenModelHasVision()] = Field(
-        default=(256, 1024, 4096),
-        description="Padded numbers of patches that a vision model encodes together; an image must fit in the largest.",
-    )
-
-    @field_validator("prefill_buckets", "patch_buckets")
-    @classmethod
-    def _ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is None:
-            return None
-        if not value or list(value) != sorted(set(value)):
-            raise ValueError(f"must be ascending and not empty, got {list(value)}")
-        return value
+    m: Positive = Field(default=2, description="Trees per group: initial chains.")
+    n: Positive = Field(default=2, description="Nodes of each tree drawn per round; each is continued once.")
+    l: Positive = Field(default=1, description="Rounds of expansion.")  # noqa: E741
+    k: Positive = Field(default=3, description="Leaves kept of the 1 + l * n leaves of each tree.")
 
 
-VLLM_ARGUMENTS_SET: Mapping[str, str] = {
-    "model": "model.path",
-    "max_model_len": "rollout.max_model_len",
-    "seed": "seed",
-    "dtype": "rollout.vllm.dtype",
-    "max_num_seqs": "rollout.vllm.max_num_seqs",
-    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
-    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
-    "enforce_eager": "rollout.vllm.enforce_eager",
-    "enable_lora": "rollout.adapters",
-    "max_cpu_loras": "rollout.adapters",
-    "max_loras": "rollout.adapters",
-    "max_lora_rank": "rollout.adapters",
-    "limit_mm_per_prompt": "rollout.vllm.multi_modal",
-    "mm_processor_kwargs": "model.max_pixels",
-    "enable_sleep_mode": "rollout.sleep_during_update",
-    **dict.fromkeys(
-        (
-            *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
-            *("skip_tokenizer_init", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
-            *("use_tqdm_on_load", "mm_device_do_normalize", "weight_transfer_config", "moe_backend"),
-            "structured_outputs_config",
-        ),
-        "",
-    ),
-}
-"""Arguments of vLLM's engine that are decided elsewhere: by another key, or (empty) by the backend."""
+class TreerlConfig(Section):
+    """`treerl`, arXiv 2506.11902. A group has m * (1 + l * n * t) trajectories."""
+
+    m: Positive = Field(default=6, description="Trees per group: initial chains.")
+    n: Positive = Field(default=2, description="Tokens of each tree forked per round, the most uncertain ones.")
+    l: Positive = Field(default=1, description="Rounds of forking.")  # noqa: E741
+    t: Positive = Field(default=2, description="Branches per forked token.")
 
 
-class VllmConfig(Section):
-    """The vLLM engine (rollout.backend: vllm), on CUDA, CPU or TPU."""
+class ArpoConfig(Section):
+    """`arpo`, arXiv 2507.19849. A group has rollout.group_size trajectories."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Precision of weights and activations; auto: float32 on CPUs, else the checkpoint's.",
+    initial_rollouts: Positive = Field(default=4, description="Initial chains per group; the rest are branches.")
+    beam_size: int = Field(
+        default=2, ge=2, description="Maximum number of continuations of a turn, the original included."
     )
-    max_num_seqs: Positive = Field(default=64, description="Maximum number of requests decoded together.")
-    tensor_parallel_size: Positive = Field(
-        default=1, description="Number of devices over which one copy of the model is sharded."
+    branch_probability: float = Field(
+        default=0.5, ge=0, le=1, description="Probability of branching where the entropy does not change."
     )
-    gpu_memory_utilization: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Share of the device's memory for weights and KV cache; the learner needs the rest.",
+    entropy_weight: float = Field(
+        default=0.2, ge=0, description="Weight of an increase in entropy, in nats per token, in that probability."
     )
-    kv_cache_gib: float | None = Field(
-        default=None,
-        gt=0,
-        description="Size of the KV cache in GiB; null: what gpu_memory_utilization leaves (on CPUs 1).",
-    )
-    enforce_eager: bool | None = Field(default=None, description="Disable compiled graphs; null: on CPUs only.")
-    multi_modal: dict[Literal["image", "video"], Positive] = Field(
-        default_factory=dict, description="Maximum number of images and videos in one context, by kind; {}: none."
-    )
-    engine_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of vLLM's engine (`AsyncEngineArgs`), such as `{max_num_batched_tokens: "
-        "4096}`; names that another key sets or vLLM does not know are refused.",
-        json_schema_extra={
-            "additionalProperties": {"type": ["boolean", "number", "string", "array", "object", "null"]}
-        },
-    )
-    require_probe: bool = Field(default=True, description="Refuse weights that come without log-probs to verify them.")
-    max_logprob_difference: float | None = Field(
-        default=None,
-        gt=0,
-        description="Maximum log-prob difference allowed by the verification; null: 1e-3 in float32, else 0.5.",
-    )
-    mean_logprob_difference: float | None = Field(
-        default=None, gt=0, description="Maximum mean log-prob difference; null: 1e-4 in float32, else 0.05."
+    entropy_tokens: Positive = Field(
+        default=20, description="Number of tokens, from the start of a turn, over which entropy is estimated."
     )
 
-    @field_validator("engine_args")
-    @classmethod
-    def _decided_nowhere_else(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = {
-            name: f"set {key}" if (key := VLLM_ARGUMENTS_SET[name]) else "the backend depends on its own value"
-            for name in value
-            if name in VLLM_ARGUMENTS_SET
-        }
-        if taken:
-            fixes = "; ".join(f"{name}: {fix}" for name, fix in taken.items())
-            raise ValueError(f"names arguments that are decided elsewhere ({fixes}); remove {', '.join(taken)}")
-        return value
+
+class StrategyConfig(Section):
+    """Where the trajectories of a group start: at the prompt, or at a turn or token of another one."""
+
+    name: Literal["chain", "tree_grpo", "treerl", "arpo"] = Field(
+        default="chain",
+        description="chain: all from the prompt. tree_grpo branches at random turns, treerl at the most uncertain "
+        "tokens, arpo after tool results that raise the entropy.",
+    )
+    tree_grpo: Annotated[TreeGrpoConfig, WhenKey("rollout.strategy.name", "tree_grpo")] = Field(
+        default_factory=TreeGrpoConfig
+    )
+    treerl: Annotated[TreerlConfig, WhenKey("rollout.strategy.name", "treerl")] = Field(default_factory=TreerlConfig)
+    arpo: Annotated[ArpoConfig, WhenKey("rollout.strategy.name", "arpo")] = Field(default_factory=ArpoConfig)
 
 
 class RolloutConfig(Section):
@@ -398,3 +292,51 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
+
+
+def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:
+    """Yield every inconsistency of the section, with its fix.
+
+    Args:
+        strategy: the section.
+        group_size: ``rollout.group_size``.
+        adv_estimator: ``algorithm.adv_estimator``.
+    """
+    if strategy.name == "chain":
+        if adv_estimator in ("tree_grpo", "treerl", "arpo"):
+            yield (
+                f"algorithm.adv_estimator={adv_estimator} compares branches, rollout.strategy.name=chain makes none; "
+                f"set rollout.strategy.name={adv_estimator}, or algorithm.adv_estimator=grpo"
+            )
+        return
+    if adv_estimator == "remax":
+        yield (
+            "algorithm.adv_estimator=remax compares a trajectory with a greedy chain from the prompt; set "
+            "rollout.strategy.name=chain, or another estimator (tree_grpo, treerl, arpo)"
+        )
+    yield from _size_problems(strategy, group_size)
+
+
+def _size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:
+    grpo, rl, arpo = strategy.tree_grpo, strategy.treerl, strategy.arpo
+    if strategy.name == "tree_grpo" and grpo.k > 1 + grpo.l * grpo.n:
+        yield (
+            f"rollout.strategy.tree_grpo.k={grpo.k} leaves are to be kept of each tree, but it has only 1 + l * n = "
+            f"{1 + grpo.l * grpo.n}; lower k, or raise n or l"
+        )
+    if strategy.name == "tree_grpo" and group_size != grpo.m * grpo.k:
+        yield (
+            f"rollout.strategy=tree_grpo makes groups of m * k = {grpo.m} * {grpo.k} = {grpo.m * grpo.k} trajectories, "
+            f"rollout.group_size is {group_size}; set rollout.group_size={grpo.m * grpo.k}"
+        )
+    size = rl.m * (1 + rl.l * rl.n * rl.t)
+    if strategy.name == "treerl" and group_size != size:
+        yield (
+            f"rollout.strategy=treerl makes groups of m * (1 + l * n * t) = {rl.m} * (1 + {rl.l} * {rl.n} * {rl.t}) = "
+            f"{size} trajectories, rollout.group_size is {group_size}; set rollout.group_size={size}"
+        )
+    if strategy.name == "arpo" and arpo.initial_rollouts >= group_size:
+        yield (
+            f"rollout.strategy.arpo.initial_rollouts={arpo.initial_rollouts} leaves nothing of "
+            f"rollout.group_size={group_size} to branch; lower it (half is usual)"
+        )

@@ -14,8 +14,7 @@ from jax_agent_rl.config.base import NonNegative, Section, UsedByAgents, WhenKey
 from jax_agent_rl.config.kl import DistillConfig, distill_problems, with_teachers
 from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
 from jax_agent_rl.config.loading import build_tree, load_tree
-from jax_agent_rl.config.rollout import RolloutConfig, restricts_sampling, rollout_problems
-from jax_agent_rl.config.strategy import strategy_problems
+from jax_agent_rl.config.rollout import RolloutConfig, restricts_sampling, rollout_problems, strategy_problems
 from jax_agent_rl.config.task import (
     DataConfig,
     EnvironmentsConfig,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
 from jax_agent_rl.jetstream.deterministic import DeterministicEngine

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream import cpu_kernels, programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks, replace_adapters, stack_adapters
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams

@@ -10,7 +10,7 @@ from jax_agent_rl.agents import AgentContext, ToolAgent, branching_agents, get_a
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import Arpo, Strategy, TreeGrpo, TreeRL
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.config.strategy import ArpoConfig, TreeGrpoConfig, TreerlConfig
+from jax_agent_rl.config.rollout import ArpoConfig, TreeGrpoConfig, TreerlConfig
 from jax_agent_rl.errors import BackendError, ConfigError, RewardError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer

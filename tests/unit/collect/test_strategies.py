@@ -18,7 +18,7 @@ from jax_agent_rl.collect.strategies import (
     TreeRL,
     make_strategy,
 )
-from jax_agent_rl.config.strategy import ArpoConfig, StrategyConfig, TreeGrpoConfig, TreerlConfig
+from jax_agent_rl.config.rollout import ArpoConfig, StrategyConfig, TreeGrpoConfig, TreerlConfig
 from jax_agent_rl.types import Fork, Trajectory
 from tests.trajectories import call, trajectory
 

@@ -16,8 +16,8 @@ from gpu_backend.launch import Log, StartedEngine, explain, root_cause, start_en
 from gpu_backend.live import Usage
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
 from jax_agent_rl.config import Config, build
+from jax_agent_rl.config.engines import VLLM_ARGUMENTS_SET
 from jax_agent_rl.config.loading import valid_keys
-from jax_agent_rl.config.rollout import VLLM_ARGUMENTS_SET
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import GenerateRequest

@@ -6,7 +6,7 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import TreeGrpo, TreeRL
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.config.strategy import TreeGrpoConfig, TreerlConfig
+from jax_agent_rl.config.rollout import TreeGrpoConfig, TreerlConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.rollout.client import LLMServerClient

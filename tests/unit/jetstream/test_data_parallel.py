@@ -11,7 +11,7 @@ import asyncio, json, sys
 from dataclasses import replace
 import jax, numpy as np
 from jax_agent_rl.config import MeshConfig
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.jetstream.data_parallel import make_backend
 from jax_agent_rl.jetstream.engine import EngineShapes

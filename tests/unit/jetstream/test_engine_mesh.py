@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from tests.simulated import run_on_devices
@@ -14,7 +14,7 @@ ENGINES = """
 import asyncio, json, sys
 from dataclasses import replace
 import jax, numpy as np
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
@@ -110,7 +110,7 @@ import functools, gc, json, weakref
 import jax, jax.numpy as jnp, numpy as np
 from dataclasses import replace
 from jax_agent_rl.config import MeshConfig
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
 from jax_agent_rl.jetstream.sharding import make_engine_mesh

@@ -226,7 +226,7 @@ ON_A_MESH = """
 import json
 from dataclasses import replace
 import jax, numpy as np
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.sharding import make_engine_mesh

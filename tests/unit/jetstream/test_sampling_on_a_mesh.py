@@ -10,7 +10,7 @@ SCRIPT = """
 import functools, json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.sampling import Truncation, sample
 from jax_agent_rl.jetstream.sharding import make_engine_mesh

@@ -79,7 +79,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from dataclasses import replace
 from jax_agent_rl.config import MeshConfig
-from jax_agent_rl.config.learner import EngineMeshConfig
+from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.jetstream.sharding import make_engine_mesh, learner_shardings
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.models import stored
