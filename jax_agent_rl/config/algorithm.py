@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
 
 from jax_agent_rl.config.base import Expression, NonNegative, OrInstalled, Positive, Section, Unless, WhenKey
 from jax_agent_rl.config.kl import KLConfig, kl_problems
 from jax_agent_rl.config.learner import OptimizerSection
+
+if TYPE_CHECKING:
+    from jax_agent_rl.config.run import Config
 
 AdvEstimator = Annotated[Literal[
     "grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "gpg", "gdpo", "remax", "reinforce_plus_plus",
@@ -275,12 +278,13 @@ class CriticConfig(OptimizerSection):
     cliprange_value: float = Field(default=0.5, gt=0, description="Clip range of a value around the old one.")
 
 
-def algorithm_problems(algorithm: AlgorithmConfig, *, max_response_length: int) -> Iterator[str]:
+def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
+    algorithm, max_response_length = config.algorithm, config.agent.max_response_length
     yield from _advantage_problems(algorithm)
     yield from _loss_problems(algorithm)
     yield from _correction_problems(algorithm)
-    yield from kl_problems(algorithm.kl, adv_estimator=algorithm.adv_estimator)
+    yield from kl_problems(config)
     if algorithm.shaping.overlong_buffer > max_response_length:
         yield (
             f"algorithm.shaping.overlong_buffer={algorithm.shaping.overlong_buffer} is longer than "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from jax_agent_rl.config.base import NonNegative, Positive, Section, Unless, WhenKey
+
+if TYPE_CHECKING:
+    from jax_agent_rl.config.run import Config
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
@@ -123,8 +126,9 @@ def with_teachers(sections: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**sections, "algorithm": {"adv_estimator": "none", "filter_zero_variance": False, **algorithm, "kl": kl}}
 
 
-def kl_problems(kl: KLConfig, *, adv_estimator: str) -> Iterator[str]:
+def kl_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the KL with itself and the advantages, each with its fix."""
+    kl, adv_estimator = config.algorithm.kl, config.algorithm.adv_estimator
     if kl.where in ("reward", "advantage") and kl.estimator.endswith("+"):
         yield (
             f"algorithm.kl.estimator={kl.estimator} differs from {kl.estimator[:-1]} in its gradient only, and a "
@@ -141,26 +145,20 @@ def kl_problems(kl: KLConfig, *, adv_estimator: str) -> Iterator[str]:
         )
 
 
-def distill_problems(
-    distill: DistillConfig, kl: KLConfig, *, temperature: float, restricts_sampling: bool
-) -> Iterator[str]:
-    """Yield every inconsistency of the teachers, each with its fix.
-
-    Args:
-        distill: the teachers.
-        kl: the distance to them.
-        temperature: ``rollout.temperature``.
-        restricts_sampling: some draws are from a part of the vocabulary.
-    """
+def distill_problems(config: Config) -> Iterator[str]:
+    """Yield every inconsistency of the teachers, each with its fix."""
+    distill, kl, rollout = config.distill, config.algorithm.kl, config.rollout
+    if distill is None:
+        return
     if kl.where == "none":
         yield "distill.teachers, but algorithm.kl.where=none compares with none; set it to advantage or loss"
     served = [teacher.url for teacher in distill.teachers if teacher.url is not None]
-    if served and (temperature != 1 or restricts_sampling):
+    if served and (rollout.temperature != 1 or config.replays_supports):
+        part = " from some of them" if config.replays_supports else ""
         yield (
             f"distill.teachers: {served[0]} gives log-probs of temperature 1 over all ids, but the policy samples with "
-            f"rollout.temperature={temperature:g}{' from some of them' if restricts_sampling else ''}; set "
-            "rollout.temperature=1 without top_p, top_k, min_p and agent.constrain_tool_calls, or put the teacher on "
-            "the learner's devices (remove its url)"
+            f"rollout.temperature={rollout.temperature:g}{part}; set rollout.temperature=1 without top_p, top_k, "
+            "min_p and agent.constrain_tool_calls, or put the teacher on the learner's devices (remove its url)"
         )
     seen: set[str] = set()
     for number, teacher in enumerate(distill.teachers):

@@ -6,7 +6,7 @@ The keys of tree-structured rollouts (``rollout.strategy``) are in the notation 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ from jax_agent_rl.config.base import (
 )
 from jax_agent_rl.config.engines import JetStreamConfig, VllmConfig
 from jax_agent_rl.utils.plugins import InstalledName
+
+if TYPE_CHECKING:
+    from jax_agent_rl.config.run import Config
 
 _IN_ACTORS = WhenKey("rollout.placement", "separate", "hybrid")
 
@@ -219,14 +222,15 @@ class RolloutConfig(Section):
     )
     vllm: Annotated[VllmConfig, WhenKey("rollout.backend", "vllm", "remote")] = Field(default_factory=VllmConfig)
 
+    @property
+    def restricts_sampling(self) -> bool:
+        """True if top-p, top-k or min-p leave training a part of the vocabulary to sample from."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-def restricts_sampling(rollout: RolloutConfig) -> bool:
-    """Return whether training samples from a part of the vocabulary."""
-    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
-
-def rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
+def rollout_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
+    rollout = config.rollout
     if (least := rollout.min_group_size) is not None and least > rollout.group_size:
         yield (
             f"rollout.min_group_size={least} is more than rollout.group_size={rollout.group_size}; lower it, or leave "
@@ -288,20 +292,15 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"{where} reports log-probs of the raw logits, but rollout.temperature={rollout.temperature:g} and "
             f"eval_temperature={rollout.eval_temperature:g}; set temperature to 1 and eval_temperature to 0 or 1"
         )
-    if restricts_sampling(rollout):
+    if rollout.restricts_sampling:
         yield f"{where} samples from all ids: set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
     if rollout.deterministic:
         yield f"{where} is not the learner's program; remove it, or set rollout.deterministic=false"
 
 
-def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimator: str) -> Iterator[str]:
-    """Yield every inconsistency of the section, with its fix.
-
-    Args:
-        strategy: the section.
-        group_size: ``rollout.group_size``.
-        adv_estimator: ``algorithm.adv_estimator``.
-    """
+def strategy_problems(config: Config) -> Iterator[str]:
+    """Yield every inconsistency of ``rollout.strategy``, with its fix."""
+    strategy, adv_estimator = config.rollout.strategy, config.algorithm.adv_estimator
     if strategy.name == "chain":
         if adv_estimator in ("tree_grpo", "treerl", "arpo"):
             yield (
@@ -314,7 +313,7 @@ def strategy_problems(strategy: StrategyConfig, *, group_size: int, adv_estimato
             "algorithm.adv_estimator=remax compares a trajectory with a greedy chain from the prompt; set "
             "rollout.strategy.name=chain, or another estimator (tree_grpo, treerl, arpo)"
         )
-    yield from _size_problems(strategy, group_size)
+    yield from _size_problems(strategy, config.rollout.group_size)
 
 
 def _size_problems(strategy: StrategyConfig, group_size: int) -> Iterator[str]:

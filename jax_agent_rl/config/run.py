@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from jax_agent_rl.config.base import NonNegative, Section, UsedByAgents, WhenKey
 from jax_agent_rl.config.kl import DistillConfig, distill_problems, with_teachers
 from jax_agent_rl.config.learner import LearnerConfig, MeshConfig
 from jax_agent_rl.config.loading import build_tree, load_tree
-from jax_agent_rl.config.rollout import RolloutConfig, restricts_sampling, rollout_problems, strategy_problems
+from jax_agent_rl.config.rollout import RolloutConfig, rollout_problems, strategy_problems
 from jax_agent_rl.config.task import (
     DataConfig,
     EnvironmentsConfig,
@@ -54,6 +54,11 @@ class Config(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
 
+    @property
+    def replays_supports(self) -> bool:
+        """True if training samples from parts of the vocabulary, over which the learner then normalizes."""
+        return self.rollout.restricts_sampling or self.agent.constrain_tool_calls
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
@@ -71,7 +76,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         """Refuse inconsistencies, all at once."""
-        if found := list(problems(self)):
+        if found := [problem for check in CHECKS for problem in check(self)]:
             raise ValueError("\n".join(found))
         return self
 
@@ -92,29 +97,6 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
 def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Validate a nested mapping plus overrides into a :class:`Config`; raise :class:`ConfigError`."""
     return build_tree(Config, tree, overrides)
-
-
-def problems(config: Config) -> Iterator[str]:
-    """Yield every inconsistency, within sections and between them, each with its fix."""
-    rollout, algorithm = config.rollout, config.algorithm
-    yield from unused(config)
-    yield from algorithm_problems(algorithm, max_response_length=config.agent.max_response_length)
-    yield from strategy_problems(rollout.strategy, group_size=rollout.group_size, adv_estimator=algorithm.adv_estimator)
-    yield from trainer_problems(config.trainer)
-    yield from _placement_problems(rollout, mode=config.trainer.mode)
-    yield from rollout_problems(rollout)
-    yield from _group_problems(config)
-    yield from _schedule_problems(config)
-    yield from _length_problems(config)
-    yield from _logprob_problems(config)
-    yield from _adapter_problems(config)
-    if config.distill is not None:
-        restricts = restricts_sampling(rollout) or config.agent.constrain_tool_calls
-        yield from distill_problems(
-            config.distill, algorithm.kl, temperature=rollout.temperature, restricts_sampling=restricts
-        )
-    if rollout.deterministic:
-        yield from _deterministic_problems(config)
 
 
 def _group_problems(config: Config) -> Iterator[str]:
@@ -220,6 +202,8 @@ def _role_adapter_problems(config: Config) -> Iterator[str]:
 
 def _deterministic_problems(config: Config) -> Iterator[str]:
     rollout, engine = config.rollout, config.rollout.jetstream
+    if not rollout.deterministic:
+        return
     if rollout.backend != "jetstream":
         yield (
             f"rollout.deterministic needs the learner and the engine in one program, but rollout.backend is "
@@ -231,7 +215,7 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
             f"{engine.kv_dtype} and quantize={engine.quantize} round what the learner does not; set kv_dtype=auto "
             "and quantize=none, or rollout.deterministic=false"
         )
-    if restricts_sampling(rollout):
+    if rollout.restricts_sampling:
         yield (
             f"rollout.deterministic scores all ids, but rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k} and "
             f"min_p={rollout.min_p:g} sample from some; set top_p=1, top_k=0 and min_p=0, or deterministic=false"
@@ -245,8 +229,9 @@ def _deterministic_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
-    """Yield every inconsistency of the engines' placement with the backend and ``trainer.mode``, each with its fix."""
+def _placement_problems(config: Config) -> Iterator[str]:
+    """Yield inconsistencies of the engines' placement with the backend and ``trainer.mode``."""
+    rollout, mode = config.rollout, config.trainer.mode
     where, backend = rollout.placement, rollout.backend
     if where == "colocated":
         if rollout.sleep_during_update and mode != "sync":
@@ -273,6 +258,24 @@ def _placement_problems(rollout: RolloutConfig, *, mode: str) -> Iterator[str]:
         key, devices, is_open = "rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, False
     if rollout.gpus_per_engine not in (0, devices) and (rollout.gpus_per_engine % devices or not is_open):
         yield f"rollout.gpus_per_engine={rollout.gpus_per_engine}: set {devices}, which {key} needs, or 0 for CPUs"
+
+
+CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    unused,
+    algorithm_problems,
+    strategy_problems,
+    trainer_problems,
+    _placement_problems,
+    rollout_problems,
+    _group_problems,
+    _schedule_problems,
+    _length_problems,
+    _logprob_problems,
+    _adapter_problems,
+    distill_problems,
+    _deterministic_problems,
+)
+"""Each yields the inconsistencies of one kind, within a section or between several, each with its fix."""
 
 
 # --- rows that name no agent -----------------------------------------------------------------------------------------

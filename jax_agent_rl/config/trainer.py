@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from jax_agent_rl.config.base import Distinct, NonNegative, OrInstalled, Positive, Section, WhenKey
+
+if TYPE_CHECKING:
+    from jax_agent_rl.config.run import Config
 
 _FULLY_ASYNC = WhenKey("trainer.mode", "fully_async")
 _DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 1}
@@ -137,8 +140,9 @@ class TraceConfig(Section):
     )
 
 
-def trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
+def trainer_problems(config: Config) -> Iterator[str]:
     """Yield every inconsistency of the section, each with its fix."""
+    trainer = config.trainer
     mode, fixed = trainer.mode, _DEFAULT_STALENESS[trainer.mode]
     if mode != "fully_async" and trainer.max_staleness not in (None, fixed):
         yield (

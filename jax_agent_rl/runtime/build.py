@@ -14,7 +14,6 @@ import jax
 from jax_agent_rl.agents import select_agents
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
-from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.data.dataset import RowOutlines
 from jax_agent_rl.errors import ConfigError
@@ -202,7 +201,7 @@ def require_replay(config: Config, server: AsyncServer) -> None:
         ConfigError: the configuration restricts sampling, and the engine cannot replay it.
     """
     rollout, settings = config.rollout, []
-    if restricts_sampling(rollout):
+    if rollout.restricts_sampling:
         settings.append(f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}")
     if config.agent.constrain_tool_calls:
         settings.append("agent.constrain_tool_calls=true")

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.deploy.plan.compiled import Inventory, Phase, Program, Published
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import ALL_ALLOWED, PREFILL_ROWS, DecodeBatch, make_decode_batch, truncation_of
@@ -102,7 +101,7 @@ def add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh
 def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> DecodeBatch:
     """Add what restricts the draws of training: top-p and the like, and the grammars of tool calls."""
     count = len(slots.tokens)
-    if restricts_sampling(config.rollout):
+    if config.rollout.restricts_sampling:
         slots = replace(slots, truncation=truncation_of([training_sampling(config)] * count))
     if config.agent.constrain_tool_calls:
         allowed = np.full((count, mask_words(model.vocab_size)), ALL_ALLOWED)

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jax_agent_rl.config import Config, LearnerConfig
-from jax_agent_rl.config.rollout import restricts_sampling
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
 from jax_agent_rl.learner.batch import pack
@@ -253,15 +252,10 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     return dict(made)
 
 
-def replays_supports(config: Config) -> bool:
-    """Return whether training samples from parts of the vocabulary, which the learner then scores."""
-    return restricts_sampling(config.rollout) or config.agent.constrain_tool_calls
-
-
 def _replayed(config: Config, model: DecoderConfig, batch: Arrays) -> dict[str, np.ndarray]:
     """Return what engines report of draws, supports and experts, as arrays that take no memory here."""
     made: dict[str, np.ndarray] = {}
-    if replays_supports(config):
+    if config.replays_supports:
         shape = (*batch["target_id"].shape, mask_words(model.vocab_size))
         made["target_support"] = np.broadcast_to(np.uint32(0), shape)
     if model.experts is not None:

@@ -22,7 +22,7 @@ from jax_agent_rl.deploy.plan.compiled import (
     ideal_seconds,
 )
 from jax_agent_rl.deploy.plan.engine_programs import add_engine
-from jax_agent_rl.deploy.plan.learner_programs import add_learner, describe, replays_supports
+from jax_agent_rl.deploy.plan.learner_programs import add_learner, describe
 from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.jetstream.sharding import learner_shardings
@@ -112,7 +112,7 @@ class Replay:
         """Return the bytes of a step with trajectories of full length."""
         rollout, agent, experts = config.rollout, config.agent, model.experts
         members = rollout.prompts_per_step * rollout.group_size
-        draws = members * agent.max_response_length if replays_supports(config) else 0
+        draws = members * agent.max_response_length if config.replays_supports else 0
         routes = 0
         if experts is not None:
             positions = members * (agent.max_prompt_length + agent.max_response_length)

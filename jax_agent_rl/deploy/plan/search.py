@@ -21,7 +21,6 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.command import PlanResult
 from jax_agent_rl.deploy.plan.compiled import format_bytes
 from jax_agent_rl.deploy.plan.hlo import RING
-from jax_agent_rl.deploy.plan.learner_programs import replays_supports
 from jax_agent_rl.deploy.plan.topology import (
     REMAT,
     Chip,
@@ -276,7 +275,7 @@ def _gathered_bytes(config: Config, model: DecoderConfig) -> float:
 def _replayed_bytes(config: Config, model: DecoderConfig) -> float:
     """Return a chip's bytes of supports and experts beside the tokens of a micro-batch."""
     learner, experts = config.learner, model.experts
-    support = WORD * mask_words(model.vocab_size) if replays_supports(config) else 0
+    support = WORD * mask_words(model.vocab_size) if config.replays_supports else 0
     routed = 0 if experts is None else ROUTED * model.num_layers * experts.per_token
     return learner.micro_batch_size * learner.pack_length * (support + routed)
 
