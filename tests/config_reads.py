@@ -30,6 +30,8 @@ _TELL = (
     "jax_agent_rl/observe/warnings.py",
 )
 """What speaks of a configuration, and does not carry it out."""
+_CARRY_OUT = ("default_agent",)
+"""Functions beside the sections that do."""
 
 
 def sections(model: type[Section] = Config) -> dict[str, type[Section]]:
@@ -52,7 +54,12 @@ class Reads:
         own, others = [], []
         for file in sorted(files):
             tree = ast.parse(file.read_text())
-            (own if file.parent.name == "config" and file.stem != "default_agent" else others).append(tree)
+            if file.parent.name != "config":
+                others.append(tree)
+                continue
+            own.append(tree)
+            carried_out = [part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name in _CARRY_OUT]
+            others.append(ast.Module(carried_out, []))
         self._bases = {name: {base.__name__ for base in cls.__mro__} for name, cls in self.sections.items()}
         self._holders: defaultdict[str, set[str]] = defaultdict(set)  # of sections: attributes and functions
         for tree in others + own:
