@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config import Config, build
-from jax_agent_rl.config.loading import read_tree
+from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.deploy.certify.report import NotRunError
 from jax_agent_rl.deploy.doctor.machine import usable_cores, usable_memory
@@ -56,7 +55,7 @@ def load_config(file: Path | None, overrides: Sequence[str], scratch: Path, *, d
     """
     own = [f"run_dir={scratch / 'run'}", *SHORT, *overrides]
     if file is not None:
-        return build(read_tree(file), own)
+        return load(file, own)
     train, heldout, _ = prepare_shop(scratch)
     tree = {
         "model": {"path": str(fetch_quickstart_model())},

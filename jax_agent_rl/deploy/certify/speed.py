@@ -21,7 +21,7 @@ from jax_agent_rl.deploy.certify.machine import Machine
 from jax_agent_rl.deploy.certify.report import CheckResult, Claim, NotRunError, format_number
 from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
-from jax_agent_rl.deploy.plan.learner_programs import make_group, sampled
+from jax_agent_rl.deploy.plan.learner_programs import as_sampled, make_group
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS, Extension, make_decode_batch
 from jax_agent_rl.types import Group
 
@@ -192,7 +192,7 @@ def full_groups(machine: Machine) -> tuple[Sequence[Group], int]:
     for group in range(count):
         own = tuple(map(int, rng.integers(3, machine.model.vocab_size, prompt)))
         outputs = [rng.integers(3, machine.model.vocab_size, response).tolist() for _ in range(members)]
-        groups.append(make_group(f"g{group}", own, list(map(sampled, outputs))))
+        groups.append(make_group(f"g{group}", own, list(map(as_sampled, outputs))))
     return groups, count * each
 
 

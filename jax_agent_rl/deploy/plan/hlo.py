@@ -215,7 +215,7 @@ def collectives(program: Hlo, mesh: Mesh, *, loops: int = 1) -> list[Collective]
     """
     if mesh.size == 1:
         return []
-    return [read(name, instruction, mesh, times) for name, instruction, times in _walk(program, loops)]
+    return [read_collective(name, instruction, mesh, times) for name, instruction, times in _walk(program, loops)]
 
 
 def is_exchange(instruction: Instruction) -> bool:
@@ -248,7 +248,7 @@ def _walk(program: Hlo, loops: int) -> Iterator[tuple[str, Instruction, int]]:
                 waiting += [(each, times, seen) for each in called]
 
 
-def read(computation: str, instruction: Instruction, mesh: Mesh, times: int = 1) -> Collective:
+def read_collective(computation: str, instruction: Instruction, mesh: Mesh, times: int = 1) -> Collective:
     """Return an exchange.
 
     Args:

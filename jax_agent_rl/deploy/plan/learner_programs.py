@@ -217,7 +217,7 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     """
     learner, algorithm = config.learner, config.algorithm
     images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner)
-    group = make_group("g", (3, 4), [sampled(_SAMPLED)] * 2)
+    group = make_group("g", (3, 4), [as_sampled(_SAMPLED)] * 2)
     trajectories = group.trajectories
     batch, _ = pack(
         trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, image_packing=images
@@ -264,7 +264,7 @@ def _replayed(config: Config, model: DecoderConfig, batch: Arrays) -> dict[str, 
     return made
 
 
-def sampled(ids: Sequence[int]) -> TokenOutput:
+def as_sampled(ids: Sequence[int]) -> TokenOutput:
     """Return what an engine would have sampled with the first weights."""
     return TokenOutput(
         token_ids=tuple(ids),

@@ -32,7 +32,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jax_agent_rl.deploy.plan.hlo import RING, Hlo, Instruction, arrays, is_exchange, read
+from jax_agent_rl.deploy.plan.hlo import RING, Hlo, Instruction, arrays, is_exchange, read_collective
 from jax_agent_rl.deploy.plan.topology import Chip
 
 SUSTAINED = 0.9
@@ -213,7 +213,7 @@ class _Timeline:
 
     def _exchanged(self, found: tuple[str, Instruction]) -> float:
         """Return the seconds of an exchange: around a ring in both directions, or through the data centre."""
-        one = read(*found, self.mesh)
+        one = read_collective(*found, self.mesh)
         if one.between_slices:
             return one.bytes / self.chip.dcn_bandwidth
         hops = max(1, one.members // 2) * (2 if one.kind == "all-reduce" else 1)

@@ -16,7 +16,7 @@ from pydantic import Field
 from jax_agent_rl.agents.context import derive_seed
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config.base import NonNegative, Positive, Section
-from jax_agent_rl.config.loading import build_tree, read_tree
+from jax_agent_rl.config.loading import load_tree
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.fake_learner import FakeLearner
 from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed
@@ -225,7 +225,7 @@ class Assumptions(Section):
 
 def load_assumptions(path: Path | None, overrides: Sequence[str]) -> Assumptions:
     """Read a YAML file, if given, and apply overrides; raise :class:`ConfigError` with all problems."""
-    return build_tree(Assumptions, read_tree(path) if path else {}, overrides)
+    return load_tree(Assumptions, path, overrides)
 
 
 class SimulatedCodec:
