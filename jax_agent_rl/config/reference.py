@@ -193,27 +193,25 @@ def _describe_list(schema: Schema) -> str:
 def _walk(schema: Schema, definitions: Mapping[str, Schema], prefix: str) -> Iterator[KeyInfo]:
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
-        path = f"{prefix}{name}"
         inner, optional = _section(field, definitions)
+        description = field.get("description", "")
         if inner is None:
+            type_ = describe_type(field)
             default = None if name in required else json.dumps(field.get("default", {}))  # only mappings have a factory
-            yield KeyInfo(
-                path=path,
-                type=describe_type(field),
-                default=default,
-                description=field.get("description", ""),
-                used_only=field.get(SCHEMA_KEY, ""),
-            )
-            continue
+        else:
+            type_, default = ("section, or null", "null") if optional else ("section", None)
+            description = " ".join((description or inner.get("description", "")).split()).replace("``", "`")
+        path = f"{prefix}{name}"
         yield KeyInfo(
             path=path,
-            type="section, or null" if optional else "section",
-            default="null" if optional else None,
-            description=_one_paragraph(field.get("description") or inner.get("description", "")),
+            type=type_,
+            default=default,
+            description=description,
             used_only=field.get(SCHEMA_KEY, ""),
-            is_section=True,
+            is_section=inner is not None,
         )
-        yield from _walk(inner, definitions, path + ".")
+        if inner is not None:
+            yield from _walk(inner, definitions, path + ".")
 
 
 def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
@@ -223,8 +221,3 @@ def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema |
     if not named:
         return None, False
     return definitions[named[0].rpartition("/")[2]], len(options) > 1
-
-
-def _one_paragraph(text: str) -> str:
-    """Join the lines of a docstring, its literals in single backquotes."""
-    return " ".join(text.split()).replace("``", "`")
