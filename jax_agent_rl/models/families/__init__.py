@@ -1,6 +1,6 @@
 """Model families: Hugging Face's ``config.json`` to and from :class:`DecoderConfig`, and tensor names.
 
-Every other module of this package is one: its ``FAMILY``, a :class:`~jax_agent_rl.models.families.common.ModelFamily`.
+Every :class:`~jax_agent_rl.models.families.common.ModelFamily` of another module of this package is one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax_agent_rl.models.families.common import ModelFamily
 FAMILIES: dict[str, ModelFamily] = {
     name: family
     for found in pkgutil.iter_modules(__path__)
-    if found.name != "common"
-    for family in [importlib.import_module(f"{__name__}.{found.name}").FAMILY]
+    for family in vars(importlib.import_module(f"{__name__}.{found.name}")).values()
+    if isinstance(family, ModelFamily)
     for name in family.model_types
 }
 """By model type."""

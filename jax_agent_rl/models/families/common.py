@@ -139,8 +139,7 @@ def read_common(
     }
 
 
-LAYER_KINDS = {True: "sliding_attention", False: "full_attention"}
-"""``layer_types`` of a ``config.json``, by whether a layer is windowed."""
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def read_layer_kinds(raw: Mapping[str, Any], count: int, *, default: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -148,10 +147,14 @@ def read_layer_kinds(raw: Mapping[str, Any], count: int, *, default: tuple[bool,
     kinds = raw.get("layer_types")
     if kinds is None:
         return default
-    windowed = {kind: whether for whether, kind in LAYER_KINDS.items()}
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in windowed for kind in kinds):
-        raise bad_field(raw, "layer_types", f"{count} of {sorted(windowed)}")
-    return tuple(windowed[kind] for kind in kinds)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _LAYER_KINDS for kind in kinds):
+        raise bad_field(raw, "layer_types", f"{count} of {list(_LAYER_KINDS)}")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def write_layer_kinds(config: DecoderConfig) -> list[str]:
+    """Return ``layer_types`` of a ``config.json``."""
+    return [_LAYER_KINDS[config.is_windowed(i)] for i in range(config.num_layers)]
 
 
 def write_common(config: DecoderConfig, architecture: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.families.common import (
-    LAYER_KINDS,
     ModelFamily,
     bad_field,
     integer,
@@ -18,6 +17,7 @@ from jax_agent_rl.models.families.common import (
     refuse,
     section,
     write_common,
+    write_layer_kinds,
 )
 
 
@@ -33,18 +33,19 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
     rope_fields = {**positions, "rope_theta": raw.get("rope_theta"), **(full or section(raw, "rope_scaling"))}
     local_fields = {**positions, "rope_theta": raw.get("rope_local_base_freq"), **local}
     common = read_common({**raw, "rope_parameters": None, "rope_scaling": None}, eos=(1,), tied=True)
-    hidden = common["hidden_size"]
     common["rope"] = read_rope(rope_fields, theta=1e6)
+    # Older files have sliding_window_pattern in place of layer_types: every n-th layer is a full one.
+    count, pattern = common["num_layers"], integer(raw, "sliding_window_pattern", 6)
     return DecoderConfig(
         **common,
         qk_norm=True,
         norm_offset=1.0,
         sandwich_norms=True,
         activation="gelu_tanh",
-        embed_scale=hidden**0.5,
+        embed_scale=common["hidden_size"] ** 0.5,
         attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=integer(raw, "sliding_window", 4096),
-        windowed_layers=_windowed(raw, common["num_layers"]),
+        windowed_layers=read_layer_kinds(raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count))),
         local_rope=read_rope(local_fields),
     )
 
@@ -57,15 +58,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "attention_bias": False,
         "query_pre_attn_scalar": round(config.attention_scale**-2),
         "sliding_window": config.sliding_window,
-        "layer_types": [LAYER_KINDS[windowed] for windowed in config.windowed_layers],
+        "layer_types": write_layer_kinds(config),
         "rope_local_base_freq": config.local_rope.theta,
     }
-
-
-def _windowed(raw: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """Read ``layer_types``, or the older ``sliding_window_pattern``, where every n-th layer is a full one."""
-    pattern = integer(raw, "sliding_window_pattern", 6)
-    return read_layer_kinds(raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count)))
 
 
 FAMILY = ModelFamily(

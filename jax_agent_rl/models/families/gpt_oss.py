@@ -10,7 +10,6 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.families.common import (
-    LAYER_KINDS,
     ModelFamily,
     integer,
     read_common,
@@ -18,11 +17,12 @@ from jax_agent_rl.models.families.common import (
     refuse,
     section,
     write_common,
+    write_layer_kinds,
     write_scaling,
 )
 from jax_agent_rl.models.tensor_files import Packed
 
-_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_FIXED = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -35,7 +35,7 @@ _YARN = {
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
-    refuse(raw, hidden_act="silu", attention_bias=True, **_GATE)
+    refuse(raw, **_FIXED)
     refuse(section(raw, "quantization_config"), quant_method="mxfp4")
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
         raw = {**raw, "rope_scaling": _YARN}
@@ -64,11 +64,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     assert config.experts is not None
     return write_common(config, "GptOssForCausalLM") | {
         "rope_scaling": write_scaling(config.rope) or {"rope_type": "default"},  # absent, it is YaRN
-        "hidden_act": "silu",
-        "attention_bias": True,
-        **_GATE,
+        **_FIXED,
         "sliding_window": config.sliding_window,
-        "layer_types": [LAYER_KINDS[config.is_windowed(i)] for i in range(config.num_layers)],
+        "layer_types": write_layer_kinds(config),
         "num_local_experts": config.experts.count,
         "num_experts_per_tok": config.experts.per_token,
     }

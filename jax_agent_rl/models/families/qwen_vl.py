@@ -1,14 +1,18 @@
-"""Qwen2.5-VL (``qwen2_5_vl``): Qwen2.5 with a tower for images and videos, and rotary positions of three axes.
+"""Qwen2.5-VL (``qwen2_5_vl``) and Qwen3-VL (``qwen3_vl``): a tower before Qwen, and rotary positions of three axes.
 
-Several layouts are read: published checkpoints have the decoder's fields at the top of ``config.json`` and tensors
-``visual.…`` and ``model.…``; newer transformers writes a ``text_config`` besides or instead, and some versions wrote
-tensors ``model.visual.…`` and ``model.language_model.…``. Written are a ``text_config`` and the published tensor names,
-as transformers 5 does.
+Several layouts of Qwen2.5-VL are read: published checkpoints have the decoder's fields at the top of ``config.json``
+and tensors ``visual.…`` and ``model.…``; newer transformers writes a ``text_config`` besides or instead, and some
+versions wrote tensors ``model.visual.…`` and ``model.language_model.…``. Written are a ``text_config`` and the
+published tensor names, as transformers 5 does.
+
+The inner features of Qwen3-VL's tower go to the decoder's first layers. Its videos are not read: the model sees their
+frames as images between time stamps of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
@@ -25,50 +29,187 @@ from jax_agent_rl.models.families.common import (
 from jax_agent_rl.models.tensor_files import Names
 
 _TOP_IDS = ("eos_token_id", "bos_token_id")
-PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-_VISION_LAYER = {
-    "qkv": "attn.qkv",
-    "o": "attn.proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "input_norm": "norm1",
-    "post_attention_norm": "norm2",
+_PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_SIZES = {
+    "depth": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_heads",
+    "in_channels": "in_channels",
+    "patch_size": "patch_size",
+    "spatial_merge_size": "merge_size",
+    "temporal_patch_size": "temporal_patch_size",
 }
-_VISION_TOP = {
-    "patch_embed": "patch_embed.proj",
-    "merger_norm": "merger.ln_q",
-    "merger_in": "merger.mlp.0",
-    "merger_out": "merger.mlp.2",
-}
+"""Fields of a ``vision_config``, and of :class:`VisionConfig`."""
+_DEFAULTS = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tower:
+    """A family's ``vision_config``, and the names of its tensors.
+
+    Attributes:
+        model_type: of the ``vision_config``.
+        activation: its ``hidden_act``.
+        sizes: as ``_SIZES``.
+        defaults: of sizes that may be absent.
+        layers: name of a field with a list of layers, that of :class:`VisionConfig`, and its default.
+        constants: what all towers of the family have.
+        root: prefix of the tensors.
+        top: modules by parameter; of a stack with ``{}`` for the number.
+        layer: the same of a layer.
+    """
+
+    model_type: str
+    activation: str
+    sizes: Mapping[str, str]
+    defaults: Mapping[str, int]
+    layers: tuple[str, str, tuple[int, ...]]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    root: str
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+
+    def read(self, raw: Mapping[str, Any], out_size: int, **more: Any) -> VisionConfig:
+        """Read the ``vision_config`` of a ``config.json``; ``more`` are fields of the family alone."""
+        fields = section(raw, "vision_config")
+        refuse(fields, hidden_act=self.activation, out_hidden_size=out_size)
+        refuse(section(fields, "rope_parameters"), rope_type="axial", rope_theta=10000.0)
+        if "in_chans" in fields:
+            fields = {"in_channels": fields["in_chans"], **fields}
+        sizes: dict[str, Any] = {
+            attribute: integer(fields, name, self.defaults.get(name)) for name, attribute in self.sizes.items()
+        }
+        name, attribute, default = self.layers
+        found, depth = fields.get(name, default), sizes["num_layers"]
+        if not isinstance(found, list | tuple) or not set(found) <= set(range(depth)):
+            raise bad_field(fields, name, f"a list of layers from 0 to {depth - 1}")
+        placeholders: dict[str, Any] = {name: integer(raw, name) for name in _PLACEHOLDER_IDS}
+        more |= {attribute: tuple(found), **sizes, **self.constants, **placeholders}
+        config = VisionConfig(out_size=out_size, **more)
+        if config.hidden_size % (4 * config.num_heads):
+            raise ModelError(
+                f"config.json: vision_config.hidden_size={config.hidden_size} is not a multiple of 4 x "
+                f"num_heads={config.num_heads}; correct the file"
+            )
+        if not config.window_side:
+            raise ModelError(
+                f"config.json: vision_config.window_size={config.window_size} holds no square of "
+                f"{config.patch_size * config.merge_size} pixels; correct the file"
+            )
+        return config
+
+    def write(self, config: VisionConfig) -> dict[str, Any]:
+        """Write a ``vision_config``."""
+        name, attribute, _ = self.layers
+        return {
+            "model_type": self.model_type,
+            "hidden_act": self.activation,
+            "out_hidden_size": config.out_size,
+            **{name: getattr(config, attribute) for name, attribute in self.sizes.items()},
+            name: list(getattr(config, attribute)),
+        }
+
+    def names(self, config: VisionConfig) -> Params:
+        """Return tensor names in the shape of ``params["vision"]``."""
+        modules = {**self.top, **{key: f"blocks.{{}}.{module}" for key, module in self.layer.items()}}
+
+        def names(key: str, shape: Any) -> Names:
+            parameter = key.removesuffix("_bias")
+            name = f"{self.root}{modules[parameter]}.{'weight' if parameter == key else 'bias'}"
+            return [name.format(i) for i in range(shape[0])] if "{}" in name else name
+
+        shapes = config.parameter_shapes()
+        layers = {key: names(key, shape) for key, shape in shapes.pop("layers").items()}
+        return {"layers": layers} | {key: names(key, shape) for key, shape in shapes.items()}
+
+
+_ATTENTION = {"qkv": "attn.qkv", "o": "attn.proj", "input_norm": "norm1", "post_attention_norm": "norm2"}
+_MERGER = {"norm": "norm", "in": "linear_fc1", "out": "linear_fc2"}  # of Qwen3-VL
+_QWEN2_5 = _Tower(
+    model_type="qwen2_5_vl_vision",
+    activation="silu",
+    sizes=_SIZES | {"window_size": "window_size", "tokens_per_second": "tokens_per_second"},
+    defaults=_DEFAULTS | {"patch_size": 14, "window_size": 112, "tokens_per_second": 4},
+    layers=("fullatt_block_indexes", "full_attention_layers", (7, 15, 23, 31)),
+    root="visual.",
+    top={
+        "patch_embed": "patch_embed.proj",
+        "merger_norm": "merger.ln_q",
+        "merger_in": "merger.mlp.0",
+        "merger_out": "merger.mlp.2",
+    },
+    layer=_ATTENTION | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+)
+_QWEN3 = _Tower(
+    model_type="qwen3_vl_vision",
+    activation="gelu_pytorch_tanh",
+    sizes=_SIZES,
+    defaults=_DEFAULTS | {"patch_size": 16},
+    layers=("deepstack_visual_indexes", "deepstack_layers", (8, 16, 24)),
+    constants={
+        "window_size": None,
+        "tokens_per_second": None,
+        "layer_norm": True,
+        "gated": False,
+        "patch_bias": True,
+    },
+    root="model.visual.",
+    top={
+        "patch_embed": "patch_embed.proj",
+        "positions": "pos_embed",
+        **{f"merger_{part}": f"merger.{module}" for part, module in _MERGER.items()},
+        **{f"deepstack_{part}": f"deepstack_merger_list.{{}}.{module}" for part, module in _MERGER.items()},
+    },
+    layer=_ATTENTION | {"up": "mlp.linear_fc1", "down": "mlp.linear_fc2"},
+)
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Read a ``config.json`` of the family."""
+    """Read a ``config.json`` of Qwen2.5-VL."""
     text = section(raw, "text_config") or raw
     head_dim = integer(text, "hidden_size") // integer(text, "num_attention_heads")
     refuse(text, use_sliding_window=False, head_dim=head_dim)
-    common = read_text(raw, theta=1e6)
-    return DecoderConfig(**common, qkv_bias=True, vision=_read_vision(raw, common["hidden_size"]))
+    common = _read_text(raw, theta=1e6)
+    return DecoderConfig(**common, qkv_bias=True, vision=_QWEN2_5.read(raw, common["hidden_size"]))
+
+
+def read_qwen3(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Read a ``config.json`` of Qwen3-VL."""
+    refuse(section(raw, "text_config"), attention_bias=False)
+    common = _read_text(raw, theta=500000.0)
+    common["rope"] = replace(common["rope"], interleaved_sections=True)
+    fields = section(raw, "vision_config")
+    places = integer(fields, "num_position_embeddings", 2304)
+    if (side := round(places**0.5)) ** 2 != places:
+        raise bad_field(fields, "num_position_embeddings", "a square number")
+    vision = _QWEN3.read(raw, common["hidden_size"], position_grid=side)
+    return DecoderConfig(**common, qk_norm=True, vision=vision)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
-    """Write a ``config.json`` of the family."""
+    """Write a ``config.json`` of either family, with a ``text_config`` and a ``vision_config``."""
     assert config.vision is not None and config.rope.sections is not None
-    text = {
-        "model_type": "qwen2_5_vl_text",
-        "use_sliding_window": False,
-        "rope_scaling": {"type": "mrope", "mrope_section": list(config.rope.sections)},
-    }
-    return write_nested(config, "Qwen2_5_VLForConditionalGeneration", text, _write_vision(config.vision))
+    sections, vision = list(config.rope.sections), config.vision
+    text: dict[str, Any] = {"hidden_act": "silu"}
+    if vision.position_grid is None:
+        architecture = "Qwen2_5_VLForConditionalGeneration"
+        text |= {"model_type": "qwen2_5_vl_text", "use_sliding_window": False}
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": sections}
+        tower = _QWEN2_5.write(vision) | {"in_chans": vision.in_channels}
+    else:
+        architecture = "Qwen3VLForConditionalGeneration"
+        text |= {"model_type": "qwen3_vl_text", "attention_bias": False}
+        text["rope_scaling"] = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
+        tower = _QWEN3.write(vision) | {"num_position_embeddings": vision.position_grid**2}
+    common = write_common(config, architecture)
+    top = {name: common.pop(name) for name in ("architectures", "model_type")}
+    shared = {name: common[name] for name in ("tie_word_embeddings", *_TOP_IDS)}
+    placeholders = {name: getattr(vision, name) for name in _PLACEHOLDER_IDS}
+    return top | shared | placeholders | {"text_config": {**common, **text}, "vision_config": tower}
 
 
-def vision_names(config: VisionConfig) -> Params:
-    """Return tensor names in the shape of ``params["vision"]``."""
-    return tower_names(config, root="visual.", top=_VISION_TOP, layer=_VISION_LAYER)
-
-
-def read_text(raw: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
+def _read_text(raw: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
     """Read the arguments of :class:`DecoderConfig` that all Qwen-VL share.
 
     Args:
@@ -85,45 +226,6 @@ def read_text(raw: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
     common = read_common({**text, "rope_scaling": rope, "rope_parameters": rope}, eos=())
     common["rope"] = Rope(theta=common["rope"].theta, sections=_sections(rope, common["head_dim"]))
     return common
-
-
-def write_nested(
-    config: DecoderConfig, architecture: str, text: Mapping[str, Any], vision: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write a ``config.json`` with a ``text_config`` and a ``vision_config``.
-
-    Args:
-        config: the model.
-        architecture: transformers' class.
-        text: the decoder's fields that are not in all families.
-        vision: the tower's fields.
-    """
-    common = write_common(config, architecture) | {"hidden_act": "silu"}
-    top = {name: common.pop(name) for name in ("architectures", "model_type")}
-    shared = {name: common[name] for name in ("tie_word_embeddings", *_TOP_IDS)}
-    placeholders = {name: getattr(config.vision, name) for name in PLACEHOLDER_IDS}
-    return top | shared | placeholders | {"text_config": {**common, **text}, "vision_config": dict(vision)}
-
-
-def tower_names(config: VisionConfig, *, root: str, top: Mapping[str, str], layer: Mapping[str, str]) -> Params:
-    """Return tensor names of a tower in the shape of its parameters.
-
-    Args:
-        config: the tower.
-        root: the prefix of its tensors.
-        top: modules by parameter; of a stack with ``{}`` for the number.
-        layer: the same of a layer.
-    """
-
-    def names(key: str, shape: Any) -> Names:
-        module = key.removesuffix("_bias")
-        name = f"{root}{top[module]}.{'weight' if module == key else 'bias'}"
-        return [name.format(i) for i in range(shape[0])] if "{}" in name else name
-
-    shapes = config.parameter_shapes()
-    top = {**top, **{key: f"blocks.{{}}.{module}" for key, module in layer.items()}}
-    layers = {key: names(key, shape) for key, shape in shapes.pop("layers").items()}
-    return {"layers": layers} | {key: names(key, shape) for key, shape in shapes.items()}
 
 
 def _plain_rope(text: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -144,72 +246,17 @@ def _sections(rope: Mapping[str, Any], head_dim: int) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _read_vision(raw: Mapping[str, Any], out_size: int) -> VisionConfig:
-    fields = section(raw, "vision_config")
-    refuse(fields, hidden_act="silu", out_hidden_size=out_size)
-    refuse(section(fields, "rope_parameters"), rope_type="axial", rope_theta=10000.0)
-    channels = "in_channels" if "in_channels" in fields else "in_chans"
-    depth = integer(fields, "depth")
-    placeholders: dict[str, Any] = {name: integer(raw, name) for name in PLACEHOLDER_IDS}
-    config = VisionConfig(
-        num_layers=depth,
-        hidden_size=integer(fields, "hidden_size"),
-        intermediate_size=integer(fields, "intermediate_size"),
-        num_heads=integer(fields, "num_heads"),
-        out_size=out_size,
-        in_channels=integer(fields, channels, 3),
-        patch_size=integer(fields, "patch_size", 14),
-        temporal_patch_size=integer(fields, "temporal_patch_size", 2),
-        merge_size=integer(fields, "spatial_merge_size", 2),
-        window_size=integer(fields, "window_size", 112),
-        full_attention_layers=_full_attention_layers(fields, depth),
-        tokens_per_second=integer(fields, "tokens_per_second", 4),
-        **placeholders,
-    )
-    if config.hidden_size % (4 * config.num_heads):
-        raise ModelError(
-            f"config.json: vision_config.hidden_size={config.hidden_size} is not a multiple of 4 x "
-            f"num_heads={config.num_heads}; correct the file"
-        )
-    if not config.window_side:
-        raise ModelError(
-            f"config.json: vision_config.window_size={config.window_size} holds no square of "
-            f"{config.patch_size * config.merge_size} pixels; correct the file"
-        )
-    return config
-
-
-def _full_attention_layers(fields: Mapping[str, Any], depth: int) -> tuple[int, ...]:
-    found = fields.get("fullatt_block_indexes", [7, 15, 23, 31])
-    if not isinstance(found, list | tuple) or not set(found) <= set(range(depth)):
-        raise bad_field(fields, "fullatt_block_indexes", f"a list of layers from 0 to {depth - 1}")
-    return tuple(found)
-
-
-def _write_vision(config: VisionConfig) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2_5_vl_vision",
-        "depth": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "hidden_act": "silu",
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "in_channels": config.in_channels,
-        "in_chans": config.in_channels,
-        "patch_size": config.patch_size,
-        "spatial_merge_size": config.merge_size,
-        "temporal_patch_size": config.temporal_patch_size,
-        "tokens_per_second": config.tokens_per_second,
-        "window_size": config.window_size,
-        "out_hidden_size": config.out_size,
-        "fullatt_block_indexes": list(config.full_attention_layers),
-    }
-
-
 FAMILY = ModelFamily(
     model_types=("qwen2_5_vl",),
     read=read,
     write=write,
     prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
-    vision_names=vision_names,
+    vision_names=_QWEN2_5.names,
+)
+QWEN3_FAMILY = ModelFamily(
+    model_types=("qwen3_vl",),
+    read=read_qwen3,
+    write=write,
+    prefix="model.language_model.",
+    vision_names=_QWEN3.names,
 )
