@@ -37,7 +37,7 @@ from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.learner.objective import KEPT_LOGITS, TARGETS_PER_CHUNK
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 from jax_agent_rl.types import Group
 
 MICRO_BATCHES = 2

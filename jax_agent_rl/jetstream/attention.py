@@ -21,7 +21,7 @@ from jax_agent_rl.jetstream.kv_cache import LayerKV, from_cache, to_cache
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.attention import add_sinks
 from jax_agent_rl.models.sharding import by_platform
-from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
+from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 
 DEVICES = ("expert", "tensor")
 """The axes of an engine's mesh that are not 1."""

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.jetstream.kv_cache import LayerKV
-from jax_agent_rl.models.tree_mask import MASK_VALUE
+from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 LANES, ROWS = 128, 32
 """Positions of a page that are written together, at least: of keys, of values."""

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.sharding import ROWS, by_platform
-from jax_agent_rl.models.tree_mask import MASK_VALUE, TreeMask
+from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 
 BLOCK = 128
 SAVED = "attention"

@@ -34,7 +34,7 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.lora import LoRA
 from jax_agent_rl.models.sharding import ROWS, constrain
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 from jax_agent_rl.models.vision.context import ImageInputs
 from jax_agent_rl.models.vision.tower import VisionTower
 

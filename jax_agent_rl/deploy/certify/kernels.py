@@ -27,7 +27,7 @@ from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.moe import grouped_product
 from jax_agent_rl.models.quantized import DTYPES
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 
 CLAIM = Claim(
     page="docs/engine.md", text="Every kernel computes what float64 numpy does, to rounding, forward and backward."

@@ -31,7 +31,7 @@ from jax_agent_rl.models.layers import (
     stack,
 )
 from jax_agent_rl.models.sharding import ROWS, constrain
-from jax_agent_rl.models.tree_mask import MASK_VALUE
+from jax_agent_rl.models.tree_kernel import MASK_VALUE
 from jax_agent_rl.models.vision.context import Layout
 
 _NOWHERE = -2  # a window without patches or padding

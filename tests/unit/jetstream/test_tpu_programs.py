@@ -17,7 +17,7 @@ from jax_agent_rl.models.attention import sharded_tree_attention
 from jax_agent_rl.models.moe import grouped_product
 from jax_agent_rl.models.quantized import Quantized
 from jax_agent_rl.models.sharding import MESH_AXES
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 
 # What is kept of programs cannot be read again where the chips are not.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")

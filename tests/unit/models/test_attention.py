@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.models.attention import tree_attention
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 
 
 def plain(q, k, v, subtree_end, sinks=None):

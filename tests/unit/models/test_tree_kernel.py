@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.attention import tree_attention
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 
 COUNT = 300  # of tokens in a row: two blocks of 128 and a part of one
 

@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 from jax_agent_rl.deploy.plan.prediction import Flops, count_work
 from jax_agent_rl.models import tree_kernel
-from jax_agent_rl.models.tree_mask import TreeMask
+from jax_agent_rl.models.tree_kernel import TreeMask
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
