@@ -145,7 +145,7 @@ class VllmSettings:
         Raises:
             ConfigError: an adapter cannot be read, or is of a higher rank.
         """
-        from jax_agent_rl.models.peft import read_settings  # brings jax
+        from jax_agent_rl.models.lora import read_settings  # brings jax
 
         largest, key = 0, "rollout.adapters"
         for name, folder in self.adapters.items():

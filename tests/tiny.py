@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.models.peft import ADAPTABLE, PeftAdapter
+from jax_agent_rl.models.lora import ADAPTABLE, PeftAdapter
 
 TINY = DecoderConfig(
     vocab_size=97,

@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.peft import PeftAdapter
+from jax_agent_rl.models.lora import PeftAdapter
 
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The engine's matrices and the parameters fused into each."""

@@ -14,6 +14,7 @@ replicated, and devices all-reduce twice per layer. No split or reshape below cu
 
 from __future__ import annotations
 
+import enum
 import functools
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from jax.sharding import Mesh
 from jax_agent_rl.jetstream import cpu_kernels
 from jax_agent_rl.jetstream.adapters import AdapterStacks, LayerAdapters, add_low_rank
 from jax_agent_rl.jetstream.attention import DEVICES, chunk_attention, decode_attention
+from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, to_cache, write_routed
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import (
@@ -43,6 +45,17 @@ from jax_agent_rl.models.vision.context import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""
+
+
+class Kernels(enum.Enum):
+    """What computes a decode step besides XLA."""
+
+    NONE = enum.auto()
+    """XLA alone, on gathered rows of pages."""
+    PALLAS = enum.auto()
+    """Attention kernels for TPUs, which read and write pages in place."""
+    CPU = enum.auto()
+    """``jetstream.cpu_kernels``: products and attention, pages in place."""
 
 
 @jax.tree_util.register_dataclass
@@ -119,39 +132,33 @@ def _by_kv_head(config: DecoderConfig, x: jax.Array) -> jax.Array:
 
 def decode_step(
     config: DecoderConfig,
+    mesh: Mesh | None,
+    kernels: Kernels,
     params: EngineParams,
     cache: KVCache,
-    tokens: jax.Array,
-    positions: jax.Array,
-    rope_offsets: jax.Array | None = None,
-    mesh: Mesh | None = None,
-    pages: jax.Array | None = None,
+    slots: DecodeBatch,
     adapters: AdapterStacks | None = None,
-    adapter: jax.Array | None = None,
-    native: bool = False,
 ) -> tuple[jax.Array, KVCache]:
     """Feed one token per slot and return the logits of the next.
 
     Args:
         config: the model, with the engine's ``num_kv_heads``.
-        params: weights.
-        cache: one row per slot, or pages; positions below ``positions`` hold the context.
-        tokens: int32 [B].
-        positions: int32 [B], position of each token.
-        rope_offsets: int32 [B], added to rotary positions after images (``vision.layout``); None adds nothing.
         mesh: the engine's mesh, if it has more than one device.
-        pages: int32 [B, n], pages of each slot, for kernels; None if ``cache`` has rows.
+        kernels: those that read and write pages in place; without them ``cache`` has a row for each slot.
+        params: weights.
+        cache: rows or pages; positions below those of the tokens hold the contexts.
+        slots: the tokens, their positions and pages, offsets of rotary positions and adapters.
         adapters: the engine's LoRA adapters, if any.
-        adapter: int32 [B], the adapter of each slot, see ``adapters.add_low_rank``.
-        native: use ``jetstream.cpu_kernels``, not those for TPUs.
 
     Returns:
         Logits float32 [V, B], split by id, and the cache with the tokens' keys, values and experts.
     """
-    x = constrain(embed(config, params.embed, tokens).T, mesh)  # [D, B]
-    tables = _rope(config, positions if rope_offsets is None else positions + rope_offsets)
+    positions, native = slots.positions, kernels is Kernels.CPU
+    pages = None if kernels is Kernels.NONE else slots.pages
+    x = constrain(embed(config, params.embed, slots.tokens).T, mesh)  # [D, B]
+    tables = _rope(config, positions if slots.offsets is None else positions + slots.offsets)
     layers, routed = [], []
-    adapted = _adapted_layers(params, adapters, adapter, native)
+    adapted = _adapted_layers(params, adapters, slots.adapter, native)
     for i, (layer, cached) in enumerate(zip(adapted, cache.layers, strict=True)):
         windowed = config.is_windowed(i)
         x, cached, chosen = _decode_layer(config, mesh, windowed, layer, x, tables[windowed], cached, positions, pages)
@@ -214,7 +221,8 @@ def prefill_chunks(
         first = starts if rope_offsets is None else starts + rope_offsets
         tables = _rope(config, (first[:, None] + jnp.arange(count)).reshape(-1))
     else:
-        tables = _mrope(config, images.rope_positions.reshape(-1, 3))
+        cos, sin = mrope_tables(config.rope, config.head_dim, images.rope_positions.reshape(-1, 3))
+        tables = ((cos.T, sin.T),)  # no vision model has windowed layers
     layers = []
     for i, (layer, cached) in enumerate(zip(_adapted_layers(params, adapters, adapter), cache.layers, strict=True)):
         windowed = config.is_windowed(i)
@@ -260,11 +268,8 @@ def _adapted_layers(
     params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None, native: bool = False
 ) -> list[_AdaptedLayer]:
     """Return all layers; ``adapter`` is int32 [B]."""
-    if adapters is None or adapter is None:
-        return [_AdaptedLayer(layer, {}, None, native) for layer in params.layers]
-    return [
-        _AdaptedLayer(layer, own, adapter, native) for layer, own in zip(params.layers, adapters.layers, strict=True)
-    ]
+    stacks = [{}] * len(params.layers) if adapters is None else adapters.layers
+    return [_AdaptedLayer(layer, own, adapter, native) for layer, own in zip(params.layers, stacks, strict=True)]
 
 
 # Separate jitted functions are traced and lowered once for all layers of a kind; XLA inlines them.
@@ -391,9 +396,3 @@ def _rope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array,
     ropes = (config.rope, config.local_rope or config.rope)
     tables = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
     return tuple((cos.T, sin.T) for cos, sin in tables)
-
-
-def _mrope(config: DecoderConfig, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return cos and sin at positions [B, 3]; no vision model has windowed layers."""
-    cos, sin = mrope_tables(config.rope, config.head_dim, positions)
-    return ((cos.T, sin.T),)

@@ -7,13 +7,13 @@ per dispatch.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import inspect
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,23 +24,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
-from jax_agent_rl.jetstream.forward import EngineParams, decode_step, prefill_chunks
+from jax_agent_rl.jetstream.forward import EngineParams, Kernels, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.context import ImageInputs
 from jax_agent_rl.utils.sampling_support import mask_words
-
-
-class Kernels(enum.Enum):
-    """What computes a decode step besides XLA."""
-
-    NONE = enum.auto()
-    """XLA alone, on gathered rows of pages."""
-    PALLAS = enum.auto()
-    """Attention kernels for TPUs, which read and write pages in place."""
-    CPU = enum.auto()
-    """``jetstream.cpu_kernels``: products and attention, pages in place."""
 
 
 def decode(
@@ -77,32 +66,8 @@ def decode(
         log-probs; if slots are restricted [2 + ceil(V / 32), max_steps, W], then the bits of the ids they drew from.
         One array, because one copy to the host is cheaper than several.
     """
-    span = slots.pages.shape[1] * cache.length
-    in_place, native = kernels is not Kernels.NONE, kernels is Kernels.CPU
-    pages, worked = (slots.pages, cache) if in_place else (None, gather_pages(cache, slots.pages, slots.positions))
-
-    def feed(worked: KVCache, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
-        here = jnp.minimum(positions, span - 1)
-        adapted = (adapters, slots.adapter)
-        return decode_step(config, params, worked, tokens, here, slots.offsets, mesh, pages, *adapted, native)
-
-    words = mask_words(config.vocab_size) if slots.restricted else 0
-    worked, out = _steps(feed, max_steps, words, mesh, worked, slots, limits, forced)
-    return worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps), out
-
-
-def _steps(
-    feed: Callable[[KVCache, jax.Array, jax.Array], tuple[jax.Array, KVCache]],
-    max_steps: int,
-    words: int,
-    mesh: Mesh | None,
-    cache: KVCache,
-    slots: DecodeBatch,
-    limits: jax.Array,
-    forced: jax.Array | None,
-) -> tuple[KVCache, jax.Array]:
-    """Run the loop of :func:`decode`; ``feed`` maps ids and positions [W] to the logits of the next ids."""
-    slot_count = len(slots.tokens)
+    span, in_place = slots.pages.shape[1] * cache.length, kernels is not Kernels.NONE
+    worked = cache if in_place else gather_pages(cache, slots.pages, slots.positions)
     started = jnp.sum(slots.remaining > 0)
 
     def go_on(carry: tuple) -> jax.Array:
@@ -111,9 +76,10 @@ def _steps(
         return (step < limits[0]) & (running > 0) & (started - running < limits[1])
 
     def body(carry: tuple) -> tuple:
-        step, tokens, positions, remaining, cache, out = carry
+        step, tokens, positions, remaining, worked, out = carry
         running = remaining > 0
-        logits, cache = feed(cache, tokens, positions)
+        fed = replace(slots, tokens=tokens, positions=jnp.minimum(positions, span - 1))
+        logits, worked = decode_step(config, mesh, kernels, params, worked, fed, adapters)
         ids, logprobs, kept = sample(
             logits,
             temperature=slots.temperature,
@@ -124,8 +90,7 @@ def _steps(
             allowed=slots.allowed,
             mesh=mesh,
         )
-        rows = [jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)]
-        new = jnp.stack(rows)
+        new = jnp.stack([jnp.where(running, ids, -1), jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
         if kept is not None:
             new = jnp.concatenate([new, jax.lax.bitcast_convert_type(kept.T, jnp.int32)])
         out = jax.lax.dynamic_update_index_in_dim(out, new, step, axis=1)
@@ -133,19 +98,13 @@ def _steps(
         if forced is not None:
             stopped &= forced[step] < 0
         remaining = jnp.where(running, jnp.where(stopped, 0, remaining - 1), remaining)
-        return (
-            step + 1,
-            jnp.where(running, ids, tokens),
-            positions + running,
-            remaining,
-            cache,
-            out,
-        )
+        return step + 1, jnp.where(running, ids, tokens), positions + running, remaining, worked, out
 
-    out = jnp.full((2 + words, max_steps, slot_count), -1, jnp.int32)
-    carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, cache, out)
-    _, _, _, _, cache, out = jax.lax.while_loop(go_on, body, carry)
-    return cache, out
+    words = mask_words(config.vocab_size) if slots.restricted else 0
+    out = jnp.full((2 + words, max_steps, len(slots.tokens)), -1, jnp.int32)
+    carry = (jnp.int32(0), slots.tokens, slots.positions, slots.remaining, worked, out)
+    _, _, _, _, worked, out = jax.lax.while_loop(go_on, body, carry)
+    return worked if in_place else write_back(cache, worked, slots.pages, slots.positions, max_steps), out
 
 
 def compute_chunks(
@@ -161,7 +120,7 @@ def compute_chunks(
     adapters: AdapterStacks | None = None,
     adapter: jax.Array | None = None,
 ) -> KVCache:
-    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.page_ops.write_pages` to write.
+    """Prefill one chunk of each of R contexts, for :func:`~jax_agent_rl.jetstream.kv_cache.write_pages` to write.
 
     A program that both reads and writes a donated cache makes the compiler copy all of it, so these are two.
 
@@ -175,8 +134,8 @@ def compute_chunks(
         before: int32 [R, n], pages of the contexts, at least up to ``starts``.
         into: int32 [R, m], pages the chunks touch.
         images: the chunks' images, for vision models.
-        adapters: see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
-        adapter: see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
+        adapters: as ``adapter``, see :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`.
+        adapter: of each context.
 
     Returns:
         The pages ``into``.
@@ -220,9 +179,7 @@ def feed_columns(
         columns: from :func:`~jax_agent_rl.jetstream.decode_batch.columns_of`.
         adapters: the stacks ``columns.adapter`` indexes.
     """
-    ids, positions = columns.tokens, columns.positions
-    adapted = (adapters, columns.adapter)
-    return decode_step(config, params, cache, ids, positions, columns.offsets, None, columns.pages, *adapted, True)[1]
+    return decode_step(config, None, Kernels.CPU, params, cache, columns, adapters)[1]
 
 
 def read_routed(cache: KVCache, pages: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.optimized_params import HostState, LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.peft import PeftAdapter, scaled_adapter
+from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.types import Group
 
 _SUMS = ("batch_tokens", "computed_tokens", "rows", "learner_seconds", "trained_tokens")

@@ -1,17 +1,31 @@
-"""Low-rank adapters, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685).
+"""Low-rank adapters, W + scale B A, not multiplied out (Hu et al. 2021, LoRA, arXiv 2106.09685), and PEFT's files.
 
-The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized layer by layer.
+The base may be quantized (Dettmers et al. 2023, QLoRA, arXiv 2305.14314) and is then dequantized layer by layer. An
+adapter's files are ``adapter_config.json`` and ``adapter_model.safetensors``.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
 from jax_agent_rl.errors import ConfigError
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from jax_agent_rl.config import LoraConfig
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.families import FAMILIES
+from jax_agent_rl.models.hf import tensor_names
+
 
 TILE = 32  # values that share one scale
 
@@ -66,3 +80,173 @@ def restore(weight: Any) -> jax.Array:
     import qwix
 
     return qwix.dequantize(weight)
+
+
+ADAPTABLE = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
+"""Matrices of the parameter tree that engines adapt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftAdapter:
+    """A LoRA adapter read from disk; float32 on the host.
+
+    Attributes:
+        rank: r.
+        weights: for each adapted matrix of the parameter tree (``q``, ``down``, …) ``a`` [L, r, in] and ``b``
+            [L, out, r]; the scale alpha / r is multiplied into ``b``. A layer without an adapter has zeros.
+    """
+
+    rank: int
+    weights: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
+    """Return ``adapter_config.json`` of a plain LoRA adapter.
+
+    Args:
+        folder: PEFT's folder.
+        key: the configuration key that names it, for messages.
+
+    Raises:
+        ConfigError: there is no such file, or the adapter is of a kind that engines here do not compute (DoRA, trained
+            biases or whole modules, a rank or alpha per module).
+    """
+    file, where = Path(folder).expanduser() / "adapter_config.json", f"{key}={str(folder)!r}"
+    if not file.is_file():
+        raise ConfigError(f"{where} holds no adapter_config.json; set it to a PEFT adapter's folder")
+    try:
+        settings = json.loads(file.read_text())
+        rank = int(settings["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again") from None
+    plain = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    for name, expected in plain.items():
+        if (value := settings.get(name) or expected) != expected:
+            raise ConfigError(f"{where}: {name}={value!r} in {file.name} is not supported; merge the adapter instead")
+    scale = settings.get("lora_alpha", rank) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return settings | {"r": rank, "scale": scale}
+
+
+def read_peft(folder: str | Path, model: DecoderConfig, *, key: str) -> PeftAdapter:
+    """Read an adapter of this model.
+
+    Args:
+        folder: PEFT's folder.
+        model: the base model; matrices have the shapes of its parameter tree.
+        key: the configuration key that names the folder, for messages.
+
+    Raises:
+        ConfigError: see :func:`read_settings`; or a tensor is damaged, of another shape, or of a module that this model
+            does not have or does not adapt (experts, embeddings, a vision tower).
+    """
+    settings, where = read_settings(folder, key=key), f"{key}={str(folder)!r}"
+    file = Path(folder).expanduser() / "adapter_model.safetensors"
+    try:
+        tensors = {name: np.asarray(x, np.float32) for name, x in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{where}: {file.name} cannot be read ({error}); save the adapter again") from None
+    names, shapes = tensor_names(model)["layers"], model.parameter_shapes()["layers"]
+    weights = {}
+    for name in ADAPTABLE.intersection(names) - FAMILIES[model.family].packed.keys():
+        layers, *shape = shapes[name]
+        a = np.zeros((layers, settings["r"], shape[1]), np.float32)
+        b = np.zeros((layers, shape[0], settings["r"]), np.float32)
+        found = False
+        for i, module in enumerate(_modules(model, names[name])):
+            for part, whole in (("A", a), ("B", b)):
+                x = tensors.pop(f"base_model.model.{module}.lora_{part}.weight", None)
+                if x is None:
+                    continue
+                if x.shape != whole[i].shape:
+                    raise ConfigError(
+                        f"{where}: {module}.lora_{part} has shape {x.shape}, this model takes {whole[i].shape}; "
+                        "the adapter is of another model"
+                    )
+                whole[i], found = x, True
+        if found:
+            weights[name] = a, b * np.float32(settings["scale"])
+    if tensors:
+        raise ConfigError(
+            f"{where}: {sorted(tensors)[0]} (and {len(tensors) - 1} more) is of a module that cannot be adapted in a "
+            f"{model.family} model; serve the model with the adapter merged into it"
+        )
+    return PeftAdapter(rank=settings["r"], weights=weights)
+
+
+def scaled_adapter(lora: LoraConfig, trained: Params) -> PeftAdapter:
+    """Return adapters in training as engines take them.
+
+    Args:
+        lora: the training configuration.
+        trained: as :func:`jax_agent_rl.learner.parameterization.new_adapters` returns them, on the host.
+    """
+    scale = np.float32(lora.alpha / lora.rank)
+    weights = {name: (np.asarray(ab["a"]), np.asarray(ab["b"]) * scale) for name, ab in trained["adapters"].items()}
+    return PeftAdapter(rank=lora.rank, weights=weights)
+
+
+def blank_adapter(lora: LoraConfig, model: DecoderConfig) -> PeftAdapter:
+    """Return an adapter that changes nothing, of the shapes that training will give it."""
+    shapes = model.parameter_shapes()["layers"]
+    weights = {}
+    for name in (target.removesuffix("_proj") for target in lora.targets):
+        layers, out, inputs = shapes[name]
+        weights[name] = (
+            np.zeros((layers, lora.rank, inputs), np.float32),
+            np.zeros((layers, out, lora.rank), np.float32),
+        )
+    return PeftAdapter(rank=lora.rank, weights=weights)
+
+
+def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Params, *, base: str) -> None:
+    """Write what ``PeftModel.from_pretrained(base_model, folder)`` loads.
+
+    Args:
+        folder: PEFT's folder.
+        lora: the training configuration.
+        model: the base model.
+        trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
+        base: folder or hub name of the model they were trained over.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = tensor_names(model)["layers"]
+    inner = _inner(model)
+    # A vision tower has modules of the same names.
+    targets = list(lora.targets) if model.vision is None else rf"{re.escape(inner)}.*\.({'|'.join(lora.targets)})"
+    tensors = {
+        f"base_model.model.{module}.lora_{part.upper()}.weight": matrix
+        for name, adapter in trained["adapters"].items()
+        for part, stack in adapter.items()
+        for module, matrix in zip(_modules(model, names[name]), np.asarray(stack), strict=True)
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _inner(model: DecoderConfig) -> str:
+    """Return the prefix of the decoder's modules, one level deeper beside a vision tower."""
+    return "model." if model.vision is None else "model.language_model."
+
+
+def _modules(model: DecoderConfig, weights: Sequence[str]) -> list[str]:
+    """Return the modules of a decoder's tensors, given by their published names."""
+    inner, prefix = _inner(model), FAMILIES[model.family].prefix
+    return [inner + weight.removeprefix(prefix).removesuffix(".weight") for weight in weights]

@@ -199,7 +199,7 @@ class WeightUpdate:
             and a server need not keep these files.
         probe: log-probs of a few sequences, which the weights have to give where they arrive. Those of ``safetensors``
             are in the files' metadata.
-        adapters: the LoRA adapters that change, by name (:class:`~jax_agent_rl.models.peft.PeftAdapter`), together with
+        adapters: the LoRA adapters that change, by name (:class:`~jax_agent_rl.models.lora.PeftAdapter`), together with
             the weights, or with ``partial`` and an empty payload alone; only with ``kind="arrays"``.
     """
 

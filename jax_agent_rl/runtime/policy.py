@@ -27,7 +27,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.peft import save_peft
+from jax_agent_rl.models.lora import save_peft
 from jax_agent_rl.models.sharding import make_mesh
 from jax_agent_rl.utils.tempdirs import make_folder, remove_folder
 

@@ -17,7 +17,7 @@ from jax_agent_rl.config.servers import TinkerServerSettings
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.peft import PeftAdapter, blank_adapter
+from jax_agent_rl.models.lora import PeftAdapter, blank_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 

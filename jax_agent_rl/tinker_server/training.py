@@ -21,7 +21,7 @@ from jax_agent_rl.learner.parameterization import new_adapters
 from jax_agent_rl.learner.sequence_learner import AdamParams, ForwardBackward, SequenceLearner
 from jax_agent_rl.learner.training_sequence import TrainingSequence
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.peft import PeftAdapter, scaled_adapter
+from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.wire import (
     BadRequest,

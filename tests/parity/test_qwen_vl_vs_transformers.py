@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_agent_rl.jetstream.forward import decode_step, engine_params, prefill_chunks
+from jax_agent_rl.jetstream.decode_batch import make_decode_batch
+from jax_agent_rl.jetstream.forward import Kernels, decode_step, engine_params, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
@@ -186,7 +188,8 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
     patches, plan, places, index, offset = multimodal(config.vision)
     seen = VisionTower.from_params(config.vision, weights.vision)(jnp.asarray(patches), plan)[None]
     cache, prompt = empty_cache(config, 1, 64, jnp.float32), len(IDS) - 4
-    prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=0)
+    prefill, decode = jax.jit(prefill_chunks, static_argnums=0), jax.jit(decode_step, static_argnums=(0, 1, 2))
+    slots = make_decode_batch(1, 1)
     for start in range(0, prompt, 15):  # chunks that begin and end within images
         here = slice(start, start + 15)
         chunk = ImageInputs(places[None, here], seen, index[None, here])
@@ -196,7 +199,8 @@ def test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once(p
         expected = theirs(model).numpy()
     assert offset and prompt % 15 == 0
     for i in range(prompt, len(IDS)):
-        scores, cache = decode(config, weights, cache, jnp.asarray(IDS[[i]]), jnp.array([i]), jnp.array([offset]))
+        slots = replace(slots, tokens=IDS[[i]], positions=np.array([i]), offsets=np.array([offset]))
+        scores, cache = decode(config, None, Kernels.NONE, weights, cache, slots)
         np.testing.assert_allclose(scores[:, 0], expected[i], atol=1e-4)
 
 

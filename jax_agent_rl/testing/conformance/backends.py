@@ -266,7 +266,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     from jax_agent_rl.jetstream.external_engine import load_engine_function
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
     from jax_agent_rl.models.hf import load_hf
-    from jax_agent_rl.models.peft import read_peft
+    from jax_agent_rl.models.lora import read_peft
     from jax_agent_rl.models.vision.context import VisionProcessor
 
     folders = {BASE: options.folders.base, OTHER: options.folders.other}

@@ -288,8 +288,9 @@ async def test_an_engine_of_a_coarser_precision_than_it_says_is_named(options: d
 async def test_sampled_tokens_at_other_positions_are_named(monkeypatch: pytest.MonkeyPatch):
     decode_step = programs.decode_step
 
-    def further(config, params, cache, tokens, positions, offsets, *rest):
-        return decode_step(config, params, cache, tokens, positions, jnp.full_like(positions, 2), *rest)
+    def further(config, mesh, kernels, params, cache, slots, adapters):
+        slots = replace(slots, offsets=jnp.full_like(slots.positions, 2))
+        return decode_step(config, mesh, kernels, params, cache, slots, adapters)
 
     monkeypatch.setattr(programs, "decode_step", further)
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)  # with these, prompts are decode steps, too

@@ -16,7 +16,7 @@ from jax_agent_rl.errors import BackendError, ConfigError, WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.peft import blank_adapter, read_peft, save_peft, scaled_adapter
+from jax_agent_rl.models.lora import blank_adapter, read_peft, save_peft, scaled_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.tiny import TINY, logprobs_of, tiny_params

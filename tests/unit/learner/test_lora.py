@@ -17,7 +17,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.parameterization import merge_adapters, new_adapters, with_adapters
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
 from jax_agent_rl.models.hf import save_hf
-from jax_agent_rl.models.peft import save_peft
+from jax_agent_rl.models.lora import save_peft
 from tests.tiny import TINY, full_logits, tiny_params
 from tests.tiny_vision import TINY_VL
 from tests.trajectories import random_groups
