@@ -73,10 +73,6 @@ class EngineThread:
     def closing(self) -> bool:
         return self._closing
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     async def start(self, core: EngineCore) -> None:
         """Start the thread and wait until the core is set up; raise what that raises."""
         if self._thread is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from jax_agent_rl.models.vision.context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, StopReason, Support, TokenOutput, digest_ids
 from jax_agent_rl.utils.sampling_support import encode_supports
+
+if TYPE_CHECKING:
+    from jax_agent_rl.jetstream.engine import JaxEngine
 
 
 @dataclass
@@ -32,32 +36,30 @@ class Counters:
     accepted_tokens: int = 0
 
 
-def check_request(
-    request: GenerateRequest, *, max_model_len: int, vocab_size: int, adapters: Sequence[str], stop_strings: bool
-) -> None:
+def check_request(request: GenerateRequest, engine: JaxEngine, *, stop_strings: bool) -> None:
     """Refuse a request that an engine cannot serve.
 
     Args:
         request: the request.
-        max_model_len: ids of the engine's longest context.
-        vocab_size: the model's.
-        adapters: names of the engine's LoRA adapters.
-        stop_strings: whether the engine knows the text of ids.
+        engine: the engine.
+        stop_strings: whether the text of ids is known.
 
     Raises:
         PromptTooLongError: there is no room for one sampled id.
         BackendError: anything else.
     """
-    name = f"request {request.request_id!r}"
+    name, max_model_len = f"request {request.request_id!r}", engine.shapes.max_model_len
     if len(request.prompt_ids) >= max_model_len:
         raise PromptTooLongError(
             f"{name}: a prompt of {len(request.prompt_ids)} ids leaves no room in rollout.max_model_len="
             f"{max_model_len}; shorten the prompt or raise rollout.max_model_len"
         )
-    if request.lora is not None and request.lora not in adapters:
-        raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {sorted(adapters)} (rollout.adapters)")
+    if request.lora is not None and request.lora not in engine.adapters:
+        there = sorted(engine.adapters)
+        raise BackendError(f"{name}: no LoRA adapter {request.lora!r}; there are {there} (rollout.adapters)")
     if request.sampling.stop and not stop_strings:
         raise BackendError(f"{name} has stop strings, but this engine was given no tokenizer")
+    vocab_size = engine.config.vocab_size
     if not all(0 <= i < vocab_size for i in request.prompt_ids):
         raise BackendError(f"{name}: prompt ids must be in [0, {vocab_size})")
 

@@ -119,13 +119,7 @@ class Scheduler:
         limit, sampling = self.engine.shapes.max_model_len, request.sampling
         if request.request_id in self._known:
             raise BackendError(f"request {request.request_id!r} is already running; request ids must be unique")
-        check_request(
-            request,
-            max_model_len=limit,
-            vocab_size=self.engine.config.vocab_size,
-            adapters=self.engine.adapters,
-            stop_strings=self.decode_text is not None,
-        )
+        check_request(request, self.engine, stop_strings=self.decode_text is not None)
         run = RunningRequest(
             request,
             max_tokens=min(sampling.max_tokens, limit - len(request.prompt_ids)),

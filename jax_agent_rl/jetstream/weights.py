@@ -29,8 +29,8 @@ from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.jetstream.forward import EngineParams, engine_params
 from jax_agent_rl.jetstream.sharding import engine_shardings, learner_shardings
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import verify_probe
 from jax_agent_rl.models.hf import load_params
-from jax_agent_rl.models.probe import verify_probe
 from jax_agent_rl.models.sharding import MESH_AXES, Device, local_bounds, place, replicated, shard_bounds
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.models.probe import score_probe
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, LogprobProbe, file_digest
 from jax_agent_rl.utils.weight_deltas import write_delta

@@ -6,26 +6,26 @@ adapter's files are ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 from __future__ import annotations
 
-from typing import Any, Literal
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax_agent_rl.errors import ConfigError
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+
 from jax_agent_rl.config import LoraConfig
+from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
-
 
 TILE = 32  # values that share one scale
 

@@ -29,20 +29,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
 from jax_agent_rl.models.quantized import split_weight
-from jax_agent_rl.models.sharding import ROWS, by_platform
+from jax_agent_rl.models.sharding import PARAMETER_AXES, ROWS, RULES, by_platform
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 """From the products with ``expert_gate`` and ``expert_up`` to hidden units."""
 
-WEIGHTS = {  # as in ``models.sharding``, without the axis of layers
-    "router": PartitionSpec(None, "fsdp"),
-    "router_bias": PartitionSpec(None),
-    "expert_gate": PartitionSpec("expert", "tensor", "fsdp"),
-    "expert_up": PartitionSpec("expert", "tensor", "fsdp"),
-    "expert_down": PartitionSpec("expert", "fsdp", "tensor"),
-    "expert_gate_bias": PartitionSpec("expert", "tensor"),
-    "expert_up_bias": PartitionSpec("expert", "tensor"),
-    "expert_down_bias": PartitionSpec("expert", None),
+WEIGHTS = {
+    name: PartitionSpec(*(RULES[axis] for axis in axes if axis != "layers"))
+    for name, axes in PARAMETER_AXES.items()
+    if name.startswith(("router", "expert_"))
 }
 """Shardings of a layer's parameters; biases are there if ``Experts.bias``."""
 

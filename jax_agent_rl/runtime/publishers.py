@@ -17,8 +17,8 @@ from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors
-from jax_agent_rl.models.probe import score_probe
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
 from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.multihost import LeadingLearner

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from gpu_backend import broadcast
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
 from jax_agent_rl.learner.export import WeightFiles
+from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, save_hf
-from jax_agent_rl.models.probe import score_probe
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate

@@ -302,7 +302,7 @@ async def test_closing_fails_what_is_running_and_leaves_no_thread(params):
             await task
         with pytest.raises(BackendClosedError):
             await backend.generate(request("s", prompt_of(1, 5)))
-        assert not backend._thread.is_alive and not (await backend.health()).ok
+        assert not backend._thread._thread.is_alive() and not (await backend.health()).ok
 
 
 async def test_lower_priority_values_run_first(params):

@@ -20,7 +20,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
-from jax_agent_rl.models.probe import score_probe
+from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.ray.weights import from_object_store, store
 from jax_agent_rl.types import SamplingParams
