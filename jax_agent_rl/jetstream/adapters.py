@@ -42,14 +42,8 @@ class LowRank:
 
 
 LayerAdapters = dict[str, LowRank]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class AdapterStacks:
-    """All adapters of an engine, layer by layer, without the matrices that none adapts."""
-
-    layers: tuple[LayerAdapters, ...]
+AdapterStacks = tuple[LayerAdapters, ...]
+"""All adapters of an engine, layer by layer, without the matrices that none adapts."""
 
 
 def stack_adapters(config: DecoderConfig, adapters: Sequence[PeftAdapter], *, dtype: jnp.dtype) -> AdapterStacks:
@@ -95,8 +89,8 @@ def replace_adapters(
     """
     if stacks is None or not set(names).issuperset(adapters):
         raise ValueError(f"no LoRA adapters {sorted(set(adapters) - set(names))}; there are {list(names)}")
-    kinds = list(stacks.layers[0])
-    rank = stacks.layers[0][kinds[0]].b[0].shape[-1]
+    kinds = list(stacks[0])
+    rank = stacks[0][kinds[0]].b[0].shape[-1]
     parts = {part for kind in kinds for part in FUSED[kind]}
     for adapter in adapters.values():
         if adapter.rank > rank or not parts.issuperset(adapter.weights):
@@ -164,4 +158,4 @@ def _lay_out(config: DecoderConfig, adapter: PeftAdapter, kinds: Sequence[str], 
         a, b = zip(*(part(name, layer) for name in FUSED[kind]), strict=True)
         return LowRank(np.concatenate(a), b)
 
-    return AdapterStacks(tuple({kind: low_rank(kind, i) for kind in kinds} for i in range(config.num_layers)))
+    return tuple({kind: low_rank(kind, i) for kind in kinds} for i in range(config.num_layers))

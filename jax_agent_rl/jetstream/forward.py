@@ -268,7 +268,7 @@ def _adapted_layers(
     params: EngineParams, adapters: AdapterStacks | None, adapter: jax.Array | None, native: bool = False
 ) -> list[_AdaptedLayer]:
     """Return all layers; ``adapter`` is int32 [B]."""
-    stacks = [{}] * len(params.layers) if adapters is None else adapters.layers
+    stacks = [{}] * len(params.layers) if adapters is None else adapters
     return [_AdaptedLayer(layer, own, adapter, native) for layer, own in zip(params.layers, stacks, strict=True)]
 
 

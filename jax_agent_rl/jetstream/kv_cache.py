@@ -290,12 +290,10 @@ class HostCache:
             page_bytes = sum(x.nbytes for x in jax.tree.leaves(cache)) // cache.count
             self.count = engine.shapes.kv_offloading_bytes // page_bytes
         self._engine = engine
-        self._pages = jax.tree.map(self._empty, cache) if self.count else None
+        empty = lambda x: np.empty((self.count, *x.shape[1:]), x.dtype)  # noqa: E731
+        self._pages = jax.tree.map(empty, cache) if self.count else None
         self.saved = self.restored = 0  # pages so far
         self._arriving: list[tuple[list[int], KVCache]] = []
-
-    def _empty(self, x: jax.Array) -> np.ndarray:
-        return np.empty((self.count, *x.shape[1:]), x.dtype)
 
     def save(self, cache: KVCache, moves: list[tuple[int, int]]) -> None:
         """Make the moves in a list, of a page to a host page, and empty it; they end in the background."""

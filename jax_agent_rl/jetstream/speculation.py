@@ -21,7 +21,7 @@ Requests with restricted sampling take no part, nor does anyone beside them: a d
 
 Drafts need no draft model: they are ids that followed the same ids before, in what this engine sampled, siblings of the
 group and earlier training steps above all (:class:`SuffixIndex`; Oliaro et al. 2024, "SuffixDecoding"), or in the
-request's own prompt (:class:`PromptLookup`; Saxena 2023, "Prompt Lookup Decoding"). Another :class:`Drafter`,
+request's own prompt (:func:`look_up`; Saxena 2023, "Prompt Lookup Decoding"). Another :class:`Drafter`,
 such as a model's heads for multi-token prediction, may take their place.
 """
 
@@ -226,15 +226,13 @@ class Draft:
 
     Attributes:
         ids: in order.
-        evidence: for each id what it was drafted from, one of a few kinds. How often ids of a kind are accepted is
-            measured.
+        evidence: for each id what it was drafted from, one of a few kinds, such as the length of the match and how many
+            of its continuations agree. How often ids of a kind are accepted is measured.
     """
 
     ids: list[int]
     evidence: list[str]
 
-
-NO_DRAFT = Draft([], [])
 
 
 class Drafter(Protocol):
@@ -306,58 +304,48 @@ class SuffixIndex:
                 break
             token = max(following, key=following.__getitem__)
             draft.ids.append(token)
-            draft.evidence.append(_evidence(match, following[token], sum(following.values())))
+            total = sum(following.values())
+            agreeing = sum(following[token] / total >= share for share in SHARES)
+            draft.evidence.append(f"{match} once" if total == 1 else f"{match} {agreeing}")
             context = context[-(MATCHES[0] - 1) * _BYTES :] + token.to_bytes(_BYTES, "little")
         return draft
 
 
-def _evidence(match: int, count: int, total: int) -> str:
-    """Name a kind of evidence: the length of the match, and how many of its continuations agree."""
-    if total == 1:
-        return f"{match} once"
-    return f"{match} {sum(count / total >= share for share in SHARES)}"
+def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
+    """Draft what followed the last place in the prompt that ends with the context's last ids.
 
-
-class PromptLookup:
-    """Drafts what followed the last place in the prompt that ends with the context's last ids."""
-
-    def draft(self, prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
-        """Draft at most ``count`` ids.
-
-        Args:
-            prompt: where to look.
-            ids: the context, which begins with the prompt.
-            count: most ids to draft.
-        """
-        there = np.asarray(prompt, np.int32)
-        for match in PROMPT_MATCHES:
-            if match >= len(there):
-                continue
-            found = np.ones(len(there) - match, bool)  # of places that something follows
-            for i, token in enumerate(ids[-match:]):
-                found &= there[i : len(found) + i] == token
-            if (places := np.flatnonzero(found)).size:
-                begin = places[-1] + match
-                own = there[begin : begin + count].tolist()
-                return Draft(own, [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(own))])
-        return NO_DRAFT
+    Args:
+        prompt: where to look.
+        ids: the context, which begins with the prompt.
+        count: most ids to draft.
+    """
+    there = np.asarray(prompt, np.int32)
+    for match in PROMPT_MATCHES:
+        if match >= len(there):
+            continue
+        found = np.ones(len(there) - match, bool)  # of places that something follows
+        for i, token in enumerate(ids[-match:]):
+            found &= there[i : len(found) + i] == token
+        if (places := np.flatnonzero(found)).size:
+            begin = places[-1] + match
+            own = there[begin : begin + count].tolist()
+            return Draft(own, [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(own))])
+    return Draft([], [])
 
 
 class LookupDrafter:
     """The drafter of the module docstring: what was sampled first, then the prompt."""
 
     def __init__(self) -> None:
-        self._index, self._prompt = SuffixIndex(), PromptLookup()
+        self._index = SuffixIndex()
 
     def propose(self, runs: Sequence[RunningRequest], count: int) -> list[Draft]:
-        return [self._draft(run, count) for run in runs]
-
-    def _draft(self, run: RunningRequest, count: int) -> Draft:
-        tail = run.tail(MATCHES[0])
-        draft = self._index.draft(tail, count)
-        if draft.ids:
-            return draft
-        return self._prompt.draft(run.request.prompt_ids, tail, count)
+        drafts = []
+        for run in runs:
+            tail = run.tail(MATCHES[0])
+            draft = self._index.draft(tail, count)
+            drafts.append(draft if draft.ids else look_up(run.request.prompt_ids, tail, count))
+        return drafts
 
     def observe(self, run: RunningRequest, new: int) -> None:
         self._index.add(run.tail(MATCHES[0] + new), new)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -139,12 +140,7 @@ class VisionEngine(JaxEngine):
 
     def _image_program_shapes(self) -> list[tuple[int, int, int]]:
         """Return (patches, rows, ids) of all programs that scatter features."""
-        return [
-            (size, rows, chunk)
-            for size in self.patch_buckets
-            for rows in (1, PREFILL_ROWS)
-            for chunk in self.shapes.chunk_buckets
-        ]
+        return list(itertools.product(self.patch_buckets, (1, PREFILL_ROWS), self.shapes.chunk_buckets))
 
     def program_keys(self) -> set[tuple]:
         """Return the keys of all programs, those for images included."""

@@ -92,19 +92,18 @@ class ServedWeights:
     def _read(self, update: WeightUpdate) -> WeightUpdate:
         dtype = self._structure["embed"][1]
         if update.kind == "tensorstore":
-            return replace(update, kind="arrays", payload=self._read_stored(update, dtype))
+            if not isinstance(update.payload, str):
+                kind = type(update.payload).__name__
+                raise WeightUpdateError(f"payload must be the address of a folder, got {kind}")
+            stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
+            params = stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings)
+            return replace(update, kind="arrays", payload=params)
         check_files(update.payload, update.digests)
         try:
             params = load_params(update.payload, self._config, dtype=dtype, shardings=self._shardings)
         except ModelError as error:
             raise WeightUpdateError(f"the update does not fit the model served: {error}") from error
         return replace(update, kind="arrays", payload=params, probe=read_probe(update.payload))
-
-    def _read_stored(self, update: WeightUpdate, dtype: jnp.dtype) -> Params:
-        if not isinstance(update.payload, str):
-            raise WeightUpdateError(f"payload must be the address of a folder, got {type(update.payload).__name__}")
-        stored = StoredParams(update.payload, manifest_digest=update.digests.get(MANIFEST))
-        return stored.read(self._config.parameter_shapes(), dtype=dtype, shardings=self._shardings)
 
     def check(self, update: WeightUpdate, version: int) -> None:
         """Check that an update can follow ``version``.

@@ -216,16 +216,13 @@ NAME = "smollm2-135m-instruct"
 MANIFEST = "manifest.sha256.json"
 
 
-def fetch_quickstart_model(cache: Path | None = None) -> Path:
+def fetch_quickstart_model() -> Path:
     """Return the folder of SmolLM2-135M-Instruct; download and convert it if it is missing or damaged.
-
-    Args:
-        cache: the cache folder; default ``$JAX_AGENT_RL_CACHE``, else ``~/.cache/jax_agent_rl``.
 
     Raises:
         ModelError: the download failed, or is not the expected file.
     """
-    folder = (cache or cache_root()) / "models" / NAME
+    folder = cache_root() / "models" / NAME
     if is_intact(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -62,8 +62,8 @@ class DecoderLayer(Module):
     pre_feedforward_norm: nnx.Param
     post_feedforward_norm: nnx.Param
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
-        super().__init__(config, config.layer_shapes(), rngs=rngs, dtype=dtype)
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, config.layer_shapes(), rngs=rngs)
 
     def __call__(
         self,
@@ -159,11 +159,11 @@ class Decoder(Module):
     embed: nnx.Param
     final_norm: nnx.Param
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
-        super().__init__(config, config.parameter_shapes(), rngs=rngs, dtype=dtype)
-        self.layers: DecoderLayer = stack(DecoderLayer, config, rngs=rngs, dtype=dtype)
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, config.parameter_shapes(), rngs=rngs)
+        self.layers: DecoderLayer = stack(DecoderLayer, config, rngs=rngs)
         if config.vision is not None:
-            self.vision = VisionTower(config.vision, rngs=rngs, dtype=dtype)
+            self.vision = VisionTower(config.vision, rngs=rngs)
         self.adapters = nnx.Dict({})
 
     def __call__(

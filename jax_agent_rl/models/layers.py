@@ -211,17 +211,14 @@ class Module(nnx.Module):
     Args:
         config: of the model.
         shapes: by name; those of submodules, which are tables themselves, are skipped.
-        rngs: draws initial values: matrices normal, biases 0, norms the identity.
-        dtype: of the parameters.
+        rngs: draws initial values, float32: matrices normal, biases 0, norms the identity.
     """
 
-    def __init__(
-        self, config: Any, shapes: Mapping[str, Any], *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32
-    ) -> None:
+    def __init__(self, config: Any, shapes: Mapping[str, Any], *, rngs: nnx.Rngs) -> None:
         self.config = config
         for name, shape in shapes.items():
             if isinstance(shape, tuple):
-                setattr(self, name, nnx.Param(self._draw(name, shape, rngs).astype(dtype)))
+                setattr(self, name, nnx.Param(self._draw(name, shape, rngs)))
 
     def _draw(self, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
         if name.endswith("norm"):
@@ -239,7 +236,7 @@ class Module(nnx.Module):
         """Return the module that holds these very parameters: arrays, tracers, shapes or shardings.
 
         Args:
-            config: the only argument of the subclass, but for ``rngs`` and ``dtype``.
+            config: the only argument of the subclass, but for ``rngs``.
             params: a tree as ``nnx.to_pure_dict`` returns of the module's state.
         """
         return nnx.merge(cls.graphdef(config), params)
@@ -255,19 +252,12 @@ def _graphdef(kind: Callable[..., Module], config: Any) -> nnx.GraphDef:
     return nnx.graphdef(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))))
 
 
-def stack(kind: Callable[..., nnx.Module], config: Any, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> Any:
-    """Return all layers of a model as one, with parameters [L, ...].
-
-    Args:
-        kind: of the layers.
-        config: of the model.
-        rngs: draws each layer's initial values.
-        dtype: of the parameters.
-    """
+def stack(kind: Callable[..., nnx.Module], config: Any, *, rngs: nnx.Rngs) -> Any:
+    """Return all layers of a kind as one, with parameters [L, ...]; ``rngs`` draws each layer's initial values."""
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        return kind(config, rngs=rngs, dtype=dtype)
+        return kind(config, rngs=rngs)
 
     return make(rngs)

@@ -43,8 +43,8 @@ class VisionLayer(Module):
 
     config: VisionConfig
 
-    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
-        super().__init__(config, config.layer_shapes(), rngs=rngs, dtype=dtype)
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, config.layer_shapes(), rngs=rngs)
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, layout: Layout, full: jax.Array, mesh: Mesh | None
@@ -95,9 +95,9 @@ class VisionTower(Module):
     patch_embed_bias: nnx.Param
     positions: nnx.Param
 
-    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
-        super().__init__(config, config.parameter_shapes(), rngs=rngs, dtype=dtype)
-        self.layers: VisionLayer = stack(VisionLayer, config, rngs=rngs, dtype=dtype)
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, config.parameter_shapes(), rngs=rngs)
+        self.layers: VisionLayer = stack(VisionLayer, config, rngs=rngs)
 
     def __call__(
         self, patches: jax.Array, layout: Layout, *, remat: str = "none", mesh: Mesh | None = None

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.jetstream.speculation import MATCHES, PROMPT_MATCHES, PromptLookup, SuffixIndex
+from jax_agent_rl.jetstream.speculation import MATCHES, PROMPT_MATCHES, SuffixIndex, look_up
 
 IDS = st.lists(st.integers(0, 2), max_size=20)  # few ids, so that much repeats
 PARTS = st.lists(st.tuples(IDS, st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=6)
@@ -57,4 +57,4 @@ def test_the_prompt_drafts_what_followed_the_last_of_the_longest_matches(prompt,
         for end in range(match, len(prompt)):
             if prompt[end - match : end] == ids[-match:]:
                 wanted = prompt[end : end + 3]
-    assert PromptLookup().draft(prompt, ids, 3).ids == wanted
+    assert look_up(prompt, ids, 3).ids == wanted
