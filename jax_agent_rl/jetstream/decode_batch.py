@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.sampling import Truncation
@@ -140,17 +139,12 @@ def slots_of(
     if any(run.offset for run in runs):
         slots = replace(slots, offsets=np.array([run.offset for run in runs], np.int32))
     if any(run.grammar for run in runs):
-        slots = replace(slots, allowed=allowed_ids([run.grammar for run in runs], vocab_size))
+        allowed = np.full((len(runs), mask_words(vocab_size)), ALL_ALLOWED)
+        for run, row in zip(runs, allowed, strict=True):
+            if run.grammar is not None:
+                run.grammar.fill_allowed(row)
+        slots = replace(slots, allowed=allowed)
     return replace(slots, truncation=truncation_of([run.request.sampling for run in runs]))
-
-
-def allowed_ids(grammars: Sequence[GrammarState | None], vocab_size: int) -> np.ndarray:
-    """Return ``DecodeBatch.allowed`` of slots with these grammars."""
-    bits = np.full((len(grammars), mask_words(vocab_size)), ALL_ALLOWED)
-    for grammar, row in zip(grammars, bits, strict=True):
-        if grammar is not None:
-            grammar.fill_allowed(row)
-    return bits
 
 
 def make_decode_batch(count: int, pages: int, position: int = 0) -> DecodeBatch:

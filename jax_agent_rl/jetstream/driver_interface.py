@@ -13,7 +13,6 @@ from __future__ import annotations
 import abc
 import functools
 import importlib.util
-import logging
 import sys
 import types
 from collections.abc import Sequence
@@ -273,27 +272,3 @@ class IdTokenizer(tokenizer_api.Tokenizer):
     @property
     def stop_tokens(self) -> set[int]:
         return set(self._config.eos_token_ids)
-
-
-def import_orchestrator() -> types.ModuleType:
-    """Import ``jetstream.core.orchestrator``, JetStream's own Driver.
-
-    The module calls ``jax.tree_map``, which jax removed, so it alone gets a ``jax`` that has it. Its import sets the
-    root logger to DEBUG and adds a handler; both are undone.
-    """
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    from jetstream.core import orchestrator as module
-
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    if not hasattr(jax, "tree_map"):
-        module.jax = _JaxWithTreeMap()
-    return module
-
-
-class _JaxWithTreeMap:
-    """The jax module plus ``tree_map``, which it had before 0.4.26."""
-
-    def __getattr__(self, name: str) -> object:
-        return jax.tree_util.tree_map if name == "tree_map" else getattr(jax, name)

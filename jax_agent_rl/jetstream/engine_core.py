@@ -66,12 +66,8 @@ class EngineThread:
         self._promises: set[asyncio.Future] = set()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self.closing = False
         self._failure: str | None = None
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
 
     async def start(self, core: EngineCore) -> None:
         """Start the thread and wait until the core is set up; raise what that raises."""
@@ -85,7 +81,7 @@ class EngineThread:
 
     async def close(self) -> None:
         with self._wake:
-            self._closing = True
+            self.closing = True
             self._wake.notify()
         if self._thread is not None and self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -104,9 +100,9 @@ class EngineThread:
         with self._wake:  # the thread also ends under this lock, so no command comes after its end
             if self._failure:
                 raise EngineDiedError(self._failure)
-            if self._closing or self._thread is None:
+            if self.closing or self._thread is None:
                 raise BackendClosedError(
-                    "the backend is closed" if self._closing else "the backend was not started: call start()"
+                    "the backend is closed" if self.closing else "the backend was not started: call start()"
                 )
             if promise is not None:
                 self._promises.add(promise)
@@ -162,9 +158,9 @@ class EngineThread:
     def _serve_once(self, core: EngineCore) -> bool:
         """Run commands, then one step; return False when closing."""
         with self._wake:
-            if not (self._closing or self._commands or core.has_work()):
+            if not (self.closing or self._commands or core.has_work()):
                 self._wait_for_commands()
-            if self._closing:
+            if self.closing:
                 return False
             commands = list(self._commands)
             self._commands.clear()
@@ -178,10 +174,10 @@ class EngineThread:
 
         Otherwise the first request of a burst would decode alone while the others wait for its dispatch.
         """
-        while not (self._closing or self._commands):
+        while not (self.closing or self._commands):
             self._wake.wait()
         deadline = time.perf_counter() + BURST_SECONDS
-        while not self._closing and self._wake.wait(BURST_GAP_SECONDS) and time.perf_counter() < deadline:
+        while not self.closing and self._wake.wait(BURST_GAP_SECONDS) and time.perf_counter() < deadline:
             pass
 
     def _end(self, error: BackendError) -> None:
@@ -285,7 +281,10 @@ class EngineCore:
 
     def _publish(self, progress: Progress) -> None:
         if progress:
-            sinks = [self._sinks.pop(run) if _is_last(event) else self._sinks[run] for run, event in progress]
+            sinks = [
+                self._sinks[run] if isinstance(event, TokenChunk) and event.final is None else self._sinks.pop(run)
+                for run, event in progress
+            ]
             self._thread.call_soon(_deliver, sinks, [event for _, event in progress])
 
     # --- pausing ----------------------------------------------------------------------------------------------
@@ -381,10 +380,6 @@ class EngineCore:
         if self._weights_lost:
             return Health(ok=False, detail=self._weights_lost, policy_version=self.version)
         return self.scheduler.health()
-
-
-def _is_last(event: TokenChunk | BackendError) -> bool:
-    return isinstance(event, BackendError) or event.final is not None
 
 
 def _deliver(sinks: Sequence[ChunkSink], events: Sequence[TokenChunk | BackendError]) -> None:

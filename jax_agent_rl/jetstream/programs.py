@@ -289,7 +289,7 @@ def _compiled(
     """Return the program, and whether this process or JAX's compilation cache had it."""
     key: tuple | None = None
     if (identity := _identity(function)) is not None:
-        described = [(x.shape, x.dtype, _sharding_or(x, place)) for x in map(_as_array, jax.tree.leaves(args))]
+        described = [(x.shape, x.dtype, _sharding_or(x, place)) for x in jax.tree.leaves(args)]
         leaves, tree = jax.tree.flatten(out)
         key = (identity, donate, tuple(described), jax.tree.structure(args), tuple(leaves), tree)
     if (program := _shared.get(key) if key else None) is not None:
@@ -309,10 +309,6 @@ def _identity(function: Callable[..., Any]) -> tuple | None:
         static = (*function.args, *sorted(function.keywords.items()))
         return (function.func, static) if _identity(function.func) else None
     return (function,) if inspect.isfunction(function) and "<" not in function.__qualname__ else None
-
-
-def _as_array(x: Any) -> Any:
-    return x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else np.asarray(x)
 
 
 def _sharding_or(x: Any, place: NamedSharding) -> NamedSharding:

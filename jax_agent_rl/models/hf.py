@@ -270,10 +270,6 @@ def _leaves(names: Params) -> list[Names]:
     return jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, list))
 
 
-def _all_names(config: DecoderConfig) -> set[str]:
-    return {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
-
-
 def _published(config: DecoderConfig, name: str) -> str:
     """Return a tensor's published name, whatever a newer file calls it."""
     prefixes = FAMILIES[config.family].prefixes
@@ -286,7 +282,8 @@ def _tensors(files: Sequence[str | Path], config: DecoderConfig) -> Tensors:
 
 
 def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> None:
-    left = sorted(tensors.keys() - _all_names(config) - ({HEAD} if config.tie_word_embeddings else set()))
+    known = {tensor_name(stored) for stored in jax.tree.leaves(tensor_names(config))}
+    left = sorted(tensors.keys() - known - ({HEAD} if config.tie_word_embeddings else set()))
     if left:
         raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 PROGRAM = """
 import asyncio
+import jax
 import numpy as np
-from jax_agent_rl.jetstream.driver_interface import import_orchestrator
-orchestrator = import_orchestrator()
-from jetstream.core.utils import async_multifuture
+jax.tree_map = jax.tree_util.tree_map  # as it was called before 0.4.26: the Driver uses it
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
+from jetstream.core import orchestrator
+from jetstream.core.utils import async_multifuture
 from tests.tiny import TINY, greedy, tiny_params
 
 shapes = EngineShapes(

@@ -26,6 +26,7 @@ from jax_agent_rl.models.layers import (
     layer_norm,
     linear,
     rms_norm,
+    rope_tables,
     rotate,
     rows_at,
     stack,
@@ -35,7 +36,7 @@ from jax_agent_rl.models.tree_kernel import MASK_VALUE
 from jax_agent_rl.models.vision.context import Layout
 
 _NOWHERE = -2  # a window without patches or padding
-_HALVES = Rope()  # how numbers of a head are paired
+_HALVES = Rope()  # frequencies, and how numbers of a head are paired
 
 
 class VisionLayer(Module):
@@ -116,7 +117,9 @@ class VisionTower(Module):
         config, leading = self.config, patches.shape[:-2]
         patches = patches.reshape(-1, *patches.shape[-2:])
         layout = Layout(*(jnp.asarray(x).reshape(len(patches), *x.shape[len(leading) :]) for x in layout))
-        cos, sin = _rope(config, layout.places)
+        # Half of the angles for rows, half for columns, float32 [B, P, h/2].
+        tables = rope_tables(_HALVES, config.head_dim // 2, layout.places)
+        cos, sin = (x.reshape(*x.shape[:-2], -1) for x in tables)
         graphdef, state = nnx.split(self.layers)
 
         def body(x: jax.Array, scanned: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, None]:
@@ -186,14 +189,6 @@ def _norm(module: VisionLayer | VisionTower, name: str, x: jax.Array) -> jax.Arr
     if not module.config.layer_norm:
         return rms_norm(module.config, x, weight)
     return layer_norm(x, weight, getattr(module, f"{name}_bias")[...], eps=module.config.rms_norm_eps)
-
-
-def _rope(config: VisionConfig, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin float32 [B, P, h/2] of places [B, P, 2]: half of the angles for rows, half for columns."""
-    half = config.head_dim // 2
-    frequencies = 1.0 / 10000.0 ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
-    angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:-1], half)
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 def _attend_to_frames(q: jax.Array, k: jax.Array, v: jax.Array, frames: jax.Array) -> jax.Array:
