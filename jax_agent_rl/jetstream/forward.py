@@ -297,13 +297,12 @@ def _decode_layer(
             config, qkv, cached, positions, pages, table, sinks, windowed=windowed
         )
         mixed = mixed.reshape(-1, x.shape[1])
-        x, chosen = _finish_layer(config, layer, x, layer.multiply(config, "o", mixed), mesh)
-        return x, cached, chosen
-    q, k, v = _rotated(config, _project(config, layer, x), *table)
-    q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
-    mixed, cached = decode_attention(q, cached, new, positions, pages, sinks, window=window, mesh=mesh)
-    mixed = mixed.reshape(len(positions), -1).T
-    x, chosen = _finish_layer(config, layer, x, layer.multiply(config, "o", mixed), mesh)
+    else:
+        q, k, v = _rotated(config, _project(config, layer, x), *table)
+        q, new = q.transpose(3, 0, 1, 2), (k.transpose(2, 0, 1), v.transpose(2, 0, 1))
+        mixed, cached = decode_attention(q, cached, new, positions, pages, sinks, window=window, mesh=mesh)
+        mixed = mixed.reshape(len(positions), -1).T
+    x, chosen = _finish_layer(config, layer, x, mixed, mesh)
     return x, cached, chosen
 
 
@@ -324,8 +323,7 @@ def _chunk_layer(
     q, k, v = (y.reshape(*y.shape[:-1], rows, -1) for y in (q, k, v))
     own = to_cache(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1), cached.keys.dtype)
     mixed = chunk_attention(q, cached, own, starts, layer.params.get("sinks"), window=window, mesh=mesh)
-    mixed = mixed.reshape(-1, x.shape[1])
-    x, chosen = _finish_layer(config, layer, x, layer.multiply(config, "o", mixed), mesh)
+    x, chosen = _finish_layer(config, layer, x, mixed.reshape(-1, x.shape[1]), mesh)
     return x, own, chosen
 
 
@@ -355,8 +353,8 @@ def _rotated(
 def _finish_layer(
     config: DecoderConfig, layer: _AdaptedLayer, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply bias, residual, feed-forward and residual to [D, B]; return the chosen experts [B, k], too."""
-    own, mixed = layer.params, constrain(mixed, mesh)
+    """Return [D, B] after a layer from its input and its heads' mixture [H h, B], and the chosen experts [B, k]."""
+    own, mixed = layer.params, constrain(layer.multiply(config, "o", mixed), mesh)
     if config.o_bias:
         mixed = mixed + own["o_bias"][:, None]
     if not config.sandwich_norms:

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.monitoring
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.jetstream.adapters import AdapterStacks
