@@ -39,7 +39,6 @@ from jax_agent_rl.jetstream.kv_cache import (
     count_pages,
     empty_cache,
     get_pages,
-    put_pages,
     write_pages,
 )
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
@@ -232,7 +231,7 @@ class JaxEngine(VerifyingEngine):
     def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
         """Overwrite pages int32 [n] with ``content`` of as many on the device; ``cache`` is donated."""
         key, out = ("put", cache.count, len(pages)), self._cache_sharding
-        return self._call(key, put_pages, (0,), cache, content, pages, out=out)
+        return self._call(key, write_pages, (0,), cache, content, pages[:, None], out=out)
 
     # --- decoding ---------------------------------------------------------------------------------------------
 

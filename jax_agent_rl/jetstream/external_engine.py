@@ -97,19 +97,14 @@ class ExternalEngineAdapter:
     def __init__(self, external: ExternalEngine, config: DecoderConfig, shapes: EngineShapes) -> None:
         self.config = config
         self.shapes = shapes
-        self.max_new_tokens = external.max_new_tokens
         self.engine = external.engine
-        self._external = external
+        self.external = external
         self._check()
 
     @property
     def max_concurrent_decodes(self) -> int:
         """As configured; further slots of the engine stay empty."""
         return self.shapes.max_concurrent_decodes
-
-    @property
-    def can_be_greedy(self) -> bool:
-        return self._external.greedy is not None
 
     def load_params(self, params: Params, old: Any = None) -> Any:
         """Copy the learner's tree into the engine's params.
@@ -118,7 +113,7 @@ class ExternalEngineAdapter:
             params: the learner's tree.
             old: ignored, so two sets of weights exist for a moment.
         """
-        leaves, tree = jax.tree.flatten(self._external.to_params(params))
+        leaves, tree = jax.tree.flatten(self.external.to_params(params))
         for i, leaf in enumerate(leaves):
             leaves[i] = jnp.copy(leaf)  # leaves may share the learner's memory, which its next step donates
         return jax.tree.unflatten(tree, leaves)
@@ -154,7 +149,7 @@ class ExternalEngineAdapter:
         Raises:
             ConfigError: results have no log-probs.
         """
-        modes = [False, True] if self.can_be_greedy else [False]
+        modes = [False] if self.external.greedy is None else [False, True]
         jobs = [(size, greedy) for greedy in modes for size in self._buckets]
         found: list[np.ndarray] = []
         for number, (size, greedy) in enumerate(jobs, 1):
@@ -179,7 +174,7 @@ class ExternalEngineAdapter:
         return (*(b for b in self.shapes.prefill_buckets if b < longest), self.engine.max_prefill_length)
 
     def _sampling(self, greedy: bool) -> Mapping[str, Any]:
-        arguments = self._external.greedy if greedy else self._external.sampled
+        arguments = self.external.greedy if greedy else self.external.sampled
         assert arguments is not None  # such requests are refused at submission
         return arguments
 
@@ -295,12 +290,12 @@ class ExternalScheduler(Scheduler):
                 f"{sampling.min_p}, but this engine's log-probs are of the raw logits: set temperature to 1 (or 0), "
                 "top_p to 1, top_k and min_p to 0"
             )
-        if sampling.temperature == 0 and not self.engine.can_be_greedy:
+        if sampling.temperature == 0 and self.engine.external.greedy is None:
             raise BackendError(f"{name}: temperature=0, but this external engine has no greedy mode")
         max_tokens = min(sampling.max_tokens, self.engine.shapes.max_model_len - len(request.prompt_ids))
-        if max_tokens > self.engine.max_new_tokens:
+        if max_tokens > (most := self.engine.external.max_new_tokens):
             raise BackendError(
-                f"{name} may sample {max_tokens} ids, but a slot holds {self.engine.max_new_tokens} after its prompt; "
+                f"{name} may sample {max_tokens} ids, but a slot holds {most} after its prompt; "
                 "lower agent.max_response_length, or build the engine for more (MaxText: max_target_length - "
                 "max_prefill_predict_length)"
             )

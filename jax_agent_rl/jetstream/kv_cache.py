@@ -3,7 +3,7 @@
 Pages of waiting sessions that it has no room for go to host memory, and are restored bit by bit::
 
     cache ──get_pages──► a few pages on the device ──copy in the background──► host pages
-    cache ◄──put_pages── a few pages on the device ◄──copy────────────────────── host pages
+    cache ◄─write_pages─ a few pages on the device ◄──copy────────────────────── host pages
 
 A mesh's pages are copied from and to each device, in the cache's sharding. The number of pages that move together is
 one of few, to which they are padded with the null page.
@@ -266,12 +266,6 @@ MOVED_TOGETHER = (4, 32)
 def get_pages(cache: KVCache, pages: jax.Array) -> KVCache:
     """Return copies of pages int32 [n]."""
     return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), cache)
-
-
-def put_pages(cache: KVCache, content: KVCache, pages: jax.Array) -> KVCache:
-    """Overwrite pages int32 [n], which are distinct except for page 0; that one is not written."""
-    pages = jnp.where(pages == NULL_PAGE, cache.count, pages)
-    return jax.tree.map(lambda x, new: x.at[pages].set(new, mode="drop", unique_indices=True), cache, content)
 
 
 class HostCache:
