@@ -234,7 +234,6 @@ class Draft:
     evidence: list[str]
 
 
-
 class Drafter(Protocol):
     """Proposes how running requests go on."""
 
