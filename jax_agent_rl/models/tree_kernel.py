@@ -58,7 +58,7 @@ class Marks(NamedTuple):
     query_depths: Any = None
 
 
-class Inputs(NamedTuple):
+class KernelInputs(NamedTuple):
     """The arrays of a kernel, or their blocks; the last three are of the backward pass.
 
     Attributes:
@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
     mean: Any = None
 
 
-_KINDS = Inputs("q", "k", "k", Marks("key mark", "key mark", "query mark"), "q", "statistic", "statistic")
+_KINDS = KernelInputs("q", "k", "k", Marks("key mark", "key mark", "query mark"), "q", "statistic", "statistic")
 """How each is cut into blocks."""
 
 
@@ -95,7 +95,7 @@ class BlockPlan(NamedTuple):
         k_block: keys per block.
     """
 
-    inputs: Inputs
+    inputs: KernelInputs
     place: jax.Array
     live: jax.Array
     q_block: int
@@ -185,7 +185,7 @@ def backward(
 def _call(
     kernel: Any,
     plan: BlockPlan,
-    inputs: Inputs,
+    inputs: KernelInputs,
     *,
     by_key: bool,
     outputs: tuple,
@@ -254,7 +254,7 @@ def _call(
     )(fetched_blocks(plan.live.mT if by_key else plan.live), plan.place, inputs)
 
 
-def _scores(place: Any, blocks: Inputs, i: Any, j: Any) -> jax.Array:
+def _scores(place: Any, blocks: KernelInputs, i: Any, j: Any) -> jax.Array:
     """Return masked scores float32 [keys, queries] of query block i and key block j."""
     marks, scores = blocks.marks, _product(blocks.k[...], blocks.q[...], _ROWS_BY_ROWS)
     key = j * scores.shape[0] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
@@ -274,7 +274,7 @@ def _is_live(fetched: Any, outer: Any, inner: Any, outers: Any, inners: Any) -> 
 
 
 def _forward_kernel(
-    fetched: Any, place: Any, blocks: Inputs, out: Any, normalizer: Any, mixed: Any, peak: Any, total: Any
+    fetched: Any, place: Any, blocks: KernelInputs, out: Any, normalizer: Any, mixed: Any, peak: Any, total: Any
 ) -> None:
     i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
 
@@ -300,7 +300,7 @@ def _forward_kernel(
         normalizer[...] = peak[...] + jnp.log(total[...])
 
 
-def _weights_and_gradient(place: Any, blocks: Inputs, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
+def _weights_and_gradient(place: Any, blocks: KernelInputs, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
     """Return the softmax's weights and the gradient of its scores, [keys, queries]."""
     weights = jnp.exp(_scores(place, blocks, i, j) - blocks.normalizer[...])
     d_weights = _product(blocks.v[...], blocks.d_out[...], _ROWS_BY_ROWS)
@@ -308,7 +308,7 @@ def _weights_and_gradient(place: Any, blocks: Inputs, i: Any, j: Any) -> tuple[j
     return weights.astype(dtype), (weights * (d_weights - blocks.mean[...])).astype(dtype)
 
 
-def _query_gradient_kernel(fetched: Any, place: Any, blocks: Inputs, dq: Any, summed: Any) -> None:
+def _query_gradient_kernel(fetched: Any, place: Any, blocks: KernelInputs, dq: Any, summed: Any) -> None:
     i, j, count = pl.program_id(2), pl.program_id(3), pl.num_programs(3)
 
     @pl.when(j == 0)
@@ -325,7 +325,9 @@ def _query_gradient_kernel(fetched: Any, place: Any, blocks: Inputs, dq: Any, su
         dq[...] = summed[...].astype(dq.dtype)
 
 
-def _key_gradient_kernel(fetched: Any, place: Any, blocks: Inputs, dk: Any, dv: Any, k_sum: Any, v_sum: Any) -> None:
+def _key_gradient_kernel(
+    fetched: Any, place: Any, blocks: KernelInputs, dk: Any, dv: Any, k_sum: Any, v_sum: Any
+) -> None:
     j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
     members, count = pl.num_programs(3), pl.num_programs(4)
 
@@ -360,7 +362,7 @@ def plan_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, b
         asking = jnp.pad(asking, ((0, 0), (0, more)), mode="edge")
         marks = Marks(marks.ends, pad(tree_mask.positions, 1, more_keys)[..., None], asking[:, None])
     return BlockPlan(
-        inputs=Inputs(pad(q, 2, more), pad(k, 2, more_keys), pad(v, 2, more_keys), marks),
+        inputs=KernelInputs(pad(q, 2, more), pad(k, 2, more_keys), pad(v, 2, more_keys), marks),
         place=jnp.stack([first, window]),
         live=_live(marks, first, window, count + more, q_block, k_block),
         q_block=q_block,
