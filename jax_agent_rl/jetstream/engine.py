@@ -45,7 +45,7 @@ from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_engine_mesh
 from jax_agent_rl.jetstream.verification import VerifyingEngine
 from jax_agent_rl.jetstream.weights import WeightLoader, to_host
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.lora import PeftAdapter
 from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.sharding import replicated
@@ -84,8 +84,6 @@ class JaxEngine(VerifyingEngine):
         dtype: dtype of activations.
         kv_dtype: dtype of the cache.
         split: the mesh, if it has more than one device.
-        load_params: copies the learner's parameter tree into the engine's layout and precision; a second argument are
-            weights no longer served, whose memory the new ones take. See :class:`WeightLoader`.
         offload_params: copies weights to the host, once for all engines of a group.
     """
 
@@ -119,7 +117,7 @@ class JaxEngine(VerifyingEngine):
         self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
         eight_bits, whole = quantize and DTYPES[quantize], replica.group.mesh if replica else self._mesh
         load = WeightLoader(config, self.config, whole, dtype=dtype, quantize=eight_bits, call=self.table.call)
-        self.load_params = functools.partial(replica.load, load) if replica else load
+        self._load = functools.partial(replica.load, load) if replica else load
         self.offload_params = replica.offload if replica else to_host
         self.adapters = tuple(adapters or ())
         self._stacks: AdapterStacks | None = None
@@ -132,6 +130,15 @@ class JaxEngine(VerifyingEngine):
     def load_adapters(self, adapters: Mapping[str, PeftAdapter]) -> None:
         """Serve these adapters from the next dispatch on; others of :attr:`adapters` stay."""
         self._stacks = replace_adapters(self.config, self._stacks, self.adapters, adapters)
+
+    def load_params(self, params: Params, old: EngineParams | None = None) -> EngineParams:
+        """Copy the learner's parameter tree into the engine's layout and precision, see :class:`WeightLoader`.
+
+        Args:
+            params: the learner's tree.
+            old: weights no longer served, whose memory the new ones take.
+        """
+        return self._load(params, old)
 
     def init_cache(self) -> KVCache:
         """Return an empty cache of ``shapes.pages`` pages and the null page."""
