@@ -19,8 +19,8 @@ from jax_agent_rl.models.decoder import Decoder
 class Critic(Decoder):
     """A language model with a value head in place of its output head."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32) -> None:
-        super().__init__(replace(config, tie_word_embeddings=True), rngs=rngs, dtype=dtype)
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(replace(config, tie_word_embeddings=True), rngs=rngs)
         self.value_head = nnx.Param(jnp.zeros(config.hidden_size, jnp.float32))
 
 
