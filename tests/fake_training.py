@@ -21,7 +21,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
-from jax_agent_rl.testing.fake_learner import NoCheckpoints
+from jax_agent_rl.testing.fakes import NoCheckpoints
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import RunComponents

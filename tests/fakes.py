@@ -17,7 +17,7 @@ from typing import Any
 
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
-from jax_agent_rl.testing.fake_engine import FakeBackend
+from jax_agent_rl.testing.fakes import FakeBackend
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 EOS = 2

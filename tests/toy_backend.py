@@ -29,7 +29,7 @@ from jax_agent_rl.testing.conformance.backends import (
     ServedBackend,
 )
 from jax_agent_rl.testing.conformance.models import log_softmax, truncate
-from jax_agent_rl.testing.fake_engine import BatchingEngine, Run
+from jax_agent_rl.testing.fakes import BatchingEngine, Run
 from jax_agent_rl.types import PauseMode, TokenScores
 from jax_agent_rl.utils.sampling_support import encode_supports
 

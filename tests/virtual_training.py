@@ -24,7 +24,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
-from jax_agent_rl.testing.fake_learner import FakeLearner, NoCheckpoints
+from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed, SimulatedEngine
 from jax_agent_rl.testing.simulate.workload import LearnerAssumptions, SimulatedCodec, SimulatedPublisher, VirtualLoop
 from jax_agent_rl.trainer.base import Trainer

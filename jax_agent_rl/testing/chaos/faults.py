@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Generic, TypeVar
+from typing import Any
 
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
@@ -24,6 +23,7 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _MAX_LOG_CHARS = 2000
+_NETWORK_CHANCE = 0.3
 
 
 class Child:
@@ -116,44 +116,32 @@ async def _listens(port: int) -> bool:
     return True
 
 
-Target = TypeVar("Target", Child, FaultProxy)
+_Hit = Callable[[Any, Random], Awaitable[None]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Targets:
-    """The servers, and the proxies before them."""
-
-    engines: Sequence[Child]
-    tools: Child
-    engine_proxies: Sequence[FaultProxy]
-    tool_proxy: FaultProxy
-
-
-class Injection(ABC, Generic[Target]):
+class Injection:
     """One kind of fault.
 
     Args:
-        targets: what it may hit.
+        name: one of :data:`FAULTS`.
+        targets: what it may hit, all :class:`Child` or all :class:`FaultProxy`.
 
     Attributes:
-        name: name in reports.
-        every: mean seconds between two strikes.
         strikes: number of strikes so far.
         skipped: number of strikes skipped because other faults were in progress on all targets.
     """
 
-    name: str
-    every: float
-
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self._targets = targets
+    def __init__(self, name: str, targets: Sequence[Child | FaultProxy]) -> None:
+        self.name = name
         self.strikes = 0
         self.skipped = 0
+        self._targets = targets
+        self._every, self._hit = FAULTS[name]
 
     def times(self, seed: int, seconds: float, *, rarer: float = 1.0) -> list[float]:
-        """Draw the strike times in seconds from the start; gaps are 0.6 to 1.4 times ``rarer * every``."""
+        """Draw the strike times in seconds from the start; gaps are 0.6 to 1.4 times the mean, times ``rarer``."""
         rng, found, now = Random(f"{seed}/{self.name}"), [], 0.0
-        while (now := now + rarer * self.every * rng.uniform(0.6, 1.4)) < seconds:
+        while (now := now + rarer * self._every * rng.uniform(0.6, 1.4)) < seconds:
             found.append(now)
         return found
 
@@ -175,101 +163,63 @@ class Injection(ABC, Generic[Target]):
         self.strikes += 1
         target.busy = True
         try:
-            await self.hit(target, rng)
+            await self._hit(target, rng)
         finally:
             target.busy = False
 
-    @abstractmethod
-    async def hit(self, target: Target, rng: Random) -> None:
-        """Break a target and repair it."""
+
+async def _kill_engine(engine: Child, rng: Random) -> None:
+    """Send SIGKILL; the engine restarts at once with its initial weights."""
+    await engine.kill()
+    await engine.start()
 
 
-class KillEngine(Injection[Child]):
-    """SIGKILL; the engine restarts at once with its initial weights."""
-
-    name, every = "kill_engine", 5.0
-
-    async def hit(self, target: Child, rng: Random) -> None:
-        await target.kill()
-        await target.start()
-
-
-class FreezeEngine(Injection[Child]):
-    """SIGSTOP: the kernel accepts connections, but nobody answers; the engine continues with the weights it had."""
-
-    name, every = "freeze_engine", 9.0
-
-    async def hit(self, target: Child, rng: Random) -> None:
-        target.send(signal.SIGSTOP)
-        try:
-            await asyncio.sleep(rng.uniform(1.0, 5.0))
-        finally:
-            target.send(signal.SIGCONT)
+async def _freeze_engine(engine: Child, rng: Random) -> None:
+    """Send SIGSTOP: the kernel accepts connections, nobody answers; the engine continues with the weights it had."""
+    engine.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(rng.uniform(1.0, 5.0))
+    finally:
+        engine.send(signal.SIGCONT)
 
 
-class HangEngine(Injection[Child]):
-    """The engine stops sampling while its server still sends heartbeats; later it continues or is restarted."""
-
-    name, every = "hang_engine", 12.0
-
-    async def hit(self, target: Child, rng: Random) -> None:
-        target.send(signal.SIGUSR1)
-        await asyncio.sleep(rng.uniform(3.0, 6.0))
-        if rng.random() < 0.5:
-            target.send(signal.SIGUSR2)
-        else:
-            await target.kill()
-            await target.start()
+async def _hang_engine(engine: Child, rng: Random) -> None:
+    """Stop sampling while the server still sends heartbeats; later the engine continues or is restarted."""
+    engine.send(signal.SIGUSR1)
+    await asyncio.sleep(rng.uniform(3.0, 6.0))
+    if rng.random() < 0.5:
+        engine.send(signal.SIGUSR2)
+    else:
+        await _kill_engine(engine, rng)
 
 
-class KillToolServer(Injection[Child]):
-    """SIGKILL; its workers must notice by themselves. The server restarts after a moment."""
-
-    name, every = "kill_tool_server", 11.0
-
-    async def hit(self, target: Child, rng: Random) -> None:
-        await target.kill()
-        await asyncio.sleep(rng.uniform(0.2, 1.0))
-        await target.start()
+async def _kill_tool_server(tools: Child, rng: Random) -> None:
+    """Send SIGKILL; the workers must notice by themselves. The server restarts after a moment."""
+    await tools.kill()
+    await asyncio.sleep(rng.uniform(0.2, 1.0))
+    await tools.start()
 
 
-class BreakNetwork(Injection[FaultProxy]):
-    """For a second or two, a fault hits some of the requests to one server.
-
-    Args:
-        targets: the proxies before the servers.
-        fault: what happens to the requests.
-    """
-
-    every = 6.0
-    chance = 0.3
-
-    def __init__(self, targets: Sequence[FaultProxy], fault: Fault) -> None:
-        super().__init__(targets)
-        self._fault = fault
-        self.name = f"network_{fault}"
-
-    async def hit(self, target: FaultProxy, rng: Random) -> None:
-        target.fault, target.chance = self._fault, self.chance
-        try:
-            await asyncio.sleep(rng.uniform(0.5, 2.0))
-        finally:
-            target.fault = None
+async def _break_network(proxy: FaultProxy, rng: Random, *, fault: Fault) -> None:
+    """Let a fault hit some of the requests to one server for a second or two."""
+    proxy.fault, proxy.chance = fault, _NETWORK_CHANCE
+    try:
+        await asyncio.sleep(rng.uniform(0.5, 2.0))
+    finally:
+        proxy.fault = None
 
 
-def all_injections(targets: Targets) -> list[Injection]:
+FAULTS: dict[str, tuple[float, _Hit]] = {
+    "kill_engine": (5.0, _kill_engine),
+    "freeze_engine": (9.0, _freeze_engine),
+    "hang_engine": (12.0, _hang_engine),
+    "kill_tool_server": (11.0, _kill_tool_server),
+    **{f"network_{fault}": (6.0, partial(_break_network, fault=fault)) for fault in Fault},
+}
+"""Mean seconds between two strikes, and what breaks and repairs a target, by the fault's name."""
+
+
+def all_injections(engines: Sequence[Child], tools: Child, proxies: Sequence[FaultProxy]) -> list[Injection]:
     """Return one injection of every kind."""
-    proxies = [*targets.engine_proxies, targets.tool_proxy]
-    return [
-        KillEngine(targets.engines),
-        FreezeEngine(targets.engines),
-        HangEngine(targets.engines),
-        KillToolServer([targets.tools]),
-        *(BreakNetwork(proxies, fault) for fault in Fault),
-    ]
-
-
-NAMES = tuple(kind.name for kind in (KillEngine, FreezeEngine, HangEngine, KillToolServer)) + tuple(
-    f"network_{fault}" for fault in Fault
-)
-"""Names of :func:`all_injections`."""
+    targets = {"kill_tool_server": [tools], **{f"network_{fault}": proxies for fault in Fault}}
+    return [Injection(name, targets.get(name, engines)) for name in FAULTS]

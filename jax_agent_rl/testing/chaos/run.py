@@ -17,15 +17,15 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.chaos.faults import NAMES, Injection, all_injections
+from jax_agent_rl.testing.chaos.faults import FAULTS, Injection, all_injections
 from jax_agent_rl.testing.chaos.ledger import TRAINED
 from jax_agent_rl.testing.chaos.testbed import TOOL_RETRIES, Testbed, open_testbed
 from jax_agent_rl.testing.leaks import Leaks, ResourceUsage, find_leaks, growth
@@ -46,23 +46,6 @@ _MIN_SECONDS = 2 * CALM_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChaosPlan:
-    """The schedule of a run.
-
-    Attributes:
-        seconds: duration; extended only if nothing was trained after the last fault.
-        seed: seeds everything.
-        faults: names of the faults that strike; empty for an undisturbed run.
-        soak: measure resource usage, with rarer faults.
-    """
-
-    seconds: float
-    seed: int
-    faults: Collection[str] = ()
-    soak: bool = False
-
-
-@dataclass(kw_only=True)
 class ChaosResult:
     """The result of a run.
 
@@ -73,119 +56,133 @@ class ChaosResult:
         findings: :meth:`Ledger.summary`.
         complaints: descriptions of failures.
         faults: strikes by fault.
-        network: requests hit by network faults, by fault.
+        requests_spoilt: requests hit by network faults, by fault.
+        servers_lost: number of times the client lost a server.
         max_attempts: times that the most repeated rollout request was sent.
-        mean_attempts: mean times that a rollout request was sent.
         max_tool_attempts: times that the most repeated tool call was sent.
+        mean_attempts: mean times that a rollout request was sent.
         trained_after: trajectories trained after the last fault was repaired.
         crashed: why the trainer ended early; empty if it did not.
-        servers_lost: number of times the client lost a server.
+        usage: resource usage at intervals of a soak.
         leaks: what was left after everything was closed.
-        usage: resource usage during a soak.
     """
 
     seconds: float
-    trained_per_second: float = 0.0
-    stop_seconds: float = 0.0
-    findings: dict[str, Any] = field(default_factory=dict)
-    complaints: list[str] = field(default_factory=list)
-    faults: dict[str, int] = field(default_factory=dict)
-    network: dict[str, int] = field(default_factory=dict)
-    max_attempts: int = 0
-    mean_attempts: float = 0.0
-    max_tool_attempts: int = 0
-    trained_after: int = 0
-    crashed: str = ""
-    servers_lost: int = 0
+    trained_per_second: float
+    stop_seconds: float
+    findings: Mapping[str, Any]
+    complaints: Sequence[str]
+    faults: Mapping[str, int]
+    requests_spoilt: Mapping[str, int]
+    servers_lost: int
+    max_attempts: int
+    max_tool_attempts: int
+    mean_attempts: float
+    trained_after: int
+    crashed: str
+    usage: Sequence[ResourceUsage]
     leaks: Leaks = Leaks()
-    usage: list[ResourceUsage] = field(default_factory=list)
 
 
-async def run_chaos(plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
+async def run_chaos(
+    seconds: float, seed: int, faults: Collection[str], *, soak: bool, print_line: Callable[[str], None]
+) -> ChaosResult:
     """Start a testbed, run the schedule, close it and look for leaks.
+
+    Args:
+        seconds: duration; extended only if nothing was trained after the last fault.
+        seed: seeds everything.
+        faults: names of the faults that strike; empty for an undisturbed run.
+        soak: measure resource usage, with rarer faults.
+        print_line: reports progress.
 
     Raises:
         LaunchError: a server does not start.
     """
     mark, before = secrets.token_hex(8), asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        async with open_testbed(Path(name), seed=plan.seed, mark=mark) as testbed:
-            result = await _run(testbed, plan, print_line)
-        result.leaks = await find_leaks(mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before)
-    return result
+        async with open_testbed(Path(name), seed=seed, mark=mark) as testbed:
+            result = await _run(testbed, seconds, seed, faults, soak, print_line)
+        leaks = await find_leaks(mark=mark, ports=testbed.ports, folder=testbed.temporary, tasks_before=before)
+    return replace(result, leaks=leaks)
 
 
-async def _run(testbed: Testbed, plan: ChaosPlan, print_line: Callable[[str], None]) -> ChaosResult:
-    injections = [injection for injection in all_injections(testbed.targets) if injection.name in plan.faults]
-    result = ChaosResult(seconds=plan.seconds)
+async def _run(
+    testbed: Testbed,
+    seconds: float,
+    seed: int,
+    faults: Collection[str],
+    soak: bool,
+    print_line: Callable[[str], None],
+) -> ChaosResult:
+    ledger, usage, crashed = testbed.ledger, [], ""
+    injections = [i for i in all_injections(testbed.engines, testbed.tools, testbed.proxies) if i.name in faults]
     training = asyncio.create_task(testbed.trainer.run(), name="trainer")
-    watching = asyncio.create_task(_watch(testbed, injections, result if plan.soak else None, print_line), name="watch")
-    striking = asyncio.create_task(_strike(injections, plan), name="faults")
+    watching = asyncio.create_task(_watch(testbed, injections, usage, print_line), name="watch")
+    strikes = _strike(injections, seed, seconds - CALM_SECONDS, rarer=_RARER if soak else 1.0)
+    striking = asyncio.create_task(strikes, name="faults")
     begin = time.monotonic()
     try:
         await asyncio.wait({training, striking}, return_when=asyncio.FIRST_COMPLETED)
-        trained = testbed.ledger.count(TRAINED)
-        await asyncio.wait({training}, timeout=max(0.0, begin + plan.seconds - time.monotonic()))
-        result.seconds = time.monotonic() - begin
-        result.trained_per_second = testbed.ledger.rate(time.monotonic())
-        await _recover(testbed, training, trained)
-        result.trained_after = testbed.ledger.count(TRAINED) - trained
+        trained = ledger.count(TRAINED)
+        await asyncio.wait({training}, timeout=max(0.0, begin + seconds - time.monotonic()))
+        seconds, trained_per_second = time.monotonic() - begin, ledger.rate(time.monotonic())
+        deadline = time.monotonic() + _RECOVERY_SECONDS  # servers that were lost often are retried only after a while
+        while ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline:
+            await asyncio.wait({training}, timeout=0.2)
+        trained_after = ledger.count(TRAINED) - trained
         if training.done():
             error = None if training.cancelled() else training.exception()
-            result.crashed = f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
+            crashed = f"{type(error).__name__}: {error}" if error else "the trainer ended by itself"
     finally:
         for task in (watching, striking, training):
             task.cancel()
         stopping = time.monotonic()
         _, stuck = await asyncio.wait({watching, striking, training}, timeout=_STOP_SECONDS)
-        result.stop_seconds = time.monotonic() - stopping
-        result.crashed = result.crashed or ", ".join(f"{t.get_name()} did not end when cancelled" for t in stuck)
+        stop_seconds = time.monotonic() - stopping
     if striking.done() and not striking.cancelled() and (error := striking.exception()):
         raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a server did not start again
-    _conclude(testbed, injections, result)
-    return result
+    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.engine_proxies), Counter())
+    hits = sum((proxy.hits for proxy in testbed.proxies), Counter())
+    return ChaosResult(
+        seconds=seconds,
+        trained_per_second=trained_per_second,
+        stop_seconds=stop_seconds,
+        findings=ledger.summary(),
+        complaints=ledger.complaints,
+        faults={injection.name: injection.strikes for injection in injections},
+        requests_spoilt={str(fault): count for fault, count in sorted(hits.items())},
+        servers_lost=testbed.trainer.runtime.client.stats().servers_lost,
+        max_attempts=max(attempts.values(), default=0),
+        max_tool_attempts=max(testbed.tool_proxy.attempts.values(), default=0),
+        mean_attempts=attempts.total() / max(1, len(attempts)),
+        trained_after=trained_after,
+        crashed=crashed or ", ".join(f"{task.get_name()} did not end when cancelled" for task in stuck),
+        usage=usage if soak else (),
+    )
 
 
-async def _recover(testbed: Testbed, training: asyncio.Task[None], trained: int) -> None:
-    """Wait until more trajectories are trained: servers that were lost often are retried only after a while."""
-    deadline = time.monotonic() + _RECOVERY_SECONDS
-    while testbed.ledger.count(TRAINED) <= trained and not training.done() and time.monotonic() < deadline:
-        await asyncio.wait({training}, timeout=0.2)
-
-
-async def _strike(injections: Sequence[Injection], plan: ChaosPlan) -> None:
-    seconds, rarer = plan.seconds - CALM_SECONDS, _RARER if plan.soak else 1.0
+async def _strike(injections: Sequence[Injection], seed: int, seconds: float, *, rarer: float) -> None:
     async with asyncio.TaskGroup() as group:
         for injection in injections:
-            group.create_task(injection.run(plan.seed, seconds, rarer=rarer), name=injection.name)
+            group.create_task(injection.run(seed, seconds, rarer=rarer), name=injection.name)
         group.create_task(asyncio.sleep(seconds), name="until the calm")
 
 
 async def _watch(
-    testbed: Testbed, injections: Sequence[Injection], result: ChaosResult | None, print_line: Callable[[str], None]
+    testbed: Testbed,
+    injections: Sequence[Injection],
+    usage: list[ResourceUsage],
+    print_line: Callable[[str], None],
 ) -> None:
-    """Report progress at intervals, and add resource usage to ``result``, if given."""
+    """Report progress and add the resource usage to ``usage`` at intervals."""
     begin = time.monotonic()
     while True:
         await asyncio.sleep(_REPORT_SECONDS)
-        if result is not None:
-            result.usage.append(ResourceUsage.now())
+        usage.append(ResourceUsage.now())
         struck = ", ".join(f"{injection.name} {injection.strikes}" for injection in injections if injection.strikes)
         done = f"step {testbed.ledger.steps}, {testbed.ledger.count(TRAINED)} trained"
         print_line(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
-
-
-def _conclude(testbed: Testbed, injections: Sequence[Injection], result: ChaosResult) -> None:
-    proxies = (*testbed.targets.engine_proxies, testbed.targets.tool_proxy)
-    attempts: Counter[str] = sum((proxy.attempts for proxy in testbed.targets.engine_proxies), Counter())
-    tool_attempts = testbed.targets.tool_proxy.attempts
-    result.servers_lost = testbed.trainer.runtime.client.stats().servers_lost
-    result.findings, result.complaints = testbed.ledger.summary(), testbed.ledger.complaints
-    result.faults = {injection.name: injection.strikes for injection in injections}
-    result.network = {str(fault): n for fault, n in sorted(sum((proxy.hits for proxy in proxies), Counter()).items())}
-    result.max_attempts = max(attempts.values(), default=0)
-    result.max_tool_attempts = max(tool_attempts.values(), default=0)
-    result.mean_attempts = attempts.total() / max(1, len(attempts))
 
 
 def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> bool:
@@ -205,11 +202,11 @@ def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, c
         asyncio.CancelledError: SIGTERM arrived; everything was closed.
         ConfigError: unknown fault, or too little time.
     """
-    if unknown := sorted(set(only) - set(NAMES)):
-        raise ConfigError(f"--only {unknown}: there is no such fault; there are {', '.join(NAMES)}")
+    if unknown := sorted(set(only) - FAULTS.keys()):
+        raise ConfigError(f"--only {unknown}: there is no such fault; there are {', '.join(FAULTS)}")
     if seconds * (1 - UNDISTURBED_SHARE) < _MIN_SECONDS:
         raise ConfigError(f"--seconds {seconds:g} leaves no time for faults; give at least 20")
-    return asyncio.run(_both(seconds, seed, only or NAMES, soak, console))
+    return asyncio.run(_both(seconds, seed, only or list(FAULTS), soak, console))
 
 
 async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> bool:
@@ -219,18 +216,17 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
 
     print_line = functools.partial(console.print, highlight=False, soft_wrap=True)
     print_line(f"undisturbed, seed {seed}")
-    plan = ChaosPlan(seconds=min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE), seed=seed)
-    baseline = await run_chaos(plan, print_line)
+    undisturbed = min(_MAX_BASELINE_SECONDS, seconds * UNDISTURBED_SHARE)
+    baseline = await run_chaos(undisturbed, seed, (), soak=False, print_line=print_line)
     print_line(f"with faults: {', '.join(faults)}")
-    plan = ChaosPlan(seconds=seconds - baseline.seconds, seed=seed, faults=faults, soak=soak)
-    faulty = await run_chaos(plan, print_line)
+    faulty = await run_chaos(seconds - baseline.seconds, seed, faults, soak=soak, print_line=print_line)
     broken = [*(f"undisturbed: {what}" for what in failures(baseline)), *failures(faulty)]
     report = {
         "seed": seed,
         **faulty.findings,
         "orphans": faulty.leaks.count + baseline.leaks.count,
         "faults": faulty.faults,
-        "requests_spoilt": faulty.network,
+        "requests_spoilt": faulty.requests_spoilt,
         "servers_lost": faulty.servers_lost,
         "max_attempts": faulty.max_attempts,
         "max_tool_attempts": faulty.max_tool_attempts,

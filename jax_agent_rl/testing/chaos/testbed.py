@@ -28,7 +28,6 @@ from typing import Any
 
 from rich.console import Console
 
-import jax_agent_rl.testing.chaos.tool
 from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
@@ -40,11 +39,12 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.placement import FleetMetrics
+from jax_agent_rl.testing.chaos import engine
 from jax_agent_rl.testing.chaos.engine import hash_policy
-from jax_agent_rl.testing.chaos.faults import Child, Targets, free_port
+from jax_agent_rl.testing.chaos.faults import Child, free_port
 from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, WatchedClient
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
-from jax_agent_rl.testing.fake_learner import FakeLearner, NoCheckpoints
+from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.leaks import MARK
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
 from jax_agent_rl.trainer.components import RunComponents
@@ -133,16 +133,27 @@ class Testbed:
     Attributes:
         trainer: not running yet; the engines have its first weights.
         ledger: findings of the run.
-        targets: targets of faults.
-        ports: all ports that are bound.
+        engines, tools: the servers.
+        engine_proxies, tool_proxy: what the client and the agents take for the servers.
         temporary: folder for the servers' temporary files.
     """
 
     trainer: WatchedTrainer
     ledger: Ledger
-    targets: Targets
-    ports: tuple[int, ...]
+    engines: Sequence[Child]
+    tools: Child
+    engine_proxies: Sequence[FaultProxy]
+    tool_proxy: FaultProxy
     temporary: Path
+
+    @property
+    def proxies(self) -> list[FaultProxy]:
+        return [*self.engine_proxies, self.tool_proxy]
+
+    @property
+    def ports(self) -> list[int]:
+        """All ports that are bound."""
+        return [bound.port for bound in (*self.engines, self.tools, *self.proxies)]
 
 
 def _build_config(tool_server: str, folder: Path, seed: int) -> config.Config:
@@ -203,8 +214,10 @@ async def open_testbed(scratch: Path, *, seed: int, mark: str) -> AsyncIterator[
         yield Testbed(
             trainer=trainer,
             ledger=ledger,
-            targets=Targets(engines=engines, tools=tools, engine_proxies=proxies[:-1], tool_proxy=proxies[-1]),
-            ports=(*(child.port for child in (*engines, tools)), *(proxy.port for proxy in proxies)),
+            engines=engines,
+            tools=tools,
+            engine_proxies=proxies[:-1],
+            tool_proxy=proxies[-1],
             temporary=temporary,
         )
 
@@ -244,7 +257,7 @@ def _engine(number: int, seed: int, env: dict[str, str], scratch: Path) -> Child
 def _tool_server(env: dict[str, str], scratch: Path) -> Child:
     port = free_port()
     command = [sys.executable, "-m", "jax_agent_rl.cli", "tool-server", f"port={port}", "tools=[tally]"]
-    command += [f"tool_path={jax_agent_rl.testing.chaos.tool.__file__}"]
+    command += [f"tool_path={engine.__file__}"]
     return Child("tool-server", command, port=port, env=env, log=scratch / "tool-server.log")
 
 

@@ -23,7 +23,7 @@ from jax_agent_rl.rollout.protocol import (
     Health,
     WeightUpdate,
 )
-from jax_agent_rl.testing.fake_engine import FakeBackend
+from jax_agent_rl.testing.fakes import FakeBackend
 from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize, PagedKVCache, UnlimitedKVCache
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
 

@@ -29,7 +29,7 @@ from jax_agent_rl.rollout.request_queue import MoveRule
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
-from jax_agent_rl.testing.fake_learner import NoCheckpoints
+from jax_agent_rl.testing.fakes import NoCheckpoints
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine
 from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize
 from jax_agent_rl.testing.simulate.workload import (

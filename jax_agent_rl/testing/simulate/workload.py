@@ -18,7 +18,7 @@ from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import load_tree
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.fake_learner import FakeLearner
+from jax_agent_rl.testing.fakes import FakeLearner
 from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed
 from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize, KVPolicy
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory

@@ -13,7 +13,7 @@ from jax_agent_rl.collect.in_flight import GroupRecord
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.rollout.protocol import Capabilities
-from jax_agent_rl.testing.fake_engine import BatchingEngine
+from jax_agent_rl.testing.fakes import BatchingEngine
 from jax_agent_rl.types import PauseMode, SamplingParams, Trajectory
 from tests.agent_testbed import ROW, AgentHarness
 from tests.fakes import EOS, FakeCodec

@@ -30,8 +30,19 @@ time.sleep(60)
 """
 GOOD = ChaosResult(
     seconds=10.0,
-    trained_after=1,
+    trained_per_second=1.0,
+    stop_seconds=0.1,
     findings={"lost": 0, "duplicated": 0, "inexact": 0, "stale_served": 0, "unbalanced_steps": 0},
+    complaints=(),
+    faults={},
+    requests_spoilt={},
+    servers_lost=0,
+    max_attempts=1,
+    max_tool_attempts=1,
+    mean_attempts=1.0,
+    trained_after=1,
+    crashed="",
+    usage=(),
 )
 
 

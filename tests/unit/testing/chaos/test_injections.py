@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.testing.chaos import faults
-from jax_agent_rl.testing.chaos.faults import (
-    NAMES,
-    BreakNetwork,
-    FreezeEngine,
-    HangEngine,
-    KillEngine,
-    KillToolServer,
-    Targets,
-)
+from jax_agent_rl.testing.chaos.faults import FAULTS, Injection, all_injections
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 from jax_agent_rl.testing.simulate.workload import VirtualLoop
 
@@ -65,7 +56,7 @@ def play(injection, seconds, seed=3):
 
 @given(st.integers(0, 2**31), st.floats(1, 300))
 def test_the_times_of_a_fault_follow_from_the_seed_and_keep_their_pace(seed, seconds):
-    injection = KillEngine([])
+    injection = Injection("kill_engine", [])
     times = injection.times(seed, seconds)
     assert times == injection.times(seed, seconds) and times == sorted(times)
     assert all(0 < time < seconds for time in times)
@@ -76,7 +67,7 @@ def test_the_times_of_a_fault_follow_from_the_seed_and_keep_their_pace(seed, sec
 
 def test_an_engine_is_killed_every_five_seconds_and_started_again_each_time():
     engines = [FakeProcess() for _ in range(3)]
-    injection = KillEngine(engines)
+    injection = Injection("kill_engine", engines)
     play(injection, 60)
     assert 9 <= injection.strikes <= 14 and injection.skipped == 0
     assert all(engine.done == ["kill", "start"] * (len(engine.done) // 2) for engine in engines)
@@ -86,7 +77,7 @@ def test_an_engine_is_killed_every_five_seconds_and_started_again_each_time():
 
 def test_a_frozen_engine_is_thawed_after_one_to_five_seconds():
     engine = FakeProcess()
-    injection = FreezeEngine([engine])
+    injection = Injection("freeze_engine", [engine])
     play(injection, 60)
     assert engine.done == [signal.SIGSTOP, signal.SIGCONT] * injection.strikes and injection.strikes >= 4
     frozen = [after - before for (before, _), (after, _) in zip(engine.diary[::2], engine.diary[1::2], strict=True)]
@@ -95,7 +86,7 @@ def test_a_frozen_engine_is_thawed_after_one_to_five_seconds():
 
 def test_a_hung_engine_goes_on_or_is_restarted():
     engine = FakeProcess()
-    injection = HangEngine([engine])
+    injection = Injection("hang_engine", [engine])
     play(injection, 400)
     ends = engine.done
     assert ends.count(signal.SIGUSR1) == injection.strikes
@@ -105,14 +96,14 @@ def test_a_hung_engine_goes_on_or_is_restarted():
 
 def test_the_tool_server_is_down_for_a_while_and_comes_back():
     tools = FakeProcess()
-    injection = KillToolServer([tools])
+    injection = Injection("kill_tool_server", [tools])
     play(injection, 60)
     assert tools.done == ["kill", "start"] * injection.strikes and injection.strikes >= 4
 
 
 def test_a_network_fault_lasts_a_second_or_two_at_one_proxy():
     proxies = [FaultProxy(1, rng=Random(0)) for _ in range(2)]
-    injection = BreakNetwork(proxies, Fault.STALL)
+    injection = Injection("network_stall", proxies)
 
     async def one():
         striking = asyncio.ensure_future(injection.strike(Random(1)))
@@ -129,7 +120,7 @@ def test_a_network_fault_lasts_a_second_or_two_at_one_proxy():
 def test_what_another_fault_has_in_hand_is_left_alone_and_counted():
     engine = FakeProcess()
     engine.busy = True
-    injection = KillEngine([engine])
+    injection = Injection("kill_engine", [engine])
     play(injection, 30)
     assert injection.strikes == 0 and injection.skipped >= 4 and engine.diary == []
 
@@ -141,15 +132,15 @@ def test_a_server_that_does_not_start_again_ends_the_run_and_is_not_passed_over(
 
     engine = Dead()
     with pytest.raises(OSError, match="no memory"):
-        play(KillEngine([engine]), 30)
+        play(Injection("kill_engine", [engine]), 30)
     assert not engine.busy
 
 
-def test_the_names_are_those_of_all_faults():
-    targets = Targets(
-        engines=[FakeProcess()],
-        tools=FakeProcess(),
-        engine_proxies=[FaultProxy(1, rng=Random(0))],
-        tool_proxy=FaultProxy(1, rng=Random(0)),
-    )
-    assert tuple(injection.name for injection in faults.all_injections(targets)) == NAMES
+def test_every_fault_has_its_own_targets():
+    engine, tools, proxy = FakeProcess(), FakeProcess(), FaultProxy(1, rng=Random(0))
+    injections = all_injections([engine], tools, [proxy])
+    assert [injection.name for injection in injections] == list(FAULTS)
+    targets = {injection.name: injection._targets for injection in injections}
+    assert [name for name, hit in targets.items() if hit == [engine]] == ["kill_engine", "freeze_engine", "hang_engine"]
+    assert targets["kill_tool_server"] == [tools]
+    assert [name for name, hit in targets.items() if hit == [proxy]] == [f"network_{fault}" for fault in Fault]

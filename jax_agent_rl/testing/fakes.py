@@ -1,4 +1,4 @@
-"""Engines without a real model, for tests and simulations.
+"""Engines without a real model, and a learner without an optimizer, for tests and simulations.
 
 ::
 
@@ -17,8 +17,9 @@ import contextlib
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
@@ -29,7 +30,12 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import PauseMode, StopReason, Support, TokenOutput, TokenScores, digest_ids
+from jax_agent_rl.types import DropReason, Group, PauseMode, StopReason, Support, TokenOutput, TokenScores, digest_ids
+
+if TYPE_CHECKING:
+    from jax_agent_rl.learner.cancellation import StepCancellation
+    from jax_agent_rl.learner.comparison import AgreementCheck
+    from jax_agent_rl.learner.metrics import UpdateResult
 
 
 class FakeBackend(ABC):
@@ -57,12 +63,10 @@ class FakeBackend(ABC):
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> TokenOutput: ...
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         if not self.capabilities.streaming:
             raise NotImplementedError(f"the {self.name} does not stream")
-        async with contextlib.aclosing(self.chunks(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield chunk
+        return self.chunks(request)
 
     async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Yield the parts of a generation; a whole one at once."""
@@ -144,8 +148,6 @@ class BatchingEngine(FakeBackend):
         self._responsive.set()
         self._task: asyncio.Task[None] | None = None
 
-    # --- the policy -------------------------------------------------------------------------------------------
-
     @abstractmethod
     def sample(self, run: Run) -> tuple[int, float]:
         """Sample the next id of a request and return it with its log-prob."""
@@ -173,10 +175,9 @@ class BatchingEngine(FakeBackend):
 
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         async with contextlib.aclosing(self.chunks(request)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                if chunk.final:
-                    return chunk.final
-        raise BackendError("the stream ended early")
+            *_, last = [chunk async for chunk in chunks]
+        assert last.final is not None
+        return last.final
 
     async def chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self._check(request)
@@ -221,8 +222,6 @@ class BatchingEngine(FakeBackend):
     def _all(self) -> list[Run]:
         return [*self.running.values(), *(run for _, _, run in self.waiting)]
 
-    # --- steps ------------------------------------------------------------------------------------------------
-
     async def _serve(self) -> None:
         while True:
             await asyncio.sleep(self._tick_seconds)
@@ -247,18 +246,11 @@ class BatchingEngine(FakeBackend):
         run.log_probs.append(log_prob)
         run.versions.append(self._version)
         self._count(generated_tokens=1)
-        reason = self.reason(run)
-        if reason is not None:
-            self.finish(run, reason)
-        else:
-            run.events.put_nowait(
-                TokenChunk(
-                    token_ids=(token,),
-                    log_probs=(log_prob,),
-                    policy_versions=(self._version,),
-                    supports=tuple(run.supports[-1:]),
-                )
-            )
+        if (reason := self.reason(run)) is not None:
+            return self.finish(run, reason)
+        version, supports = self._version, tuple(run.supports[-1:])
+        chunk = TokenChunk(token_ids=(token,), log_probs=(log_prob,), policy_versions=(version,), supports=supports)
+        run.events.put_nowait(chunk)
 
     def reason(self, run: Run) -> StopReason | None:
         """Return why the newest id ends the request; None if it does not."""
@@ -364,3 +356,45 @@ class BatchingEngine(FakeBackend):
 
     async def metrics(self) -> BackendMetrics:
         return self._metrics
+
+
+class FakeLearner(ABC):
+    """Replaces a :class:`~jax_agent_rl.learner.learner.Learner`; a subclass defines :meth:`learn`."""
+
+    params = None
+    state = None
+    programs_compiled = 0
+
+    @abstractmethod
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Take the groups of a step and return its metrics."""
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        masked: Mapping[str, DropReason],
+        tick: Callable[[int, int], None],
+        cancellation: StepCancellation,
+        check: AgreementCheck,
+    ) -> UpdateResult:
+        from jax_agent_rl.learner.metrics import UpdateResult  # brings jax, which engines start without
+
+        tick(0, 1)
+        with cancellation.update():
+            metrics = self.learn(groups)
+        tick(1, 1)
+        return UpdateResult(metrics=metrics, skipped=False)
+
+
+class NoCheckpoints:
+    """Replaces a :class:`~jax_agent_rl.learner.checkpoint.Checkpointer`; saves nothing."""
+
+    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> None: ...
+
+    def check(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def written(self) -> str:
+        return ""
