@@ -26,7 +26,7 @@ from pathlib import Path
 import aiohttp
 
 from jax_agent_rl.config.servers import ToolServerSettings
-from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.server import ToolServer
 
 PYTHON, BASH = "<python>{}</python>", "<bash>{}</bash>"
@@ -100,7 +100,7 @@ async def soak(
             "step_seconds": 300.0,
         }
     )
-    report, before = Report(), set(tree(os.getpid()))
+    report, before = Report(), set(process_tree(os.getpid()))
     async with ToolServer(settings) as server:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(server.url, connector=connector) as session:
@@ -121,7 +121,7 @@ async def soak(
             await _wait_until_closed(session)
             report.environments = await _environments(session)
             known = before | set(server.worker_pids)
-            report.processes_left = len(set(tree(os.getpid())) - known)
+            report.processes_left = len(set(process_tree(os.getpid())) - known)
             report.descriptors = (report.descriptors[0], _descriptors(server))
             report.memory_mb = (report.memory_mb[0], _memory_mb(server))
     return report

@@ -1,4 +1,4 @@
-"""The interface of the tool server's tools.
+"""The interface of the tool server's tools, and what a worker replies to an action.
 
 Unlike a :class:`jax_agent_rl.tools.BaseTool`, whose calls are already parsed, a server tool parses the model's text
 (``parse_action``), like verl-tool's. The server offers an action to its tools in order; the first that accepts it acts.
@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jax_agent_rl.config.servers import ToolServerSettings
@@ -53,6 +54,57 @@ class ToolObservation:
         numbers = [*self.metrics.values(), *([] if self.reward is None else [self.reward])]
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             raise ValueError(f"reward and metrics must be finite numbers, got {self.reward!r} and {self.metrics!r}")
+
+
+class Failure(StrEnum):
+    """Reason why an action has no ordinary observation."""
+
+    INVALID = "invalid_action"
+    """No tool accepts it."""
+    TOOL = "tool_error"
+    """The tool raised ``ToolError``."""
+    CRASH = "tool_crash"
+    """The tool raised something else."""
+    TIMEOUT = "timeout"
+    """It took longer than ``step_seconds``."""
+    GONE = "environment_gone"
+    """The trajectory's environment was closed before: it was idle, or interrupted in the middle of an action."""
+    WORKER = "worker_died"
+    """The process that held its environment ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolReply:
+    """One trajectory's part of an answer.
+
+    Attributes:
+        observation: as sent to the client.
+        done, valid: see :class:`ToolObservation`.
+        tool: the tool that acted, ``finish``, or None.
+        error: reason why there is no ordinary observation.
+        open: whether the trajectory has an open environment.
+    """
+
+    observation: str | dict[str, Any]
+    done: bool
+    valid: bool
+    tool: str | None
+    error: Failure | None
+    open: bool
+
+
+def failed(failure: Failure, text: str, *, done: bool, tool: str | None = None, **more: Any) -> ToolReply:
+    """Return the reply to a failed action: ``text`` is for the model, ``failure`` for the agent loop.
+
+    Args:
+        failure: the reason.
+        text: what the model reads.
+        done: whether the trajectory is over.
+        tool: the tool that acted, if any.
+        more: further fields of the observation.
+    """
+    observation = {"obs": text, "invalid_reason": failure.value, **more}
+    return ToolReply(observation=observation, done=done, valid=False, tool=tool, error=failure, open=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

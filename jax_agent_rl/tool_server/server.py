@@ -1,12 +1,22 @@
-"""The server process: checks requests, distributes them over the workers, serves health and metrics.
+r"""The server process: checks requests, distributes them over the workers, serves health and metrics.
 
 ::
 
     HttpServer's guard ──► size, JSON, schema ──► worker of the trajectory ──► answer in the request's order
                             413    400    422
 
-``POST /get_observation`` (see ``wire``) · ``POST /retrieve {queries, topk?, return_scores?}`` (Search-R1's, with the
+``POST /get_observation`` (below) · ``POST /retrieve {queries, topk?, return_scores?}`` (Search-R1's, with the
 search tool) · ``GET /health`` · ``GET /metrics`` (Prometheus text).
+
+::
+
+    {"trajectory_ids": ["t-1", "t-2"], "actions": ["<python>print(1)</python>", ""],
+     "extra_fields": [{"turns_left": 2}, {}], "finish": [false, true], "is_last_step": [false, true]}
+    ──►
+    {"observations": ["1\n", ""], "dones": [false, true], "valids": [true, true],
+     "tools": ["python", "finish"], "errors": [null, null], "processing_time_ms": 41.7}
+
+An observation is a string, or ``{"obs", "reward"?, "image"?, "audio"?, "metrics"?, …}`` if it holds more than text.
 """
 
 from __future__ import annotations
@@ -16,19 +26,19 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
-from jax_agent_rl.tool_server.plugin import FINISH
+from jax_agent_rl.tool_server.plugin import FINISH, ToolReply
 from jax_agent_rl.tool_server.service import CLOSED, OPENED
-from jax_agent_rl.tool_server.wire import ObservationRequest, ToolReply, describe_errors, encode_replies
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
+from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils import tempdirs
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
 from jax_agent_rl.utils.interrupt import on_forced_exit
@@ -36,6 +46,50 @@ from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 _Body = TypeVar("_Body", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+TrajectoryId = Annotated[
+    str,
+    Field(min_length=1, max_length=256),
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+]
+
+
+class ObservationRequest(BaseModel):
+    """Body of a request; each list has one entry per trajectory id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trajectory_ids: list[TrajectoryId] = Field(min_length=1)
+    actions: list[str]
+    extra_fields: list[dict[str, Any]] | None = None
+    finish: list[bool] | None = None
+    is_last_step: list[bool] | None = None
+
+    @model_validator(mode="after")
+    def _equal_lengths(self) -> ObservationRequest:
+        expected = len(self.trajectory_ids)
+        for name in ("actions", "extra_fields", "finish", "is_last_step"):
+            values = getattr(self, name)
+            if values is not None and len(values) != expected:
+                raise ValueError(f"{name} has {len(values)} entries, trajectory_ids has {expected}; they must match")
+        return self
+
+    def steps(self) -> list[ServerAction]:
+        """Return one action per trajectory id, in order."""
+        count = len(self.trajectory_ids)
+        columns = zip(
+            self.trajectory_ids,
+            self.actions,
+            self.extra_fields or [{}] * count,
+            self.finish or [False] * count,
+            self.is_last_step or [False] * count,
+            strict=True,
+        )
+        return [
+            ServerAction(trajectory_id=id, text=text, extra_fields=extra, finish=finish, is_last_step=last)
+            for id, text, extra, finish, last in columns
+        ]
 
 
 class RetrieveRequest(BaseModel):
@@ -96,11 +150,6 @@ class ToolServer:
         return self._http.port
 
     @property
-    def app(self) -> web.Application:
-        """The application with its routes."""
-        return self._http.app
-
-    @property
     def worker_pids(self) -> list[int | None]:
         """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
@@ -156,7 +205,15 @@ class ToolServer:
         for batch, answer in zip(batches.values(), answers, strict=True):
             replies.update(zip(batch, answer, strict=True))
         in_order = [replies[index] for index in range(len(steps))]
-        return web.json_response(encode_replies(in_order, 1000 * (time.perf_counter() - began)))
+        body = {
+            "observations": [reply.observation for reply in in_order],
+            "dones": [reply.done for reply in in_order],
+            "valids": [reply.valid for reply in in_order],
+            "tools": [reply.tool for reply in in_order],
+            "errors": [reply.error for reply in in_order],
+            "processing_time_ms": round(1000 * (time.perf_counter() - began), 3),
+        }
+        return web.json_response(body)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         if "search" not in self._settings.tools:
@@ -229,7 +286,11 @@ async def _read_body(request: web.Request, model: type[_Body]) -> _Body:
     try:
         return model.model_validate(await read_json(request, lone_surrogates=True))
     except ValidationError as error:
-        raise Refused(422, describe_errors(error)) from error
+        lines = []
+        for item in error.errors(include_url=False)[:5]:
+            where = ".".join(map(str, item["loc"]))
+            lines.append((f"{where}: " if where else "") + item["msg"].removeprefix("Value error, "))
+        raise Refused(422, "; ".join(lines)) from error
 
 
 def _refuse(status: int, text: str) -> web.Response:

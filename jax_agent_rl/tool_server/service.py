@@ -27,8 +27,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import FINISH, ServerTool, ToolAction
-from jax_agent_rl.tool_server.wire import Failure, ToolReply, encode_observation, failed
+from jax_agent_rl.tool_server.plugin import (
+    FINISH,
+    Failure,
+    ServerTool,
+    ToolAction,
+    ToolObservation,
+    ToolReply,
+    failed,
+)
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
@@ -192,6 +199,15 @@ class ToolService:
         while True:
             await asyncio.sleep(self._settings.idle_seconds / 4)
             await self.environments.close_idle()
+
+
+def encode_observation(observation: ToolObservation, text: str) -> str | dict[str, Any]:
+    """Encode an observation with this (shortened) text: a string if there is only text."""
+    media = {"image": list(observation.image), "audio": list(observation.audio), "metrics": dict(observation.metrics)}
+    more: dict[str, Any] = {key: value for key, value in media.items() if value}
+    if observation.reward is not None:
+        more["reward"] = observation.reward
+    return {"obs": text, **more} if more else text
 
 
 def shorten(text: str, limit: int) -> str:

@@ -7,8 +7,8 @@
             └─ process: wall clock · output · memory and files of the whole tree ──► kill ◄──────────┘
 
 ``runner`` the public interface · ``isolation`` and ``seccomp`` what a program may see and ask of the kernel ·
-``limits`` what it may use · ``process`` one program from start to end · ``process_tree`` what its processes use, and
-how they are paused between two requests. Three files run inside: ``guard`` just before the program; ``program_side``
+``limits`` what it may use, and what its processes use · ``process`` one program from start to end, paused between two
+requests. Three files run inside: ``guard`` just before the program; ``program_side``
 and ``tests_side`` run a program and its tests in separate processes. Nothing falls back to running unprotected:
 ``unsafe_local`` must be requested.
 """

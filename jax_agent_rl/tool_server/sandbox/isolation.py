@@ -33,8 +33,7 @@ from pathlib import Path
 
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import seccomp
-from jax_agent_rl.tool_server.sandbox.limits import Cgroups, SandboxLimits, enter_cgroup, ran_out_of_memory
-from jax_agent_rl.tool_server.sandbox.process_tree import WRITABLE
+from jax_agent_rl.tool_server.sandbox.limits import WRITABLE, Cgroups, SandboxLimits, enter_cgroup, ran_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""What a program may use, how its run ended, and the cgroup that enforces its limits where there is one.
+"""What a program may use, what its processes use together, and the cgroup that enforces limits where there is one.
+
+Limits of single processes do not add up: sixty-four processes of half a gigabyte each are within theirs. So the usage
+of the whole tree is read from ``/proc``.
 
 A cgroup (version 2) per program counts everything it occupies, also inside the kernel: pages, files in memory,
 sockets, pipes, page tables, file locks. Without one, limits of single processes and the number of sockets must suffice.
@@ -6,13 +9,16 @@ sockets, pipes, page tables, file locks. Without one, limits of single processes
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import os
 import secrets
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -204,3 +210,113 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
     place = mount / own.strip("/")
     candidates = (Cgroups(parent) for parent in [place, *place.parents] if parent.is_relative_to(mount))
     return next((cgroups for cgroups in candidates if cgroups.work()), None)
+
+
+# --- usage of a process tree ------------------------------------------------------------------------------------------
+
+_INTERVAL = 0.1  # seconds; a program that fills memory at 5 GB/s is half a gigabyte over its limit by then
+WRITABLE = ("/tmp", "/dev/shm")
+"""The folders a sandboxed program can write to."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+ENDED = (FileNotFoundError, ProcessLookupError)
+"""Errors of reading about a process that has just ended."""
+
+
+async def watch(pid: int, limits: SandboxLimits) -> StopCause:
+    """Poll until the processes under ``pid`` together exceed a limit, and return it."""
+    while True:
+        await asyncio.sleep(_INTERVAL)
+        if stopped := exceeded(pid, limits):
+            return stopped
+
+
+def exceeded(pid: int, limits: SandboxLimits) -> StopCause | None:
+    """Return the limit that the processes under ``pid`` exceed together, if any."""
+    pids = process_tree(pid)
+    memory = limits.memory_bytes - socket_memory(pids[-1])
+    # Resident memory is cheap but counts shared pages repeatedly; only beyond the limit, proportional shares are read.
+    if sum(map(_resident, pids)) > memory and sum(map(_proportional, pids)) > memory:
+        return StopCause.MEMORY
+    if _files(pids) > limits.files:
+        return StopCause.FILES
+    return None
+
+
+def process_tree(pid: int) -> list[int]:
+    """Return ``pid`` and its descendants, parents first."""
+    pids = [pid]
+    for parent in pids:  # grows during iteration
+        with contextlib.suppress(*ENDED):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                pids += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+    return pids
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except ENDED:
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except ENDED:
+        return 0
+    except PermissionError:  # bubblewrap's own processes
+        return _resident(pid)
+    return 0
+
+
+def _files(pids: list[int]) -> int:
+    """Count inodes in use in the sandbox's own writable folders; 0 if it has none, or not yet."""
+    count = 0
+    for folder in WRITABLE:
+        inside = f"/proc/{pids[-1]}/root{folder}"
+        with contextlib.suppress(OSError):
+            if not os.path.exists(folder) or os.stat(inside).st_dev != os.stat(folder).st_dev:
+                usage = os.statvfs(inside)
+                count += usage.f_files - usage.f_ffree
+    return count
+
+
+_BUFFERS = ("rmem_default", "wmem_default")
+_OVERHEAD = 2  # bytes of memory for one of payload, about
+
+
+def socket_memory(pid: int) -> int:
+    """Return the bytes that sockets of a process's network namespace may hold; 0 if it is this process's own."""
+    try:
+        if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
+            return 0
+        counts = _counts(Path(f"/proc/{pid}/net/sockstat").read_text())
+        held = counts["sockets"] * _default_buffers()
+        if counts["TCP"] or counts["TCP6"]:
+            held += _OVERHEAD * sum(_queued(Path(f"/proc/{pid}/net/{table}")) for table in ("tcp", "tcp6"))
+    except (OSError, KeyError):
+        return 0
+    return held
+
+
+def _counts(sockstat: str) -> dict[str, int]:
+    """Count sockets in use by protocol, and ``sockets``, all of them."""
+    counts = {"TCP6": 0}
+    for line in sockstat.splitlines():
+        protocol, _, numbers = line.partition(": ")
+        name, _, rest = numbers.partition(" ")
+        if name in ("used", "inuse"):
+            counts[protocol] = int(rest.split()[0])
+    return counts
+
+
+def _queued(table: Path) -> int:
+    queues = (line.split()[4].split(":") for line in table.read_text().splitlines()[1:])
+    return sum(int(queue, 16) for pair in queues for queue in pair)
+
+
+@cache
+def _default_buffers() -> int:
+    return sum(int(Path(f"/proc/sys/net/core/{name}").read_text()) for name in _BUFFERS)

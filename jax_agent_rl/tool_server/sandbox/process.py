@@ -15,15 +15,25 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox.isolation import Files, Isolation, Launch
-from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
-from jax_agent_rl.tool_server.sandbox.process_tree import exceeded, pause, resume, watch
+from jax_agent_rl.tool_server.sandbox.limits import (
+    ENDED,
+    SandboxLimits,
+    SandboxResult,
+    StopCause,
+    exceeded,
+    process_tree,
+    watch,
+)
 
 logger = logging.getLogger(__name__)
 _CHUNK = 64 << 10
 _KILL_SECONDS = 10.0  # for the kernel to end a killed tree
+_MAX_CHECKS, _CHECK_SECONDS = 500, 0.001  # while the program is paused
+_DEAD, _STOPPED = "ZX", "TtZX"  # states in /proc; a dead process remains until its parent has waited for it
 _CPU_SIGNALS = (128 + signal.SIGXCPU, -signal.SIGXCPU)
 
 
@@ -131,7 +141,9 @@ class SandboxProcess:
             empty if it never came; the limit that ended the program.
         """
         self._out.clear()
-        resume(self._process.pid, self._launch.wrappers)
+        program, _ = self._split()
+        if program is not None:
+            _send(program, signal.SIGCONT)
         stopped = (
             await self._within_limits(self._to_mark(request, mark)) or self._out_of_memory() or await self._pause()
         )
@@ -180,10 +192,29 @@ class SandboxProcess:
         return StopCause.MEMORY if self._launch.out_of_memory() else None
 
     async def _pause(self) -> StopCause | None:
-        """Pause the program; return a limit it exceeded since the last check, if any."""
-        if not await pause(self._process.pid, self._launch.wrappers):
+        """Stop the program and kill everything it started; return a limit it exceeded since the last check, if any."""
+        quiet = 0
+        for _ in range(_MAX_CHECKS):
+            program, others = self._split()
+            if program is None:
+                break
+            _send(program, signal.SIGSTOP)
+            running = [other for other in others if not _all_in(other, _DEAD)]
+            for other in running:
+                _send(other, signal.SIGKILL)
+            quiet = quiet + 1 if not running and _all_in(program, _STOPPED) else 0
+            if quiet == 2:
+                break
+            await asyncio.sleep(0 if quiet else _CHECK_SECONDS)
+        else:
             return StopCause.BACKGROUND
         return exceeded(self._process.pid, self._limits)
+
+    def _split(self) -> tuple[int | None, list[int]]:
+        """Return the program's first process (None if it has ended) and all others it started."""
+        # The program is the oldest child of its namespace's first process, hence the first here.
+        pids = process_tree(self._process.pid)[self._launch.wrappers :]
+        return (pids[0], pids[1:]) if pids else (None, [])
 
     def kill(self) -> None:
         """Kill the program and everything it started; :meth:`finish`, or :meth:`close`, then returns soon."""
@@ -283,6 +314,22 @@ async def _together(*work: Awaitable[None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _all_in(pid: int, states: str) -> bool:
+    """Return whether every thread of a process is in one of the states; the first may be dead while others run."""
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            if Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0] not in states:
+                return False
+    except ENDED:
+        return False  # it is changing; the next check decides
+    return True
 
 
 class _TooMuchOutput(Exception):

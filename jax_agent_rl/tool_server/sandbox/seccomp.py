@@ -4,7 +4,7 @@ It refuses calls that get memory no other limit counts (``memfd_create``, System
 ``inotify``), that make namespaces or mounts, that inspect other processes, and large, rarely needed parts of the kernel
 (``bpf``, ``io_uring``, ``perf``). Sockets are limited to Unix and IP, which the network namespace cuts off, unlike
 ``AF_VSOCK``, say. Their buffers keep their size, on which
-:func:`~jax_agent_rl.tool_server.sandbox.process_tree.socket_memory` relies: setting it succeeds without effect.
+:func:`~jax_agent_rl.tool_server.sandbox.limits.socket_memory` relies: setting it succeeds without effect.
 
 Numbers: the kernel's ``asm/unistd_64.h`` and ``asm-generic/unistd.h``.
 """

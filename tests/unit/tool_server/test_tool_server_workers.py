@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 
-from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.worker import assign_worker
 from jax_agent_rl.utils.interrupt import EXIT_CODE
 from tests.capabilities import needs_bwrap
@@ -81,7 +81,7 @@ async def test_the_command_serves_and_leaves_nothing_when_it_is_stopped():
         body = {"trajectory_ids": ["a"], "actions": ["<python>20 + 1</python>"]}
         async with session.post("/get_observation", json=body) as response:
             assert "21" in (await response.json())["observations"][0]
-    started = tree(process.pid)
+    started = process_tree(process.pid)
     assert len(started) > 3, "front, worker, sandbox"
     process.send_signal(signal.SIGTERM)
     assert await process.wait() == 0
@@ -108,7 +108,7 @@ async def test_a_stuck_worker_does_not_keep_the_command_from_stopping():
         while health == 200:
             async with session.get("/health") as response:
                 health = response.status
-        pids = tree(process.pid)
+        pids = process_tree(process.pid)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(35):  # an orderly worker would have 40 seconds
             assert await process.wait() == 0
@@ -121,7 +121,7 @@ async def test_a_second_signal_does_not_wait_for_environments_to_close():
     async with aiohttp.ClientSession(url) as session:
         async with post(session, "count", reluctant=True) as response:
             assert response.status == 200
-    pids = tree(process.pid)
+    pids = process_tree(process.pid)
     process.send_signal(signal.SIGTERM)
     assert b"stopping" in await process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -139,7 +139,7 @@ async def test_nothing_is_left_when_the_server_itself_is_killed():
         body = {"trajectory_ids": ["a"], "actions": ["<python>1</python>"]}
         async with session.post("/get_observation", json=body) as response:
             assert response.status == 200
-    started = tree(process.pid)
+    started = process_tree(process.pid)
     process.kill()
     await process.wait()
     await until_gone(started)

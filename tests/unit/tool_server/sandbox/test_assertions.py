@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, UnsafeLocal, find_bwrap
-from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.sandbox.program_side import Peer
 from tests.capabilities import needs_bwrap
 from tests.unit.tool_server.sandbox.tricks import NO_ANSWERS, SQUARES, TRICKS
@@ -209,14 +209,14 @@ async def test_both_processes_are_gone_afterwards(local):
 
 @needs_bwrap
 async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
-    before, fds = set(tree(os.getpid())), set(os.listdir("/proc/self/fd"))
+    before, fds = set(process_tree(os.getpid())), set(os.listdir("/proc/self/fd"))
     for delay in range(0, 400, 50):
         running = asyncio.create_task(sandbox.run_tests("def f():\n    while True: pass", "f()"))
         await asyncio.sleep(delay / 1000)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert set(tree(os.getpid())) <= before and set(os.listdir("/proc/self/fd")) <= fds
+        assert set(process_tree(os.getpid())) <= before and set(os.listdir("/proc/self/fd")) <= fds
 
 
 # --- plain data -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
-from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap
@@ -26,12 +26,12 @@ async def execute(request, monkeypatch):
     if request.param == "user_namespace":
         monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.isolation._maps_every_user", lambda: False)
     sandbox = await open_sandbox(limits=LIMITS)
-    before = set(tree(os.getpid()))
+    before = set(process_tree(os.getpid()))
     process = await sandbox.start([sandbox.python, "reader.py"], files={"reader.py": READER.encode()})
 
     async def execute(source):
         output, _, stopped = await sandbox.exchange(process, source.encode().hex().encode() + b"\n", b"MARK")
-        left = {pid: found for pid in set(tree(os.getpid())) - before if (found := states(pid))}
+        left = {pid: found for pid in set(process_tree(os.getpid())) - before if (found := states(pid))}
         return output.decode(), stopped, left
 
     execute.process = process
@@ -113,7 +113,7 @@ async def test_a_limit_passed_just_before_the_answer_counts(execute, folder):
 
 
 async def test_what_cannot_be_held_is_ended(execute, monkeypatch):
-    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process_tree._MAX_CHECKS", 0)
+    monkeypatch.setattr("jax_agent_rl.tool_server.sandbox.process._MAX_CHECKS", 0)
     _, stopped, left = await execute("print(1)")
     assert stopped is StopCause.BACKGROUND and not execute.process.alive and not left
     assert stopped.describe(LIMITS) == "ended: the processes it left in the background kept starting others"
@@ -123,4 +123,4 @@ async def test_a_program_that_ends_with_its_answer_is_simply_gone(execute):
     output, stopped, left = await execute("import os\nprint('MARK', flush=True)\nos._exit(0)")
     assert (output, stopped) == ("", None)
     await execute.process.close()
-    assert not set(left) & set(tree(os.getpid()))
+    assert not set(left) & set(process_tree(os.getpid()))

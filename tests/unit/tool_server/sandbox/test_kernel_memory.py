@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
-from jax_agent_rl.tool_server.sandbox.process_tree import socket_memory
+from jax_agent_rl.tool_server.sandbox.limits import socket_memory
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap

@@ -15,7 +15,7 @@ import pytest
 from jax_agent_rl.errors import ToolError
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
-from jax_agent_rl.tool_server.sandbox.process_tree import tree
+from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.sandbox.runner import Sandbox
 from tests.capabilities import needs_bwrap
 
@@ -191,28 +191,28 @@ if os.fork() == 0:
 os.read(read, 1)
 print("started")
 """
-    before = set(tree(os.getpid()))
+    before = set(process_tree(os.getpid()))
     assert await out(sandbox, source) == ["started"]
-    assert set(tree(os.getpid())) <= before
+    assert set(process_tree(os.getpid())) <= before
 
 
 async def test_a_killed_program_leaves_nothing_behind(sandbox):
     source = "import os, time\nfor _ in range(5):\n    if os.fork() == 0:\n        time.sleep(600)\ntime.sleep(600)"
-    before = set(tree(os.getpid()))
+    before = set(process_tree(os.getpid()))
     assert (await run(sandbox, source, wall_seconds=1)).stopped is StopCause.WALL
-    assert set(tree(os.getpid())) <= before
+    assert set(process_tree(os.getpid())) <= before
 
 
 async def test_a_run_cancelled_at_any_moment_leaves_nothing_behind(sandbox):
     """Also one that is still being set up, where the kernel does not yet end it with its parent."""
-    before = set(tree(os.getpid()))
+    before = set(process_tree(os.getpid()))
     for delay in range(0, 60, 4):
         running = asyncio.create_task(run(sandbox, "import time\ntime.sleep(600)"))
         await asyncio.sleep(delay / 1000)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert set(tree(os.getpid())) <= before
+        assert set(process_tree(os.getpid())) <= before
 
 
 # --- memory and disk --------------------------------------------------------------------------------------------
