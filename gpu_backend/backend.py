@@ -24,8 +24,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine, weight_dtype
-from gpu_backend.live import LiveRequest, Span, Usage
-from gpu_backend.requests import RequestAdmission, vllm_sampling
+from gpu_backend.requests import LiveRequest, RequestAdmission, Span, Usage, check_conditioned, vllm_sampling
 from gpu_backend.settings import VllmSettings, check_installation
 from gpu_backend.tpu import ask_workers
 from gpu_backend.updates import FILES, WeightUpdater
@@ -186,7 +185,7 @@ class VllmBackend:
                     raise self._translate(error, request) from error
                 await self._delivery.wait()
                 self._check_serving()
-                self._admission.check_conditioned(request, output.prompt_token_ids)
+                check_conditioned(request, output.prompt_token_ids, self._admission.placeholders)
                 chunk = live.take(output, self._spans(live, output))
                 if chunk is not None:
                     yield chunk

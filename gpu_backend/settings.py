@@ -161,14 +161,14 @@ class VllmSettings:
         return self.max_logprob_difference or largest, self.mean_logprob_difference or mean
 
 
-def check_installation(distributions: Sequence[str] = DISTRIBUTIONS) -> str:
+def check_installation() -> str:
     """Return the version of the installed vLLM.
 
     Raises:
         ConfigError: none is installed, or one that this backend was not tested with.
     """
     found = {}
-    for name in distributions:
+    for name in DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

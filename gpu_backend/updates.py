@@ -64,7 +64,7 @@ class WeightUpdater:
         # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
         # parameters have other forms.
         readable = settings.tensor_parallel_size == 1 and not tpu
-        self.placements = {n: p.to_wire() for n, p in checkpoint.placements().items()} if readable else {}
+        self.placements = {n: tuple(p) for n, p in checkpoint.placements().items()} if readable else {}
         self.last_difference: tuple[float, float] | None = None
         """(largest, mean) log-prob difference of the last probe."""
 

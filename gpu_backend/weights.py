@@ -9,11 +9,12 @@ on CPUs, ``moe_backend`` elsewhere).
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.utils.weight_checks import LogprobProbe
@@ -71,8 +72,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one tensor lies: rows ``first .. first + rows`` of vLLM's ``parameter``, or of its slice ``expert``."""
 
     parameter: str
@@ -80,14 +80,6 @@ class Placement:
     rows: int
     transposed: bool = False
     expert: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"{self.parameter}: {self.rows} rows")
-
-    def to_wire(self) -> tuple[str, int, int, bool, int | None]:
-        """Return plain values, for a call into another process."""
-        return self.parameter, self.first, self.rows, self.transposed, self.expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +123,7 @@ class Checkpoint:
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in sorted(folder.glob("*.safetensors")):
-                shapes |= {_renamed(n, family.aliases): shape for n, shape in read_header(file).shapes.items()}
+                shapes |= {_renamed(n, family.aliases): shape for n, shape in read_header(file)[0].items()}
         except WeightUpdateError as error:
             raise ConfigError(str(error)) from error
         if not shapes:
@@ -231,33 +223,17 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """Header of a safetensors file."""
-
-    shapes: Shapes
-    metadata: Mapping[str, str]
-
-
-def read_header(file: Path) -> Header:
-    """Read names and shapes without reading the tensors.
+def read_header(file: Path) -> tuple[Shapes, Mapping[str, str]]:
+    """Return the shapes and the metadata of a safetensors file, without reading its tensors.
 
     Raises:
         WeightUpdateError: the file is missing, cut short, or not safetensors.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > size:
-                raise ValueError(f"its header claims {length} bytes, the file has {size}")
-            raw = json.loads(stream.read(length))
-        metadata = raw.pop("__metadata__", {})
-        end = max((entry["data_offsets"][1] for entry in raw.values()), default=0)
-        if size != 8 + length + end:
-            raise ValueError(f"{8 + length + end} bytes expected, {size} found")
-        return Header(shapes={name: tuple(entry["shape"]) for name, entry in raw.items()}, metadata=metadata)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        with safe_open(file, framework="numpy") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            return shapes, tensors.metadata() or {}
+    except (OSError, SafetensorError) as error:
         raise WeightUpdateError(f"{file} is not a whole safetensors file: {error}") from error
 
 
@@ -270,12 +246,12 @@ def read_update(paths: Sequence[str]) -> tuple[Shapes, LogprobProbe | None]:
     shapes: dict[str, tuple[int, ...]] = {}
     probe = None
     for path in paths:
-        header = read_header(Path(path))
-        if twice := sorted(shapes.keys() & header.shapes.keys()):
+        added, metadata = read_header(Path(path))
+        if twice := sorted(shapes.keys() & added.keys()):
             raise WeightUpdateError(f"{twice[0]} stands in two files of the update, the second is {path}")
-        shapes |= header.shapes
+        shapes |= added
         try:
-            probe = probe or LogprobProbe.from_metadata(header.metadata)
+            probe = probe or LogprobProbe.from_metadata(metadata)
         except (ValueError, KeyError, TypeError) as error:
             raise WeightUpdateError(f"the probe in {path} is damaged: {error}") from error
     return shapes, probe

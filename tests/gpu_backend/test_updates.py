@@ -39,7 +39,7 @@ def rewrite(update: WeightUpdate, change) -> WeightUpdate:
     from gpu_backend.weights import read_header
 
     path = Path(update.payload[0])
-    metadata = dict(read_header(path).metadata)
+    metadata = dict(read_header(path)[1])
     tensors, metadata = change(load_file(path), metadata)
     save_file(tensors, path, metadata=metadata)
     return update

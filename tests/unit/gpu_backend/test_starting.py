@@ -13,7 +13,7 @@ from gpu_backend import launch
 from gpu_backend import settings as settings_module
 from gpu_backend.backend import VllmBackend
 from gpu_backend.launch import Log, StartedEngine, explain, root_cause, start_engine
-from gpu_backend.live import Usage
+from gpu_backend.requests import Usage
 from gpu_backend.settings import GIB, VllmSettings, check_installation, environment, write_log_config
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.engines import VLLM_ARGUMENTS_SET

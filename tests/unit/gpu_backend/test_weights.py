@@ -53,17 +53,17 @@ def test_a_model_folder_says_what_an_update_consists_of(checkpoint: Checkpoint):
 def test_fused_parts_stand_below_each_other(checkpoint: Checkpoint):
     places = checkpoint.placements()
     layer = "model.layers.1.self_attn"
-    assert places[f"{layer}.q_proj.weight"].to_wire() == (f"{layer}.qkv_proj.weight", 0, 32, False, None)
-    assert places[f"{layer}.k_proj.weight"].to_wire() == (f"{layer}.qkv_proj.weight", 32, 16, False, None)
-    assert places[f"{layer}.v_proj.weight"].to_wire() == (f"{layer}.qkv_proj.weight", 48, 16, False, None)
-    assert places["model.layers.0.mlp.up_proj.weight"].to_wire() == (
+    assert places[f"{layer}.q_proj.weight"] == (f"{layer}.qkv_proj.weight", 0, 32, False, None)
+    assert places[f"{layer}.k_proj.weight"] == (f"{layer}.qkv_proj.weight", 32, 16, False, None)
+    assert places[f"{layer}.v_proj.weight"] == (f"{layer}.qkv_proj.weight", 48, 16, False, None)
+    assert places["model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.gate_up_proj.weight",
         48,
         48,
         False,
         None,
     )
-    assert places["model.norm.weight"].to_wire() == ("model.norm.weight", 0, 32, False, None)
+    assert places["model.norm.weight"] == ("model.norm.weight", 0, 32, False, None)
 
 
 def model_folder(path: Path, shapes: dict, **config) -> Path:
@@ -75,9 +75,9 @@ def model_folder(path: Path, shapes: dict, **config) -> Path:
 def test_gpt2_stores_its_matrices_transposed(tmp_path: Path):
     shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,), "wte.weight": (50, 8)}
     places = Checkpoint.read(model_folder(tmp_path, shapes, architectures=["GPT2LMHeadModel"])).placements()
-    assert places["h.0.attn.c_attn.weight"].to_wire() == ("transformer.h.0.attn.c_attn.weight", 0, 24, True, None)
-    assert places["h.0.attn.c_attn.bias"].to_wire() == ("transformer.h.0.attn.c_attn.bias", 0, 24, False, None)
-    assert places["wte.weight"].to_wire() == ("transformer.wte.weight", 0, 50, False, None)
+    assert places["h.0.attn.c_attn.weight"] == ("transformer.h.0.attn.c_attn.weight", 0, 24, True, None)
+    assert places["h.0.attn.c_attn.bias"] == ("transformer.h.0.attn.c_attn.bias", 0, 24, False, None)
+    assert places["wte.weight"] == ("transformer.wte.weight", 0, 50, False, None)
 
 
 def test_experts_stand_in_one_stack_gate_above_up(tmp_path: Path):
@@ -86,9 +86,9 @@ def test_experts_stand_in_one_stack_gate_above_up(tmp_path: Path):
     shapes |= {f"{experts}.{e}.down_proj.weight": (8, 6) for e in (0, 1)}
     places = Checkpoint.read(model_folder(tmp_path, shapes, architectures=["Qwen3MoeForCausalLM"])).placements()
     stack = f"{experts}.routed_experts"
-    assert places[f"{experts}.1.gate_proj.weight"].to_wire() == (f"{stack}.w13_weight", 0, 6, False, 1)
-    assert places[f"{experts}.1.up_proj.weight"].to_wire() == (f"{stack}.w13_weight", 6, 6, False, 1)
-    assert places[f"{experts}.0.down_proj.weight"].to_wire() == (f"{stack}.w2_weight", 0, 8, False, 0)
+    assert places[f"{experts}.1.gate_proj.weight"] == (f"{stack}.w13_weight", 0, 6, False, 1)
+    assert places[f"{experts}.1.up_proj.weight"] == (f"{stack}.w13_weight", 6, 6, False, 1)
+    assert places[f"{experts}.0.down_proj.weight"] == (f"{stack}.w2_weight", 0, 8, False, 0)
 
 
 @pytest.mark.parametrize("language", ["model", "model.language_model"])
@@ -107,7 +107,7 @@ def test_updates_have_published_names_whatever_the_served_folder_has(tmp_path: P
     checkpoint = Checkpoint.read(folder)
     assert checkpoint.placeholders == {"image": 7, "video": 8} and checkpoint.eos_token_ids == {2}
     places = checkpoint.placements()
-    assert {name: place.to_wire()[:3] for name, place in places.items()} == {
+    assert {name: place[:3] for name, place in places.items()} == {
         "model.layers.0.self_attn.q_proj.bias": ("language_model.model.layers.0.self_attn.qkv_proj.bias", 0, 8),
         "model.layers.0.self_attn.k_proj.bias": ("language_model.model.layers.0.self_attn.qkv_proj.bias", 8, 4),
         "visual.blocks.0.attn.qkv.weight": ("visual.blocks.0.attn.qkv.weight", 0, 24),

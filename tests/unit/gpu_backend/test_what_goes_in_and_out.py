@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from gpu_backend.backend import VllmBackend
-from gpu_backend.live import LiveRequest, expand_versions
-from gpu_backend.requests import RequestAdmission, vllm_sampling
+from gpu_backend.requests import LiveRequest, RequestAdmission, expand_versions, vllm_sampling
 from gpu_backend.settings import VllmSettings
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.rollout.protocol import GenerateRequest
