@@ -257,7 +257,7 @@ def conformance(
     """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
     from rich.console import Console
 
-    from jax_agent_rl.testing.conformance.command import run_command
+    from jax_agent_rl.testing.conformance.runner import run_command
     from jax_agent_rl.utils.network import token_from
 
     report = run_command(

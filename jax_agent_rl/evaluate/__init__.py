@@ -1,6 +1,5 @@
 """``jax-agent-rl eval`` and ``rollout``: trajectories without training.
 
-``evaluation`` from sampling to the summary · ``scores`` pass@k, means, confidence intervals · ``collection`` from
-sampling to files · ``journal`` progress of a collection, from which it continues after an interruption · ``export`` the
-journal as Parquet, JSON Lines or a dataset folder
+``evaluation`` from sampling to pass@k, means and their confidence intervals · ``collection`` from sampling to files ·
+``export`` the journal of a collection, and its table as Parquet, JSON Lines or a dataset folder
 """

@@ -23,8 +23,7 @@ from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.data.dataset import find_files
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.export import Target, records, write
-from jax_agent_rl.evaluate.journal import Journal, require_same
+from jax_agent_rl.evaluate.export import Journal, Target, records, require_same, write
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts

@@ -15,8 +15,16 @@ from safetensors.numpy import load_file, save_file
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream import speculation
 from jax_agent_rl.jetstream.speculation import Speculation
-from jax_agent_rl.testing.conformance.backends import BASE, OTHER, BackendOptions, select_backend
+from jax_agent_rl.testing.conformance.backends import (
+    ADAPTED,
+    BASE,
+    MIXED,
+    OTHER,
+    BackendOptions,
+    select_backend,
+)
 from jax_agent_rl.testing.conformance.models import (
+    ModelDirs,
     TransformersReference,
     log_softmax,
     prepare_folders,
@@ -32,9 +40,6 @@ from tests.warm import python
 # isort: off
 from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_batching import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_outputs import *  # noqa: F403
-from jax_agent_rl.testing.conformance.suite.test_media_and_adapters import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_replay import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_weights import *  # noqa: F403
 from jax_agent_rl.testing.conformance.suite.test_control import *  # noqa: F403
@@ -67,10 +72,12 @@ def jetstream_int8(request):
     """Of a model whose matrices int8 holds exactly: whatever else changes a log-prob is a mistake."""
     pytest.importorskip("torch")
     options, scratch = request.getfixturevalue("options"), request.getfixturevalue("tmp_path_factory").mktemp("int8")
-    own = {name: rounded(getattr(options.folders, name), scratch / name) for name in ("base", "other")}
-    own["scratch"] = scratch / "payloads"  # probes are of these weights
-    own["scratch"].mkdir()
-    return select_backend("jetstream", replace(options, folders=replace(options.folders, **own), quantize="int8"))
+    sets, own = options.folders, ModelDirs(base=scratch / "base", scratch=scratch)
+    for which in (BASE, OTHER):
+        rounded(sets.weights(which), own.weights(which))
+    for which in (MIXED, ADAPTED):
+        shutil.copytree(sets.weights(which), own.weights(which))
+    return select_backend("jetstream", replace(options, folders=own, quantize="int8"))
 
 
 EIGHT_BITS = 0.3
@@ -178,7 +185,7 @@ def test_every_file_of_the_suite_runs_here():
 
 def test_what_a_rounded_cache_may_change_is_far_below_what_other_weights_do(options: BackendOptions):
     pytest.importorskip("torch")
-    reference = TransformersReference({BASE: options.folders.base, OTHER: options.folders.other})
+    reference = TransformersReference({which: options.folders.weights(which) for which in (BASE, OTHER)})
     for ids in np.random.default_rng(0).integers(3, 97, (6, 24)).tolist():
         ours, others = (log_softmax(reference.logits(ids, weights=which)) for which in (BASE, OTHER))
         likely = ours.argmax(-1)[:, None]

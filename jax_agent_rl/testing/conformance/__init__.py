@@ -7,9 +7,8 @@ backend, a :class:`Reference` that gives correct log-probs, and payloads for wei
 >>> report = run_suite(backend_under_test)                           # doctest: +SKIP
 >>> print(report.count("passed"), report.count("failed"))            # doctest: +SKIP
 
-``suite/`` the tests · ``runner`` runs them · ``probe`` a test's access to the backend · ``backends`` the backends of
-this package · ``models`` model folders, weight updates, float64 forward passes · ``command`` the
-command line.
+``suite/`` the tests · ``runner`` runs them, also as a command · ``probe`` a test's access to the backend · ``backends``
+the backends of this package · ``models`` model folders, weight updates, float64 forward passes.
 """
 
 from jax_agent_rl.testing.conformance.backends import BASE, MIXED, OTHER, BackendUnderTest

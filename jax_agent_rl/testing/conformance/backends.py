@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.grammar import GrammarCompiler
 from jax_agent_rl.chat.media import MediaTokens
@@ -47,19 +47,6 @@ MIN_CONTEXT = 128
 """Smallest ``Capabilities.max_model_len`` in which the checks fit."""
 
 
-class MediaCounts(Protocol):
-    """How many ids images and videos take; see :class:`jax_agent_rl.chat.media.MediaTokens`."""
-
-    @property
-    def placeholders(self) -> Mapping[str, int]:
-        """Placeholder ids by kind of media."""
-        ...
-
-    def expand(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
-        """Repeat each item's placeholder as often as the model reads it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class BackendUnderTest:
     """A backend under test.
@@ -88,7 +75,7 @@ class BackendUnderTest:
     eos_ids: frozenset[int]
     decode_text: Callable[[Sequence[int]], str] | None = None
     ending_prompts: tuple[tuple[int, ...], ...] = ()
-    media: MediaCounts | None = None
+    media: MediaTokens | None = None
     adapter: bool = False
     tolerance: float = 1e-3
     timeout: float = 120.0
@@ -168,34 +155,32 @@ def describe(
         options: options of the factory.
         payload: makes payloads of kinds other than ``safetensors`` and ``tensorstore``.
     """
-    own = options.folders
-    folders = {BASE: own.base, OTHER: own.other, MIXED: own.mixed, ADAPTED: own.adapted}
-    reference = TransformersReference(folders)
-    raw = json.loads((options.folders.base / "config.json").read_text())
+    folders = options.folders
+    reference = TransformersReference({which: folders.weights(which) for which in (BASE, OTHER, MIXED, ADAPTED)})
+    raw = json.loads((folders.base / "config.json").read_text())
     vocab_size = raw.get("text_config", raw)["vocab_size"]
 
     def make_payload(kind: str, which: str) -> Any:
         if kind == "safetensors":
-            files = weight_files(folders[which] / "partial" if which == MIXED else folders[which])
-            place = options.folders.scratch
-            return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=place)
+            files = weight_files(folders.weights(which) / ("partial" if which == MIXED else ""))
+            return with_probe(files, which, reference=reference, vocab_size=vocab_size, folder=folders.scratch)
         if kind == "tensorstore":
-            return _stored(folders[which], options.folders.scratch / which)
+            return _stored(folders.weights(which), folders.scratch / which)
         if payload is None:
             raise ConfigError(f"{name}: there is no payload of kind {kind!r} to test with")
         return payload(kind, which)
 
-    tokenizer = read_tokenizer(options.folders.base)
+    tokenizer = read_tokenizer(folders.base)
     return BackendUnderTest(
         name=name,
         make=make,
         reference=reference,
         payload=make_payload,
         vocab_size=vocab_size,
-        eos_ids=_eos_ids(options.folders.base),
+        eos_ids=_eos_ids(folders.base),
         decode_text=decoder(tokenizer),
         ending_prompts=_ending_prompts(tokenizer),
-        media=MediaTokens.read(options.folders.base),
+        media=MediaTokens.read(folders.base),
         adapter=options.adapters,
         tolerance=options.tolerance,
         timeout=options.timeout,
@@ -269,8 +254,8 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     from jax_agent_rl.models.lora import read_peft
     from jax_agent_rl.models.vision.context import VisionProcessor
 
-    folders = {BASE: options.folders.base, OTHER: options.folders.other}
-    config, params = load_hf(folders[BASE])
+    folders = options.folders
+    config, params = load_hf(folders.base)
     trees = {BASE: params}
     shapes = EngineShapes(
         max_model_len=options.max_model_len,
@@ -281,10 +266,10 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
         patch_buckets=(64,),
         num_speculative_tokens=options.num_speculative_tokens,
     )
-    vision_processor = VisionProcessor.of(config, folders[BASE])
+    vision_processor = VisionProcessor.of(config, folders.base)
     external_engine = load_engine_function(options.engine_factory) if options.engine_factory else None
-    adapters = {ADAPTER: read_peft(options.folders.adapter, config, key="--adapters")} if options.adapters else {}
-    tokenizer = read_tokenizer(folders[BASE])
+    adapters = {ADAPTER: read_peft(folders.adapter, config, key="--adapters")} if options.adapters else {}
+    tokenizer = read_tokenizer(folders.base)
     grammars = GrammarCompiler(tokenizer, eos_ids=config.eos_token_ids, vocab_size=config.vocab_size)
 
     def make() -> RolloutBackend:
@@ -304,7 +289,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
 
     def payload(kind: str, which: str) -> Any:
         if which not in trees:
-            trees[which] = load_hf(folders[which])[1]
+            trees[which] = load_hf(folders.weights(which))[1]
         return trees[which]
 
     return describe("jetstream", make, options, payload=payload)

@@ -24,6 +24,7 @@ _SPECIAL = ("<unk>", "<bos>", "<eos>")
 _ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")
 _LETTERS = [chr(code) for code in range(33, 127)]
 _PROBE_LENGTH = 48
+_RANK = 2  # of the adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +33,67 @@ class ModelDirs:
 
     Attributes:
         base: the model.
-        other: differs in every parameter.
-        mixed: has some parameters of each; its subfolder ``partial`` holds those of ``other`` alone.
-        adapter: a PEFT adapter of ``base``.
-        adapted: ``base`` with the adapter merged in.
-        scratch: folder for files that the suite writes.
+        scratch: folder for the other weight sets, and for files that the suite writes.
     """
 
     base: Path
-    other: Path
-    mixed: Path
-    adapter: Path
-    adapted: Path
     scratch: Path
+
+    def weights(self, which: str) -> Path:
+        """Return the folder of a weight set."""
+        return self.base if which == "base" else self.scratch / which
+
+    @property
+    def adapter(self) -> Path:
+        """A PEFT adapter of ``base``."""
+        return self.scratch / "adapter"
 
 
 def prepare_folders(model: Path | None, scratch: Path) -> ModelDirs:
     """Write changed copies of a model (or of a tiny random one) under ``scratch``.
 
+    ``other`` differs in every parameter by a few per cent, so that a stale one cannot go unnoticed. Of ``mixed``, every
+    second tensor is ``other``'s; its subfolder ``partial`` holds those alone. Neighbours differ in origin, so matrices
+    that an engine fuses are partly new and partly old. ``adapted`` is ``base`` with the adapter merged in.
+
     Raises:
         ModelError: ``model`` holds no safetensors files.
     """
+    from safetensors.numpy import load_file
+
     base = model_folder(model, weights=True) if model else write_tiny_model(scratch / "base")
-    other, mixed, adapted, adapter = (scratch / name for name in ("other", "mixed", "adapted", "adapter"))
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} holds no safetensors files")
+    other, mixed, adapted = (scratch / name for name in ("other", "mixed", "adapted"))
     for folder in (other, mixed, adapted):
         folder.mkdir(parents=True)
         for file in base.iterdir():
             if file.is_file() and str(file) not in files:
                 shutil.copy(file, folder)
-    write_changed(base, other)
-    write_mixture(base, other, mixed)
-    write_adapter(base, adapter, adapted)
-    return ModelDirs(base=base, other=other, mixed=mixed, adapter=adapter, adapted=adapted, scratch=scratch)
+    (mixed / "partial").mkdir()
+    noise, adaptation = np.random.default_rng(1), np.random.default_rng(2)
+    pairs: dict[str, np.ndarray] = {}
+    for file in map(Path, files):
+        tensors = load_file(file)
+        changed = {name: _changed(tensor, noise) for name, tensor in tensors.items()}
+        _save(changed, other / file.name)
+        partial = {name: changed[name] for name in sorted(tensors)[::2]}
+        _save(partial, mixed / "partial" / file.name)
+        _save({**tensors, **partial}, mixed / file.name)
+        for name in [name for name in tensors if ".layers." in name and name.endswith(_ADAPTED)]:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = _low_rank(tensors[name], adaptation)
+            pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            tensors[name] = tensors[name].astype(np.float32) + 2 * b @ a
+        _save(tensors, adapted / file.name)
+    folders = ModelDirs(base=base, scratch=scratch)
+    folders.adapter.mkdir()
+    _save(pairs, folders.adapter / "adapter_model.safetensors")
+    modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
+    settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": modules, "bias": "none"}
+    (folders.adapter / "adapter_config.json").write_text(json.dumps(settings))
+    return folders
 
 
 def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
@@ -108,62 +135,6 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
     return folder
 
 
-def write_changed(base: Path, folder: Path) -> None:
-    """Write weights in which every parameter differs by a few per cent, so that a stale one cannot go unnoticed."""
-    from safetensors.numpy import load_file, save_file
-
-    rng = np.random.default_rng(1)
-    for file in sorted(base.glob("*.safetensors")):
-        changed = {name: _changed(tensor, rng) for name, tensor in load_file(file).items()}
-        save_file(changed, folder / file.name, metadata={"format": "pt"})
-
-
-def write_mixture(base: Path, other: Path, folder: Path) -> None:
-    """Write weights of which every second tensor is ``other``'s, and those tensors alone in ``partial``.
-
-    Neighbours differ in origin, so matrices that an engine fuses are partly new and partly old.
-    """
-    from safetensors.numpy import load_file, save_file
-
-    (partial := folder / "partial").mkdir()
-    for file in sorted(base.glob("*.safetensors")):
-        tensors, changed = load_file(file), load_file(other / file.name)
-        taken = {name: changed[name] for name in sorted(tensors)[::2]}
-        save_file({**tensors, **taken}, folder / file.name, metadata={"format": "pt"})
-        save_file(taken, partial / file.name, metadata={"format": "pt"})
-
-
-def write_adapter(base: Path, adapter: Path, adapted: Path, *, rank: int = 2) -> None:
-    """Write a random PEFT adapter of the query and value matrices, and ``base`` with it merged in.
-
-    Args:
-        base: the model.
-        adapter: folder to create.
-        adapted: folder with all files of ``base`` except its weights, which are written in float32.
-        rank: rank of the adapter; its alpha is twice that.
-    """
-    from safetensors.numpy import load_file, save_file
-
-    rng = np.random.default_rng(2)
-    pairs: dict[str, np.ndarray] = {}
-    for file in sorted(base.glob("*.safetensors")):
-        tensors = load_file(file)
-        for name in [name for name in tensors if ".layers." in name and name.endswith(_ADAPTED)]:
-            weight = tensors[name].astype(np.float32)
-            spread = float(np.sqrt(weight.std()))
-            a = (spread * rng.standard_normal((rank, weight.shape[1]))).astype(np.float32)
-            b = (spread * rng.standard_normal((weight.shape[0], rank))).astype(np.float32)
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            pairs |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-            tensors[name] = weight + 2 * b @ a
-        save_file(tensors, adapted / file.name, metadata={"format": "pt"})
-    adapter.mkdir()
-    save_file(pairs, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    modules = [name.removeprefix("self_attn.").removesuffix(".weight") for name in _ADAPTED]
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-
-
 def weight_files(folder: Path) -> list[str]:
     """Return the safetensors files of a folder, sorted."""
     return [str(file) for file in sorted(folder.glob("*.safetensors"))]
@@ -190,9 +161,23 @@ def with_probe(files: list[str], which: str, *, reference: Reference, vocab_size
     return [*files, str(file)]
 
 
+def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def _changed(tensor: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     noise = 1 + 0.1 * rng.standard_normal(tensor.shape, dtype=np.float32)
     return (tensor.astype(np.float32) * noise).astype(tensor.dtype)
+
+
+def _low_rank(weight: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return random matrices A and B of an adapter whose product is of the weight's magnitude."""
+    spread = float(np.sqrt(weight.astype(np.float32).std()))
+    a = (spread * rng.standard_normal((_RANK, weight.shape[1]))).astype(np.float32)
+    b = (spread * rng.standard_normal((weight.shape[0], _RANK))).astype(np.float32)
+    return a, b
 
 
 def _write_letter_tokenizer(folder: Path) -> None:

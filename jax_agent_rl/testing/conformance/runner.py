@@ -1,4 +1,4 @@
-"""Runs the suite on a backend with pytest.
+"""``jax-agent-rl conformance``: runs the suite on a backend with pytest, and prints its report.
 
 ::
 
@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import os
+import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -23,9 +25,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import Capabilities, RolloutBackend
-from jax_agent_rl.testing.conformance.backends import BASE, MIN_CONTEXT, BackendUnderTest
+from jax_agent_rl.testing.conformance.backends import (
+    BASE,
+    MIN_CONTEXT,
+    BackendOptions,
+    BackendUnderTest,
+    select_backend,
+)
+from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.leaks import Footprint
 
@@ -35,8 +48,9 @@ except ImportError:
     raise ConfigError("the conformance suite runs on pytest: pip install 'jax_agent_rl[conformance]'") from None
 
 SUITE = Path(__file__).parent / "suite"
-_FILES = ("outputs", "batching", "replay", "media_and_adapters", "weights", "control")
+_FILES = ("outputs", "batching", "replay", "weights", "control")
 """The last test of the last one closes the backend."""
+_STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 _CLEAN_UP_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _PYTEST_OPTIONS = (
@@ -215,7 +229,7 @@ class Report:
 
     def to_json(self) -> dict:
         """Return the counts of each outcome and every result."""
-        counts = {outcome: self.count(outcome) for outcome in ("passed", "failed", "skipped")}
+        counts = {outcome: self.count(outcome) for outcome in _STYLES}
         return {"backend": self.backend, **counts, "results": [asdict(r) for r in self.results]}
 
 
@@ -315,3 +329,62 @@ def _explain(failure: pytest.ExceptionInfo) -> str:
     (statement,) = ast.parse(textwrap.dedent(str(failure.traceback[-1].statement))).body
     asserted = ast.unparse(statement.test) if isinstance(statement, ast.Assert) else "an assertion"
     return f"{asserted}\n{comparison}\n  likely:   {cause}"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_command(
+    backend: str, *, model: Path | None, only: Sequence[str], as_json: bool, console: Console, **options: Any
+) -> Report:
+    """Run the suite on a backend and print the report.
+
+    Args:
+        backend: a name in :data:`~jax_agent_rl.testing.conformance.backends.BACKENDS`, or ``module:function``.
+        model: model folder; None for a tiny random one.
+        only: names of checks to run; empty for all.
+        as_json: print one JSON object as the last line.
+        console: where the report is printed.
+        options: fields of :class:`~jax_agent_rl.testing.conformance.backends.BackendOptions`.
+
+    Raises:
+        ConfigError: the options are incompatible, or the backend is not available.
+    """
+    url, engine, engine_factory = options["url"], options["engine"], options["engine_factory"]
+    if url is not None and (backend != "remote" or model is None):
+        raise ConfigError(
+            f"--url {url} goes with --backend remote and --model: the folder of the model that server serves, to "
+            f"compare with; got --backend {backend}, --model {model}"
+        )
+    if engine_factory is not None and "jetstream" not in (backend, engine):
+        raise ConfigError(f"--engine-factory {engine_factory} needs backend jetstream; got --backend {backend}")
+    if engine in ("remote", "ray"):
+        raise ConfigError(f"--engine {engine}: it needs an engine of its own behind it; use jetstream or vllm")
+    with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, console.status("preparing") as status:
+        subject = select_backend(backend, BackendOptions(folders=prepare_folders(model, Path(scratch)), **options))
+        report = run_suite(
+            subject, only=only, on_result=lambda result: status.update(f"{result.check}: {result.outcome}")
+        )
+    _print_report(report, console)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    return report
+
+
+def _print_report(report: Report, console: Console) -> None:
+    """Print one row per check, then each failure with what was expected, the result and the likely cause."""
+    table = Table(title=f"conformance of {report.backend}", title_justify="left")
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("s", justify="right")
+    table.add_column("rule, or why it was skipped")
+    for result in report.results:
+        note = result.detail if result.outcome == "skipped" else result.claim
+        style = _STYLES[result.outcome]
+        table.add_row(result.check, f"[{style}]{result.outcome}[/]", f"{result.seconds:.1f}", escape(note))
+    console.print(table)
+    for result in report.results:
+        if result.outcome == "failed":
+            console.print(f"[bold red]{result.check}[/]: {escape(result.detail)}\n", highlight=False)
+    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in _STYLES)
+    console.print(f"{report.backend}: {counts}", highlight=False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from jax_agent_rl.evaluate.scores import Estimate, estimate, pass_at_k, wilson
+from jax_agent_rl.evaluate.evaluation import Estimate, estimate, pass_at_k, wilson
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())

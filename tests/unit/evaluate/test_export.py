@@ -9,8 +9,7 @@ import pytest
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate import export
-from jax_agent_rl.evaluate.export import Target, records, schema, write
-from jax_agent_rl.evaluate.journal import Journal
+from jax_agent_rl.evaluate.export import Journal, Target, records, schema, write
 from jax_agent_rl.types import Fork, Group
 from tests.trajectories import call, trajectory
 

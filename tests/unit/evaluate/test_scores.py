@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jax_agent_rl.evaluate.scores import scores
+from jax_agent_rl.evaluate.evaluation import scores
 from jax_agent_rl.types import DropReason, FinishReason, Group
 from tests.trajectories import call, trajectory
 

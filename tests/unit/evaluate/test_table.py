@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.cli.evaluate import table
-from jax_agent_rl.evaluate.scores import scores
+from jax_agent_rl.evaluate.evaluation import scores
 from jax_agent_rl.types import DropReason, Group
 from tests.trajectories import trajectory
 

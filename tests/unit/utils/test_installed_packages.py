@@ -110,8 +110,7 @@ async def test_tools_environments_and_users_are_found_by_name(plugins, tmp_path:
 
 def test_the_conformance_suite_takes_a_backend_of_an_installed_package(plugins, tmp_path: Path):
     folder = tiny_recipe(tmp_path).parent / "model"
-    dirs = ModelDirs(**dict.fromkeys(("base", "other", "mixed", "adapter", "adapted", "scratch"), folder))
-    subject = select_backend("jax_default", BackendOptions(folders=dirs))
+    subject = select_backend("jax_default", BackendOptions(folders=ModelDirs(base=folder, scratch=tmp_path)))
     assert subject.name == "jax_default" and isinstance(subject.make(), RolloutBackend)
 
 

@@ -1,11 +1,10 @@
-"""A single request: its ids, their log-probs, how it ends, and what a grammar makes of it."""
+"""A single request: its ids, their log-probs, how it ends, and the images in its context."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ import pytest
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.sampling_params import ID_BOUND
-from jax_agent_rl.testing.conformance.models import log_softmax, predictions
+from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.conformance.runner import check
-from jax_agent_rl.testing.conformance.suite.test_replay import supported
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 
 _MAX_ANSWER = 48
@@ -259,67 +257,79 @@ def _text_across_ids(texts: list[str]) -> str:
     pytest.skip("the greedy output holds no clean text to stop at")
 
 
-_LEAST, _MOST = 2, 6
-_WORD = re.compile("[a-z]+")
-_GRAMMAR = f"start: /[a-z]{{{_LEAST},{_MOST}}}/"
+_SIDE = 56  # pixels of the images
+_IDS_BEFORE = 12  # ids before the first image
+_SHARED = "what was computed of one image is used for another"
 
 
-@check("grammars")
-async def test_grammars(probe: Probe) -> None:
-    """Under a grammar every output is one of its texts, and log-probs are those of what it left, which is reported."""
-    decode = _decoder(probe)
-    prompt = probe.prompt(12, seed=60)
-    texts = [decode([token]) for token in range(probe.subject.vocab_size)]
-    for seed in range(4):
-        output = await probe.generate(
-            prompt, max_tokens=_MOST + 1, temperature=1.0, seed=seed, grammar=_GRAMMAR, ignore_eos=False
-        )
-        words = [token for token in output.token_ids if token not in probe.subject.eos_ids]
-        text = decode(words)
-        if not (_WORD.fullmatch(text) and _LEAST <= len(text) <= _MOST and len(words) < len(output.token_ids)):
-            cause = "the grammar is ignored, or advanced by other ids than those that are returned"
-            raise CheckFailed(
-                f"an output under {_GRAMMAR}", expected="such a word, then EOS", got=repr(text), cause=cause
-            )
-        _assert_distribution(probe, prompt, output, texts)
+@check("multi_modal:image")
+async def test_images_condition_output(probe: Probe) -> None:
+    """Ids after an image depend on the image and its place, and on nothing else."""
+    first, second = _image(1), _image(2)
+    prompt, tolerance = _image_prompt(probe, 1), probe.subject.tolerance
+    one = await _generate(probe, prompt, first)
+    assert _distance(await _generate(probe, prompt, first.copy()), one) <= tolerance, _SHARED
+    cause = "images are ignored, or replaced by others of their size"
+    assert _distance(await _generate(probe, prompt, second), one) > tolerance, cause
+    prompt = _image_prompt(probe, 2)
+    ordered, swapped = await _generate(probe, prompt, first, second), await _generate(probe, prompt, second, first)
+    assert _distance(swapped, ordered) > tolerance, "images are put in places of others"
 
 
-@check("grammars")
-async def test_wrong_grammars_refused(probe: Probe) -> None:
-    """A grammar that cannot be compiled raises a BackendError for this request alone."""
-    prompt = probe.prompt(9, seed=61)
-    beside = probe.begin(prompt, max_tokens=16)
-    what = "a grammar that names a rule it does not have"
-    wrong = probe.generate(prompt, grammar="start: nothing", ignore_eos=False)
-    await probe.raises(BackendError, wrong, what, cause="it is compiled where a failure ends the engine, or ignored")
-    probe.assert_greedy(prompt, await beside, "a request beside it", cause="the mask of another request is applied")
+@check("multi_modal:image", "prefix_reuse")
+async def test_images_and_prefixes(probe: Probe) -> None:
+    """KV after an image is reused for that image only."""
+    first, second = _image(3), _image(4)
+    prompt = _image_prompt(probe, 1)
+    await probe.backend.reset_prefix_cache()
+    cold = await _generate(probe, prompt, second)
+    await probe.backend.reset_prefix_cache()
+    await _generate(probe, prompt, first)
+    warm = await _generate(probe, prompt, second)
+    assert _distance(warm, cold) <= probe.subject.tolerance, _SHARED
+    assert warm.cached_tokens <= _IDS_BEFORE + 1, "the cache compares ids alone"  # one id may introduce the image
 
 
-def _decoder(probe: Probe) -> Callable[[Sequence[int]], str]:
-    if probe.subject.decode_text is None:
-        pytest.skip("the suite was given no tokenizer to decode with")
-    return probe.subject.decode_text
+@check("multi_modal:image")
+async def test_images_miscounted_refused(probe: Probe) -> None:
+    """Contexts with fewer placeholders than their image takes are refused."""
+    prompt = _image_prompt(probe, 1)
+    prompt.remove(_media(probe).placeholders["image"])
+    cause = "the engine writes placeholders out itself, so what it conditions on is not what the learner has"
+    await probe.raises(Exception, _generate(probe, prompt, _image(5)), "an image short of a placeholder", cause=cause)
 
 
-def _assert_distribution(probe: Probe, prompt: Sequence[int], output: TokenOutput, texts: Sequence[str]) -> None:
-    """Expect log-probs over what was allowed, and that as the support; without replay, marks instead."""
-    replays = probe.capabilities.sampling_replay
-    if not replays and output.constrained != (True,) * len(output.token_ids):
-        cause = "marks are missing: ids would be trained on as if they had been sampled freely"
-        raise CheckFailed("ids under a grammar", expected="marked as constrained", got="no mark", cause=cause)
-    kept = supported(probe, output) if replays else None
-    logits = predictions(probe.subject.reference, prompt, output.token_ids, probe.serving)
-    lengths = np.array([len(text) if _WORD.fullmatch(text) else _MOST + 1 for text in texts])
-    ends = np.isin(np.arange(len(texts)), sorted(probe.subject.eos_ids))
-    written = 0
-    for at, (token, got) in enumerate(zip(output.token_ids, output.log_probs, strict=True)):
-        allowed = np.where(ends, written >= _LEAST, lengths + written <= _MOST)
-        if kept is not None and (kept[at] != allowed).any():
-            cause = "supports are those of another position, or of draws before the mask"
-            wrong = f"{(kept[at] & ~allowed).sum()} ids too many and {(allowed & ~kept[at]).sum()} too few"
-            raise CheckFailed(f"support of id {at}", expected="what the grammar left", got=wrong, cause=cause)
-        right = log_softmax(np.where(allowed, logits[at, : len(texts)], -np.inf))[token]
-        if not abs(got - right) <= probe.subject.tolerance and probe.capabilities.logprobs:
-            cause = "log-probs are taken before the mask"
-            raise CheckFailed(f"log-prob of id {at} under a grammar", expected=right, got=got, cause=cause)
-        written += int(lengths[token])
+def _media(probe: Probe) -> Any:
+    if probe.subject.media is None:
+        pytest.skip("how many ids an image takes is not known for this model")
+    return probe.subject.media
+
+
+def _image(seed: int) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (_SIDE, _SIDE, 3), dtype=np.uint8))
+
+
+def _image_prompt(probe: Probe, images: int) -> list[int]:
+    """Return ids of text and of images of one size, each followed by text."""
+    media = _media(probe)
+    ids = probe.prompt(_IDS_BEFORE, seed=60)
+    for number in range(images):
+        ids += [media.placeholders["image"], *probe.prompt(6, seed=61 + number)]
+    return media.expand(ids, {"image": [_image(0)] * images})
+
+
+async def _generate(probe: Probe, prompt: list[int], *images: Any) -> TokenOutput:
+    output = await probe.backend.generate(replace(probe.request(prompt), multi_modal={"image": images}))
+    digest = digest_ids([*prompt, *output.token_ids])
+    assert output.context_digest == digest, "the engine conditioned on other placeholders than it was given"
+    return output
+
+
+def _distance(a: TokenOutput, b: TokenOutput) -> float:
+    """Return the largest log-prob difference, in nats, over the ids that both outputs begin with."""
+    same = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y), len(a.token_ids))
+    if not same:
+        return float("inf")
+    return float(np.abs(np.subtract(a.log_probs[:same], b.log_probs[:same])).max())

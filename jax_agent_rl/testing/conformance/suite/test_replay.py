@@ -1,13 +1,16 @@
-"""What a learner replays: the supports of restricted draws, and the experts that the routers chose."""
+"""What a learner replays: the supports of restricted draws, also under grammars, and the experts of the routers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from jax_agent_rl.errors import BackendError
 from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.testing.conformance.models import log_softmax, predictions
@@ -40,7 +43,7 @@ async def test_replay_top_k(probe: Probe) -> None:
     """With top-k, a support has the k most likely ids and no others."""
     prompt, k = probe.prompt(20, seed=81), 5
     output = await probe.generate(prompt, max_tokens=24, temperature=1.0, top_k=k, seed=15)
-    kept = supported(probe, output)
+    kept = _supported(probe, output)
     logits = predictions(probe.subject.reference, prompt, output.token_ids, probe.serving)[:, : kept.shape[1]]
     for at, (row, scores) in enumerate(zip(kept, logits, strict=True)):
         excess = scores[~row].max() - scores[row].min()
@@ -81,7 +84,7 @@ async def test_replay_abort(probe: Probe) -> None:
     assert part.then(rest).supports == whole.supports, cause
 
 
-def supported(probe: Probe, output: TokenOutput) -> np.ndarray:
+def _supported(probe: Probe, output: TokenOutput) -> np.ndarray:
     """Return which ids each draw was made from, bool [S, V]; a check fails if that is not said."""
     if len(output.supports) != len(output.token_ids):
         got = f"{len(output.supports)} for {len(output.token_ids)} ids"
@@ -93,7 +96,7 @@ def supported(probe: Probe, output: TokenOutput) -> np.ndarray:
 
 
 def _assert_supports(probe: Probe, prompt: Sequence[int], output: TokenOutput, sampling: dict[str, Any]) -> None:
-    kept, ids, what = supported(probe, output), list(output.token_ids), f"draws with {sampling}"
+    kept, ids, what = _supported(probe, output), list(output.token_ids), f"draws with {sampling}"
     rows = np.arange(len(ids))
     if not kept[rows, ids].all():
         at = int(np.argmin(kept[rows, ids]))
@@ -108,6 +111,72 @@ def _assert_supports(probe: Probe, prompt: Sequence[int], output: TokenOutput, s
         cause = "the log-prob is normalized over other ids than the support has"
         got = f"{output.log_probs[worst]:.6f} at position {worst}"
         raise CheckFailed(what, expected=f"{right[worst]:.6f} over the support", got=got, cause=cause)
+
+
+_LEAST, _MOST = 2, 6
+_WORD = re.compile("[a-z]+")
+_GRAMMAR = f"start: /[a-z]{{{_LEAST},{_MOST}}}/"
+
+
+@check("grammars")
+async def test_grammars(probe: Probe) -> None:
+    """Under a grammar every output is one of its texts, and log-probs are those of what it left, which is reported."""
+    decode = _decoder(probe)
+    prompt = probe.prompt(12, seed=60)
+    texts = [decode([token]) for token in range(probe.subject.vocab_size)]
+    for seed in range(4):
+        output = await probe.generate(
+            prompt, max_tokens=_MOST + 1, temperature=1.0, seed=seed, grammar=_GRAMMAR, ignore_eos=False
+        )
+        words = [token for token in output.token_ids if token not in probe.subject.eos_ids]
+        text = decode(words)
+        if not (_WORD.fullmatch(text) and _LEAST <= len(text) <= _MOST and len(words) < len(output.token_ids)):
+            cause = "the grammar is ignored, or advanced by other ids than those that are returned"
+            raise CheckFailed(
+                f"an output under {_GRAMMAR}", expected="such a word, then EOS", got=repr(text), cause=cause
+            )
+        _assert_distribution(probe, prompt, output, texts)
+
+
+@check("grammars")
+async def test_wrong_grammars_refused(probe: Probe) -> None:
+    """A grammar that cannot be compiled raises a BackendError for this request alone."""
+    prompt = probe.prompt(9, seed=61)
+    beside = probe.begin(prompt, max_tokens=16)
+    what = "a grammar that names a rule it does not have"
+    wrong = probe.generate(prompt, grammar="start: nothing", ignore_eos=False)
+    await probe.raises(BackendError, wrong, what, cause="it is compiled where a failure ends the engine, or ignored")
+    probe.assert_greedy(prompt, await beside, "a request beside it", cause="the mask of another request is applied")
+
+
+def _decoder(probe: Probe) -> Callable[[Sequence[int]], str]:
+    if probe.subject.decode_text is None:
+        pytest.skip("the suite was given no tokenizer to decode with")
+    return probe.subject.decode_text
+
+
+def _assert_distribution(probe: Probe, prompt: Sequence[int], output: TokenOutput, texts: Sequence[str]) -> None:
+    """Expect log-probs over what was allowed, and that as the support; without replay, marks instead."""
+    replays = probe.capabilities.sampling_replay
+    if not replays and output.constrained != (True,) * len(output.token_ids):
+        cause = "marks are missing: ids would be trained on as if they had been sampled freely"
+        raise CheckFailed("ids under a grammar", expected="marked as constrained", got="no mark", cause=cause)
+    kept = _supported(probe, output) if replays else None
+    logits = predictions(probe.subject.reference, prompt, output.token_ids, probe.serving)
+    lengths = np.array([len(text) if _WORD.fullmatch(text) else _MOST + 1 for text in texts])
+    ends = np.isin(np.arange(len(texts)), sorted(probe.subject.eos_ids))
+    written = 0
+    for at, (token, got) in enumerate(zip(output.token_ids, output.log_probs, strict=True)):
+        allowed = np.where(ends, written >= _LEAST, lengths + written <= _MOST)
+        if kept is not None and (kept[at] != allowed).any():
+            cause = "supports are those of another position, or of draws before the mask"
+            wrong = f"{(kept[at] & ~allowed).sum()} ids too many and {(allowed & ~kept[at]).sum()} too few"
+            raise CheckFailed(f"support of id {at}", expected="what the grammar left", got=wrong, cause=cause)
+        right = log_softmax(np.where(allowed, logits[at, : len(texts)], -np.inf))[token]
+        if not abs(got - right) <= probe.subject.tolerance and probe.capabilities.logprobs:
+            cause = "log-probs are taken before the mask"
+            raise CheckFailed(f"log-prob of id {at} under a grammar", expected=right, got=got, cause=cause)
+        written += int(lengths[token])
 
 
 _MARGIN = 20.0

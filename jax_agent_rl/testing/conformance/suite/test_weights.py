@@ -1,7 +1,8 @@
-"""Weight updates: all or nothing, under a new version, with an empty cache."""
+"""LoRA adapters; weight updates: all or nothing, under a new version, with an empty cache."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.testing.conformance.backends import BASE, MIXED, OTHER
+from jax_agent_rl.testing.conformance.backends import ADAPTED, ADAPTER, BASE, MIXED, OTHER
 from jax_agent_rl.testing.conformance.models import expected_logprobs, predictions
 from jax_agent_rl.testing.conformance.probe import Probe
 from jax_agent_rl.testing.conformance.runner import check
@@ -17,6 +18,36 @@ from jax_agent_rl.types import PauseMode, TokenOutput
 
 _ATTEMPTS = 5
 _STALE = "some tensors keep old values (a tied head, a packed copy), or are read in another layout"
+
+
+@check("lora")
+async def test_adapters(probe: Probe) -> None:
+    """Only requests that name an adapter sample from the model with it merged in."""
+    prompt, cause = _adapter_prompt(probe, seed=60), "the adapter is not applied, or scaled or laid out wrongly"
+    plain, adapted = await asyncio.gather(*(probe.begin(prompt, lora=name) for name in (None, ADAPTER)))
+    probe.assert_logprobs(prompt, adapted, "log-probs with an adapter", cause=cause, weights=ADAPTED)
+    cause = "an adapter leaks into requests that run beside it"
+    probe.assert_logprobs(prompt, plain, "log-probs of the plain model", cause=cause)
+    unknown = probe.generate(prompt, lora="unknown")
+    await probe.raises(Exception, unknown, "a request with an unknown adapter", cause="it is served without one")
+
+
+@check("lora", "prefix_reuse")
+async def test_adapters_and_prefixes(probe: Probe) -> None:
+    """KV is reused under the adapter that computed it, and under no other."""
+    prompt = _adapter_prompt(probe, seed=61)
+    first = await probe.generate(prompt)
+    adapted, again = await probe.generate(prompt, lora=ADAPTER), await probe.generate(prompt, lora=ADAPTER)
+    assert (first.cached_tokens, adapted.cached_tokens) == (0, 0), "prefixes are compared by ids alone"
+    assert again.cached_tokens > 0, "requests with adapters never find what was cached"
+    cause = "the KV reused is of another adapter"
+    probe.assert_logprobs(prompt, again, "log-probs on a reused prefix", cause=cause, weights=ADAPTED)
+
+
+def _adapter_prompt(probe: Probe, *, seed: int) -> list[int]:
+    if not probe.subject.adapter:
+        pytest.skip("the backend serves no adapter of the suite; built-in ones do with --adapters")
+    return probe.prompt(64, seed=seed)
 
 
 @check("weight_payloads")

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -611,8 +611,7 @@ def test_a_backend_that_is_not_there_is_a_config_error(tmp_path):
     from jax_agent_rl.testing.conformance.backends import BackendOptions, select_backend
     from jax_agent_rl.testing.conformance.models import ModelDirs
 
-    names = [field.name for field in fields(ModelDirs)]
-    options = BackendOptions(folders=ModelDirs(**dict.fromkeys(names, tmp_path)))
+    options = BackendOptions(folders=ModelDirs(base=tmp_path, scratch=tmp_path))
     with pytest.raises(ConfigError, match="jetstream, ray, remote, vllm"):
         select_backend("jetsream", options)
     with pytest.raises(ConfigError, match="not available"):
