@@ -2,6 +2,6 @@
 
 Reading order: ``backend`` (requests, pauses, updates) · ``settings`` and ``launch`` (starting vLLM) · ``requests``
 (what goes in and comes out) · ``updates``, ``weights`` and ``worker`` (new weights, and how wrong ones are refused) ·
-``broadcast`` (weights for other hosts) · ``tpu`` (what differs there). vLLM and torch are imported inside functions, and in ``worker``,
+``broadcast`` (weights for other hosts). vLLM and torch are imported inside functions, and in ``worker``,
 which only vLLM's own worker processes load.
 """

@@ -26,8 +26,7 @@ from typing import Any
 from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine, weight_dtype
 from gpu_backend.requests import LiveRequest, RequestAdmission, Span, Usage, check_conditioned, vllm_sampling
 from gpu_backend.settings import VllmSettings, check_installation
-from gpu_backend.tpu import ask_workers
-from gpu_backend.updates import FILES, WeightUpdater
+from gpu_backend.updates import FILES, WeightUpdater, ask_workers
 from gpu_backend.weights import Checkpoint
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_backend import tpu
 from gpu_backend.settings import VllmSettings, environment, write_log_config
 from jax_agent_rl.errors import BackendError, ConfigError
 
@@ -86,7 +85,7 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
 
     cpu, cuda, on_tpu = current_platform.is_cpu(), current_platform.is_cuda(), current_platform.is_tpu()
     if on_tpu:
-        tpu.check_settings(settings)
+        check_tpu_settings(settings)
     if cpu and settings.tensor_parallel_size == 1:
         # With it, the CPU build runs the model in a third process that polls shared memory on a core of its own.
         # The engine core stays in a child process either way: AsyncLLM always makes one.
@@ -96,6 +95,28 @@ def _start(settings: VllmSettings, log: Log) -> StartedEngine:
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**grammars)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return StartedEngine(engine=engine, cpu=cpu, cuda=cuda, log=log, tpu=on_tpu)
+
+
+def check_tpu_settings(settings: VllmSettings) -> None:
+    """Check that settings have an effect on TPUs.
+
+    Raises:
+        ConfigError: one would do nothing, or cannot be verified.
+    """
+    if settings.kv_cache_gib is not None:
+        raise ConfigError(
+            f"rollout.vllm.kv_cache_gib={settings.kv_cache_gib} has no effect on TPUs, where the KV cache takes what "
+            "rollout.vllm.gpu_memory_utilization leaves; remove it"
+        )
+    if settings.sleep:
+        raise ConfigError("rollout.sleep_during_update=true, but vLLM cannot sleep on TPUs; set it to false")
+    if settings.adapters:
+        raise ConfigError(f"rollout.adapters={dict(settings.adapters)}: vLLM serves none on TPUs; set it to {{}}")
+    if settings.multi_modal:
+        raise ConfigError(
+            f"rollout.vllm.multi_modal={dict(settings.multi_modal)}: on TPUs vLLM reports no log-probs of prompts with "
+            "images, by which new weights are proved; use rollout.backend=jetstream"
+        )
 
 
 @contextlib.contextmanager

@@ -6,13 +6,21 @@
       ─► load in place ─► read back every tensor ─► drop cached prefixes, recompute frozen requests' KV
       ─► probe: the learner's log-probs of a few sequences, reproduced by the engine
                                      wrong after loading: the engine holds wrong weights and must not serve
+
+vLLM's plugin for TPUs (tpu-inference 0.32) runs a model in one of two ways. In JAX, the parameters are an ``nnx.State``
+that every step takes as its first argument, so that a new state is new weights; the model's own loader makes it from
+Hugging Face tensors. As vLLM's torch model, the parameters were fused and laid out when they were loaded, and cannot be
+replaced. vLLM's own interface for weight updates does nothing there (``TPUWorker.update_weights``): trainers are
+expected to write into the state.
+
+Imports no vLLM: workers import it, and so do tests without vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -245,3 +253,90 @@ def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:
     """
     _, size, stride, offset, _, dtype, _, *storage = rebuild_args
     return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *storage]
+
+
+# --- TPUs -------------------------------------------------------------------------------------------------------------
+
+IN_JAX = "Qwen2ForCausalLM, Qwen3ForCausalLM and LlamaForCausalLM"  # of our table, in tpu-inference 0.32
+
+
+async def ask_workers(engine: Any) -> str | None:
+    """Return why this engine's (``AsyncLLM``) weights cannot be replaced; None if they can."""
+    reason = next(filter(None, await engine.collective_rpc("why_not_replaceable")), None)
+    if reason is not None:
+        logger.warning("weights cannot be updated: %s", reason)
+    return reason
+
+
+def why_not_replaceable(runner: Any) -> str | None:
+    """Return why this ``TPUModelRunner``'s weights cannot be replaced; None if they can."""
+    from flax import nnx
+
+    if isinstance(runner.state, nnx.State):
+        return None
+    return (
+        "on TPUs this model runs as vLLM's torch model, whose weights cannot be replaced; serve one that tpu-inference "
+        f"has in JAX ({IN_JAX}) with MODEL_IMPL_TYPE=auto, or use rollout.backend=jetstream"
+    )
+
+
+def replace_weights(runner: Any, tensors: Iterator[tuple[str, Any]]) -> None:
+    """Replace the weights of a model that runs in JAX.
+
+    Args:
+        runner: the worker's ``TPUModelRunner``; nothing may be running.
+        tensors: Hugging Face names and torch tensors, all of the model.
+
+    Raises:
+        RuntimeError: some did not arrive, or have another shape or dtype, for which programs would be recompiled. The
+            model is unusable until a whole update succeeds.
+    """
+    import jax
+    from flax import nnx
+
+    if reason := why_not_replaceable(runner):
+        raise RuntimeError(reason)
+    model, before = runner.model, jax.tree.map(_described, runner.state)
+    runner.state = runner.state_leaves = None  # else every old array stays until the last new one is there
+    try:
+        with jax.set_mesh(runner.mesh):
+            _load(runner, model, tensors)
+    finally:
+        runner.state = nnx.split(model)[1]
+        runner.refresh_state_leaves()
+    old, new = _forms(before), _forms(runner.state)
+    if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
+        name = changed[0]
+        raise RuntimeError(
+            f"{len(changed)} parameters have another form, e.g. {name}: {new.get(name)}, was {old.get(name)}"
+        )
+    runner.state = jax.tree.map(lambda x, form: jax.device_put(x, form.sharding), runner.state, before)
+    runner.refresh_state_leaves()
+
+
+def _load(runner: Any, model: Any, tensors: Iterator[tuple[str, Any]]) -> None:
+    """Call the model's loader, of which the plugin has two kinds."""
+    if any(kind.__name__ == "LoadableWithIterator" for kind in type(model).__mro__):
+        model.load_weights(tensors)
+        return
+    # The older kind reads the folder it was started with, unless a stream is put here, as Run:ai's streamer does.
+    config = runner.vllm_config.model_config
+    config.runai_model_weights_iterator = tensors
+    try:
+        model.load_weights(runner.rng_key)
+    finally:
+        del config.runai_model_weights_iterator
+
+
+def _described(x: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _forms(state: Any) -> dict[str, tuple[Any, ...]]:
+    """Return shape and dtype of every array, by its name."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): (x.shape, str(x.dtype)) for path, x in leaves}

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from gpu_backend import broadcast, tpu
+from gpu_backend import broadcast, updates
 from gpu_backend.settings import TRANSFER
 from jax_agent_rl.models.tensor_samples import TensorSample
 
@@ -91,13 +91,13 @@ class WeightExtension:
         """Replace the parameters of a TPU worker, whose plugin does nothing in ``update_weights``."""
         worker: Any = self
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-            tpu.replace_weights(worker.model_runner, _tensors(paths))
+            updates.replace_weights(worker.model_runner, _tensors(paths))
         worker.synchronize_device()
 
     def why_not_replaceable(self) -> str | None:
         """Return why this TPU worker's weights cannot be replaced; None if they can."""
         worker: Any = self
-        return tpu.why_not_replaceable(worker.model_runner)
+        return updates.why_not_replaceable(worker.model_runner)
 
     def weights_not_landed(self, paths: Sequence[str], placements: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the names of tensors that differ between the model and the files.

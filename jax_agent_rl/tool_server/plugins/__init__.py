@@ -1,8 +1,8 @@
 """The built-in tools, and the lookup of tools by name.
 
-``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox), SQLite databases ·
-``judge`` programs against tests · ``search`` passages of a local corpus · ``page`` local pages as text · ``image``
-zooming into images · ``mcp_gateway`` tools of MCP servers · ``markup`` parsing and formatting.
+``interpreters`` Python per action, Python and bash per trajectory (``kernel`` runs in the sandbox), SQLite databases,
+programs against tests · ``search`` passages of a local corpus · ``files`` local pages as text, zooming into images ·
+``mcp_gateway`` tools of MCP servers · ``markup`` parsing and formatting.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BUILTIN = {
     "python": "interpreters:PythonTool",
     "stateful_python": "interpreters:StatefulPythonTool",
     "bash": "interpreters:BashTool",
-    "judge": "judge:JudgeTool",
+    "judge": "interpreters:JudgeTool",
     "search": "search:SearchTool",
     "sql": "interpreters:SqlTool",
-    "page": "page:PageTool",
-    "image_zoom": "image:ImageZoomTool",
+    "page": "files:PageTool",
+    "image_zoom": "files:ImageZoomTool",
     "mcp": "mcp_gateway:McpTool",
 }
 

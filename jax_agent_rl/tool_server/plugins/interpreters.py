@@ -1,10 +1,17 @@
-"""Code in an interpreter: Python started per action, or Python and bash that live as long as their trajectory; SQL.
+"""Code in an interpreter: Python per action, Python and bash that live as long as their trajectory, SQL, a judge.
 
 Programs and SQL queries run in the sandbox, where of databases only the one can be read, and nothing written.
+
+The judge runs the model's program against the tests of its task. ``extra_fields.public_tests`` (or ``tests``) is
+``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list of Python statements that follow the program,
+such as ``assert add(1, 2) == 3``. Either may be a JSON string of that. Statements run in another process than the
+program (:mod:`jax_agent_rl.tool_server.sandbox.runner`), so the program can neither read them nor influence the
+verdict. Outputs are compared here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import inspect
 import json
@@ -97,13 +104,14 @@ def describe_result(result: SandboxResult, limits: SandboxLimits) -> str:
 _RESTARTED = "(the session ended; the next action starts a new one, in which nothing is defined)"
 
 
+@dataclass(kw_only=True)
 class ProgramSession:
     """Long-lived program in the sandbox that runs one piece of code after another.
 
     A program that ended (the code exited, or exceeded a limit) is restarted for the next piece; the model reads that
     all definitions are lost.
 
-    Args:
+    Attributes:
         sandbox: the sandbox.
         argv: the program.
         files: in its working folder.
@@ -112,21 +120,12 @@ class ProgramSession:
             on a line.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        argv: Sequence[str],
-        *,
-        files: Files,
-        limits: SandboxLimits,
-        encode: Callable[[str, str], bytes],
-    ):
-        self._sandbox = sandbox
-        self._argv = argv
-        self._files = files
-        self._limits = limits
-        self._encode = encode
-        self._process: SandboxProcess | None = None
+    sandbox: Sandbox
+    argv: Sequence[str]
+    files: Files
+    limits: SandboxLimits
+    encode: Callable[[str, str], bytes]
+    _process: SandboxProcess | None = None
 
     async def start(self) -> None:
         """Start the program unless it is running.
@@ -136,17 +135,17 @@ class ProgramSession:
         """
         if self._process is None or not self._process.alive:
             await self.close()
-            self._process = await self._sandbox.start(self._argv, files=self._files, limits=self._limits)
+            self._process = await self.sandbox.start(self.argv, files=self.files, limits=self.limits)
 
     async def run(self, code: str) -> tuple[str, bool]:
         """Run code; return its output, with notes on what went wrong, and whether it succeeded."""
         await self.start()
         assert self._process is not None
         mark = f"\x1e{secrets.token_hex(16)}"  # random, so that no program's ordinary output contains it
-        output, status, stopped = await self._sandbox.exchange(self._process, self._encode(code, mark), mark.encode())
+        output, status, stopped = await self.sandbox.exchange(self._process, self.encode(code, mark), mark.encode())
         notes = [output.decode("utf-8", "replace").rstrip("\n")]
         if stopped is not None:
-            notes.append(f"({stopped.describe(self._limits)})")
+            notes.append(f"({stopped.describe(self.limits)})")
         if not status:
             await self.close()
             notes.append(_RESTARTED)
@@ -179,7 +178,7 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
         """Return the program that runs a trajectory's code, not started."""
         sandbox, files = self.context.sandbox, {"kernel.py": _kernel_source()}
         argv = [sandbox.python, "kernel.py"]
-        return ProgramSession(sandbox, argv, files=files, limits=limits, encode=_encode_json)
+        return ProgramSession(sandbox=sandbox, argv=argv, files=files, limits=limits, encode=_encode_json)
 
     async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
         text, ok = await action.environment.run(action.parsed.source)
@@ -209,8 +208,8 @@ class BashTool(StatefulPythonTool):
         return None if commands is None else Code(source=commands, stdin=None, action=action)
 
     def make_session(self, limits: SandboxLimits) -> ProgramSession:
-        argv = ["bash", "--noprofile", "--norc"]
-        return ProgramSession(self.context.sandbox, argv, files={}, limits=limits, encode=_encode_shell)
+        sandbox, argv = self.context.sandbox, ["bash", "--noprofile", "--norc"]
+        return ProgramSession(sandbox=sandbox, argv=argv, files={}, limits=limits, encode=_encode_shell)
 
 
 def _encode_shell(commands: str, mark: str) -> bytes:
@@ -294,3 +293,101 @@ def _run_query() -> None:
 @cache
 def _query_program() -> bytes:
     return f"{inspect.getsource(_run_query)}\n_run_query()\n".encode()
+
+
+# --- judge ------------------------------------------------------------------------------------------------------------
+
+_SHOWN_CHARS = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One test: either a statement that must not raise, or an input and its expected output."""
+
+    statement: str | None = None
+    stdin: str = ""
+    expected: str = ""
+
+
+class JudgeTool(ServerTool[Code, None]):
+    """The reward is the share of tests passed; passing all ends the trajectory."""
+
+    name = "judge"
+    usage = "<python>program</python> or a fenced python block; it is run against the task's tests."
+    needs_sandbox = True
+
+    def parse_action(self, action: str) -> Code | None:
+        return parse_python(action)
+
+    async def act(self, action: ToolAction[Code, None]) -> ToolObservation:
+        cases = read_cases(action.extra)[: self.context.settings.judge.max_tests]
+        source = action.parsed.source
+        outcomes = await asyncio.gather(*(self._run(source, case) for case in cases))
+        results, passed = [result for result, _ in outcomes], [passed for _, passed in outcomes]
+        lines = [f"{sum(passed)} of {len(cases)} tests passed."]
+        if not all(passed):
+            first = passed.index(False)
+            lines.append(self._explain(first, cases[first], results[first]))
+        return ToolObservation(
+            text=result_block(action.parsed.action, "\n".join(lines)),
+            done=all(passed),
+            reward=sum(passed) / len(cases),
+            metrics={"tests_passed": sum(passed), "tests": len(cases)},
+        )
+
+    async def _run(self, source: str, case: Case) -> tuple[SandboxResult, bool]:
+        """Run one test; return the result and whether it passed."""
+        sandbox = self.context.sandbox
+        if case.statement is not None:
+            result = await sandbox.run_tests(source, case.statement)
+            return result, result.ok
+        stdin, files = case.stdin.encode("utf-8", "replace"), {"main.py": source.encode("utf-8", "replace")}
+        result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
+        return result, result.ok and same_output(result.stdout, case.expected)
+
+    def _explain(self, index: int, case: Case, result: SandboxResult) -> str:
+        lines = [f"Test {index + 1} failed."]
+        if case.statement is None:
+            lines += [f"Input: {_clip(case.stdin)}", f"Expected: {_clip(case.expected)}"]
+        else:
+            lines.append(f"Test: {_clip(case.statement)}")
+        return "\n".join([*lines, f"Got: {_clip(describe_result(result, self.context.sandbox.limits))}"])
+
+
+def read_cases(extra: Mapping[str, Any]) -> list[Case]:
+    """Parse the tests of a task.
+
+    Raises:
+        ToolError: there are none, or they have an unknown form.
+    """
+    tests = extra.get("public_tests", extra.get("tests"))
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise ToolError(f"extra_fields.public_tests is not JSON: {error}") from error
+    match tests:
+        case [_, *_] if all(isinstance(test, str) for test in tests):
+            return [Case(statement=test) for test in tests]
+        case {"inputs": [_, *_] as inputs, "outputs": [*outputs]} if len(inputs) == len(outputs):
+            return [Case(stdin=_text(i), expected=_text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    raise ToolError(
+        'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list of asserts'
+    )
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Compare line by line, ignoring white space around each line and the text."""
+
+    def lines(text: str) -> list[str]:
+        return [line.strip() for line in text.strip().splitlines()]
+
+    return lines(found) == lines(expected)
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"

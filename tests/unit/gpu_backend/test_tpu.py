@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gpu_backend import tpu
+from gpu_backend import updates
+from gpu_backend.launch import check_tpu_settings
 from gpu_backend.requests import vllm_sampling
 from gpu_backend.settings import VllmSettings
 from gpu_backend.updates import WeightUpdater
@@ -80,7 +81,7 @@ def runners() -> list[Runner]:
 def test_new_weights_are_what_the_next_step_takes(kind: int):
     runner = runners()[kind]
     tensor = np.arange(6, dtype=np.float32).reshape(2, 3)
-    tpu.replace_weights(runner, iter([("weight", tensor)]))
+    updates.replace_weights(runner, iter([("weight", tensor)]))
     np.testing.assert_array_equal(runner.state_leaves[0], tensor.T)
     assert not vars(runner.vllm_config.model_config)
 
@@ -91,7 +92,7 @@ def test_new_weights_are_what_the_next_step_takes(kind: int):
 )
 def test_parameters_of_another_form_are_an_error_and_not_a_compilation(tensor: np.ndarray, words: str):
     with pytest.raises(RuntimeError, match=words):
-        tpu.replace_weights(Runner(NewModel()), iter([("weight", tensor)]))
+        updates.replace_weights(Runner(NewModel()), iter([("weight", tensor)]))
 
 
 def test_a_load_that_fails_leaves_the_runner_with_a_state():
@@ -102,16 +103,16 @@ def test_a_load_that_fails_leaves_the_runner_with_a_state():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="gone"):
-        tpu.replace_weights(runner, broken())
+        updates.replace_weights(runner, broken())
     assert runner.state_leaves and runner.state_leaves[0].shape == (3, 2)
 
 
 def test_a_torch_model_says_that_its_weights_stay():
     runner = Runner(NewModel())
     runner.state = {"vllm_model.weight": jnp.zeros(2)}
-    assert "MODEL_IMPL_TYPE=auto" in tpu.why_not_replaceable(runner)
+    assert "MODEL_IMPL_TYPE=auto" in updates.why_not_replaceable(runner)
     with pytest.raises(RuntimeError, match="torch model"):
-        tpu.replace_weights(runner, iter(()))
+        updates.replace_weights(runner, iter(()))
 
 
 class Workers:
@@ -121,14 +122,14 @@ class Workers:
         self.runner = runner
 
     async def collective_rpc(self, method: str) -> list:
-        return [getattr(tpu, method)(self.runner)]
+        return [getattr(updates, method)(self.runner)]
 
 
 async def test_the_engine_asks_its_workers_before_it_declares_what_it_takes():
     runner = Runner(NewModel())
-    assert await tpu.ask_workers(Workers(runner)) is None
+    assert await updates.ask_workers(Workers(runner)) is None
     runner.state = {}
-    assert "cannot be replaced" in await tpu.ask_workers(Workers(runner))
+    assert "cannot be replaced" in await updates.ask_workers(Workers(runner))
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,6 @@ def test_seeds_are_left_out_and_log_probs_asked_for_in_a_way_the_plugin_answers(
     ],
 )
 def test_settings_that_mean_nothing_on_tpus_are_refused(setting: dict, words: str):
-    tpu.check_settings(SETTINGS)
+    check_tpu_settings(SETTINGS)
     with pytest.raises(ConfigError, match=words):
-        tpu.check_settings(replace(SETTINGS, **setting))
+        check_tpu_settings(replace(SETTINGS, **setting))
