@@ -71,7 +71,7 @@ async def sending(update: WeightUpdate, *, receivers: int, host: str) -> AsyncIt
         yield replace(update, payload=sender.announcement)
         await running
     finally:
-        sender.cancel()
+        sender.cancelled.set()  # it stops waiting for receivers
 
 
 class _Sender:
@@ -85,7 +85,7 @@ class _Sender:
 
     def __init__(self, arrays: Mapping[str, Any], receivers: int, host: str) -> None:
         self._tensors = {name: torch.from_dlpack(array) for name, array in arrays.items()}
-        self._cancelled = threading.Event()
+        self.cancelled = threading.Event()
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
@@ -106,7 +106,7 @@ class _Sender:
         where, receivers = f"{self.announcement.host}:{self.announcement.port}", self.announcement.receivers
         deadline = time.monotonic() + JOIN_SECONDS
         while (arrived := self._store.add(_ARRIVALS, 0)) < receivers:
-            if self._cancelled.wait(_POLL_SECONDS):
+            if self.cancelled.wait(_POLL_SECONDS):
                 return
             if time.monotonic() > deadline:
                 raise WeightUpdateError(
@@ -121,10 +121,6 @@ class _Sender:
             except RuntimeError as error:
                 raise WeightUpdateError(f"a worker of the engine was lost while weights were sent: {error}") from error
 
-    def cancel(self) -> None:
-        """Stop waiting for receivers."""
-        self._cancelled.set()
-
 
 def receive(announcement: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor, on this worker's device, as they arrive.
@@ -136,7 +132,10 @@ def receive(announcement: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
     limit = timedelta(seconds=JOIN_SECONDS)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     rank = store.add(_ARRIVALS, 1)
-    group = _join(store, rank, announcement["receivers"] + 1, backend, _own_address(host, port))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address = probe.getsockname()[0]  # of this machine, from which the other one is reached
+    group = _join(store, rank, announcement["receivers"] + 1, backend, address)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     for name, (dtype, shape) in announcement["tensors"].items():
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
@@ -163,10 +162,3 @@ def _broadcast(group: Any, tensor: torch.Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()  # bytes: gloo lacks some types
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which the other one is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]

@@ -36,11 +36,6 @@ class Log:
     file: Path
     begin: int = 0
 
-    @classmethod
-    def from_tail(cls, file: Path) -> Log:
-        """Return the part of a file that is written from now on."""
-        return cls(file, file.stat().st_size if file.exists() else 0)
-
 
 @dataclass(kw_only=True)
 class StartedEngine:
@@ -63,7 +58,7 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
     folder = Path(tempfile.mkdtemp(prefix="vllm-"))
     log_file = Path(settings.log_file) if settings.log_file else folder / "vllm.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    log = Log.from_tail(log_file)
+    log = Log(log_file, log_file.stat().st_size if log_file.exists() else 0)
     log_config = write_log_config(log_file.absolute(), folder / "logging.json")
     cpus = sorted(os.sched_getaffinity(0))
     with _environment(environment(settings, cpus=cpus, log_config=log_config)):

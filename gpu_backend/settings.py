@@ -235,24 +235,18 @@ def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str 
         cpus: processors this process may run on; the CPU build binds its threads to them.
         log_config: a file from :func:`write_log_config`.
     """
+    ranks, share = settings.tensor_parallel_size, len(cpus) // settings.tensor_parallel_size
+    bound = "|".join(",".join(map(str, cpus[r * share : (r + 1) * share])) for r in range(ranks))
     wanted = {
         # This process runs jax's threads: a forked child could inherit a lock that nobody will release.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_CPU_OMP_THREADS_BIND": _binding(cpus, settings.tensor_parallel_size),
-        "OMP_NUM_THREADS": str(max(1, len(cpus) // settings.tensor_parallel_size)),
+        "VLLM_CPU_OMP_THREADS_BIND": bound if share else "nobind",
+        "OMP_NUM_THREADS": str(max(1, share)),
         "VLLM_NO_USAGE_STATS": "1",
     }
     if log_config is not None:
         wanted["VLLM_LOGGING_CONFIG_PATH"] = log_config
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def _binding(cpus: Sequence[int], ranks: int) -> str:
-    """Return processors per tensor-parallel rank, as in ``0,1|2,3``."""
-    if len(cpus) < ranks:
-        return "nobind"
-    share = len(cpus) // ranks
-    return "|".join(",".join(map(str, cpus[r * share : (r + 1) * share])) for r in range(ranks))
 
 
 def write_log_config(log_file: Path, target: Path) -> str:

@@ -126,14 +126,21 @@ class WeightUpdater:
             else:
                 await self._transfer({"paths": paths})
             if self.placements:
-                _all_landed(await engine.collective_rpc("weights_not_landed", args=(paths, self.placements)))
+                by_worker = await engine.collective_rpc("weights_not_landed", args=(paths, self.placements))
+                if names := sorted({name for names in by_worker for name in names}):
+                    raise WeightUpdateError(
+                        f"{len(names)} tensors did not arrive in vLLM's model, e.g. {names[:3]}: its loader skipped "
+                        "them or stores them in a way gpu_backend/weights.py does not describe"
+                    )
         elif update.kind == BROADCAST:
             await self._transfer({"broadcast": asdict(update.payload)})
         else:
             update_info, copies = await asyncio.to_thread(export_tensors, update.payload)
             await self._transfer(update_info)
             del copies
-            free_exports()
+            import torch
+
+            torch.cuda.ipc_collect()  # frees memory that was exported, and that neither side uses any more
         # Frozen requests lose their KV, too: it is recomputed under the new weights when they continue.
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.reset_encoder_cache()
@@ -197,15 +204,6 @@ def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
     return {name: tuple(array.shape) for name, array in update.payload.items()}, update.probe
 
 
-def _all_landed(not_landed_by_worker: Sequence[Sequence[str]]) -> None:
-    names = sorted({name for names in not_landed_by_worker for name in names})
-    if names:
-        raise WeightUpdateError(
-            f"{len(names)} tensors did not arrive in vLLM's model, e.g. {names[:3]}: its loader skipped them or "
-            "stores them in a way gpu_backend/weights.py does not describe"
-        )
-
-
 async def _transferred(engine: Any, update_info: Mapping[str, Any]) -> None:
     """Run vLLM's weight-transfer calls of one update, for ``gpu_backend.worker.InPlaceTransferEngine``."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -236,13 +234,6 @@ def export_tensors(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]
     handles = {name: plain_handle(reduce_tensor(copy)[1]) for name, copy in copies.items()}
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return {"handles": handles, "device_uuid": uuid}, list(copies.values())
-
-
-def free_exports() -> None:
-    """Free memory that was exported, and that neither side uses any more."""
-    import torch
-
-    torch.cuda.ipc_collect()
 
 
 def plain_handle(rebuild_args: Sequence[Any]) -> list[Any]:

@@ -112,14 +112,10 @@ class _Collection:
             self.journal.add(number, records(group, number), group.dropped)
             self._collector.accounting.train(t.trajectory_id for t in group.trajectories)
             self.counted.update(group.dropped)
-            self._check_losses(group)
-
-    def _check_losses(self, group: Group) -> None:
-        """Stop a collection that loses everything."""
-        self.batch.append(group)
-        if len(self.batch) == self.rollouts.config.rollout.prompts_per_step:
-            self._guard.check(self.batch, self._collector.latest_losses)
-            self.batch.clear()
+            self.batch.append(group)
+            if len(self.batch) == self.rollouts.config.rollout.prompts_per_step:
+                self._guard.check(self.batch, self._collector.latest_losses)  # stops a collection that loses everything
+                self.batch.clear()
 
 
 async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Path, console: Console) -> dict[str, Any]:

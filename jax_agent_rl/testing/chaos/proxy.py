@@ -99,7 +99,8 @@ class FaultProxy:
         """Handle one request, until it is answered or the client disconnects."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            body = await reader.readexactly(_content_length(head))
+            length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
+            body = await reader.readexactly(int(length[1]) if length else 0)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
             writer.close()
             return
@@ -133,7 +134,10 @@ class FaultProxy:
         except OSError:
             return await _send_error(writer, 502, "Bad Gateway")
         try:
-            to_server.write(_plain_head(head) + body)
+            line, _, rest = head.partition(b"\r\n")  # rewritten as HTTP/1.0 on its own connection
+            rest = _without(b"connection", rest.removesuffix(b"\r\n\r\n"))
+            plain = line.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + rest + b"\r\nConnection: close\r\n\r\n"
+            to_server.write(plain + body)
             await self._pass_on(from_server, writer, fault)
         except ConnectionError:  # the server died, or the client has left
             _reset(writer)
@@ -187,18 +191,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):  # the client may have left already
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
-
-
-def _content_length(head: bytes) -> int:
-    found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.I)
-    return int(found[1]) if found else 0
-
-
-def _plain_head(head: bytes) -> bytes:
-    """Rewrite a request head as HTTP/1.0 on its own connection."""
-    line, _, rest = head.partition(b"\r\n")
-    without = _without(b"connection", rest.removesuffix(b"\r\n\r\n"))
-    return line.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + without + b"\r\nConnection: close\r\n\r\n"
 
 
 def _without(name: bytes, head: bytes) -> bytes:

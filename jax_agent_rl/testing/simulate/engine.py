@@ -269,7 +269,8 @@ class SimulatedEngine(FakeBackend):
             count = 0
         self._sampled += count
         self._finished += 1
-        sampled = (_sampled_id(run.request),) * count
+        session = run.request.session_id or run.request.request_id  # sessions share no more than their prompts
+        sampled = (ID + 1 + zlib.crc32(session.encode()) % 2**30,) * count
         if run.end is not None:
             self._cache.release(
                 run.context, run.request, sampled, session_ends=run.request.session_ends and not aborted
@@ -298,8 +299,3 @@ class SimulatedEngine(FakeBackend):
                 if not drained.done():
                     drained.set_result(None)
             self._drains.clear()
-
-
-def _sampled_id(request: GenerateRequest) -> int:
-    """Return the id that is sampled for a session's requests, so that sessions share no more than their prompts."""
-    return ID + 1 + zlib.crc32((request.session_id or request.request_id).encode()) % 2**30

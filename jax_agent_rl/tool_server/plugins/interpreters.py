@@ -101,6 +101,7 @@ def describe_result(result: SandboxResult, limits: SandboxLimits) -> str:
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
+_KERNEL = Path(__file__).with_name("kernel.py").read_bytes()
 _RESTARTED = "(the session ended; the next action starts a new one, in which nothing is defined)"
 
 
@@ -176,9 +177,15 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
 
     def make_session(self, limits: SandboxLimits) -> ProgramSession:
         """Return the program that runs a trajectory's code, not started."""
-        sandbox, files = self.context.sandbox, {"kernel.py": _kernel_source()}
+        sandbox, files = self.context.sandbox, {"kernel.py": _KERNEL}
         argv = [sandbox.python, "kernel.py"]
-        return ProgramSession(sandbox=sandbox, argv=argv, files=files, limits=limits, encode=_encode_json)
+        return ProgramSession(
+            sandbox=sandbox,
+            argv=argv,
+            files=files,
+            limits=limits,
+            encode=lambda code, mark: json.dumps({"code": code, "mark": mark}).encode() + b"\n",
+        )
 
     async def act(self, action: ToolAction[Code, ProgramSession]) -> ToolObservation:
         text, ok = await action.environment.run(action.parsed.source)
@@ -186,15 +193,6 @@ class StatefulPythonTool(ServerTool[Code, ProgramSession]):
 
     async def close(self, environment: ProgramSession) -> None:
         await environment.close()
-
-
-@cache
-def _kernel_source() -> bytes:
-    return Path(__file__).with_name("kernel.py").read_bytes()
-
-
-def _encode_json(code: str, mark: str) -> bytes:
-    return json.dumps({"code": code, "mark": mark}).encode() + b"\n"
 
 
 class BashTool(StatefulPythonTool):

@@ -27,7 +27,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class Link:
     target: str
 
 
+_GUARD = Path(__file__).with_name("guard.py").read_text()
 Files = Mapping[str, bytes | Path | Link]
 """Name in the program's working folder -> contents, a file or folder of this machine (all read-only), or a link."""
 
@@ -125,12 +126,7 @@ def guard_command(
         lifeline: see :meth:`Isolation.launch`.
     """
     options = {"limits": dataclasses.asdict(limits), "uid": uid, "lifeline": lifeline}
-    return [str(python), "-I", "-S", "-c", _guard_source(), json.dumps(options), *argv]
-
-
-@cache
-def _guard_source() -> str:
-    return Path(__file__).with_name("guard.py").read_text()
+    return [str(python), "-I", "-S", "-c", _GUARD, json.dumps(options), *argv]
 
 
 def _environment(python: Path, *, home: str) -> dict[str, str]:
@@ -236,6 +232,7 @@ class Bubblewrap(Isolation):
         self._bwrap = bwrap
         self._is_root = os.geteuid() == 0 and _maps_every_user()
         self._filter = seccomp.build_filter(platform.machine())
+        self._masked = {path: b"" for path in _HOST_FILES if os.path.exists(path)}  # they describe the host
 
     def launch(self, argv: Sequence[str], limits: SandboxLimits, files: Files, *, lifeline: int) -> Launch:
         fds: list[int] = []
@@ -309,11 +306,6 @@ class Bubblewrap(Isolation):
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         # Terminals hold data that no limit counts.
         return [*options, *self._installation.options, "--perms", "0555", "--tmpfs", _TERMINALS]
-
-    @cached_property
-    def _masked(self) -> dict[str, bytes]:
-        """Empty replacements of files that describe the host."""
-        return {path: b"" for path in _HOST_FILES if os.path.exists(path)}
 
 
 def _tmpfs(folder: str, limits: SandboxLimits) -> list[str]:

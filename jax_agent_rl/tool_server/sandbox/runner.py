@@ -19,7 +19,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +30,7 @@ from jax_agent_rl.tool_server.sandbox.process import SandboxProcess
 
 Mode = Literal["bubblewrap", "unsafe_local"]
 _UNSAFE = "or set sandbox=unsafe_local to run model-written programs with your own rights, without protection"
+_PROGRAM_SIDE, _TESTS_SIDE = (Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests"))
 _TRIAL_SECONDS = 30.0
 _PROBE = "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1], open('/proc/net/dev').read().count(':'))"
 
@@ -112,8 +112,9 @@ class Sandbox:
         )
 
     async def _start_side(self, side: Literal["program", "tests"], source: str, *pipe_ends: int) -> SandboxProcess:
-        main = {"program": "main.py", "tests": "tests.py"}[side]
-        files = {main: source.encode("utf-8", "replace")} | _side_sources(side)
+        code = source.encode("utf-8", "replace")
+        files = {"main.py": code} if side == "program" else {"tests.py": code, "tests_side.py": _TESTS_SIDE}
+        files |= {"program_side.py": _PROGRAM_SIDE}
         argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]
         return await SandboxProcess.start(self._isolation, argv, self.limits, files, pass_fds=pipe_ends)
 
@@ -141,12 +142,6 @@ class Sandbox:
         """Run :meth:`SandboxProcess.exchange`, counted as running."""
         async with self._slots:
             return await process.exchange(request, mark)
-
-
-@cache
-def _side_sources(side: str) -> dict[str, bytes]:
-    names = ("program_side.py",) if side == "program" else ("program_side.py", "tests_side.py")
-    return {name: Path(__file__).with_name(name).read_bytes() for name in names}
 
 
 async def open_sandbox(
