@@ -8,7 +8,7 @@ The program is the last fenced block of the solution. The truth is a mapping (or
 
 Expected results never enter the process that runs the program: outputs are compared here, and asserts run in their own
 sandboxed process, which calls the program's functions and gets plain data back
-(:mod:`jax_agent_rl.tool_server.sandbox.runner`).
+(:mod:`jax_agent_rl.tool_server.sandbox`).
 """
 
 from __future__ import annotations

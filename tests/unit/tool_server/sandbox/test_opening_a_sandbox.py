@@ -13,7 +13,7 @@ MODULE = "jax_agent_rl.tool_server.sandbox"
 
 
 async def test_without_bwrap_it_is_refused_and_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(f"{MODULE}.runner.find_bwrap", lambda: None)
+    monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: None)
     with pytest.raises(ConfigError, match="apt install bubblewrap.*sandbox=unsafe_local"):
         await open_sandbox()
 
@@ -23,7 +23,7 @@ async def test_a_sandbox_that_does_not_isolate_is_refused(monkeypatch, tmp_path)
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 64 2\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(f"{MODULE}.runner.find_bwrap", lambda: fake)
+    monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: fake)
     with pytest.raises(ConfigError, match="does not hold here .expected '64 1', got '64 2'"):
         await open_sandbox()
 
@@ -32,7 +32,7 @@ async def test_a_bwrap_that_fails_is_refused_with_its_words(monkeypatch, tmp_pat
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(f"{MODULE}.runner.find_bwrap", lambda: fake)
+    monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: fake)
     with pytest.raises(ConfigError, match="No permissions to create new namespace"):
         await open_sandbox()
 
@@ -44,7 +44,7 @@ async def test_another_system_is_refused_by_name(monkeypatch):
 
 
 async def test_unsafe_local_runs_without_bwrap_and_keeps_limits_of_time_and_output(monkeypatch):
-    monkeypatch.setattr(f"{MODULE}.runner.find_bwrap", lambda: None)
+    monkeypatch.setattr(f"{MODULE}.find_bwrap", lambda: None)
     monkeypatch.setenv("HOST_SECRET", "s3cret")
     sandbox = await open_sandbox("unsafe_local", limits=SandboxLimits(wall_seconds=4, output_bytes=1000))
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.sandbox import SandboxLimits, StopCause, open_sandbox
+from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause, open_sandbox
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, find_bwrap
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
-from jax_agent_rl.tool_server.sandbox.runner import Sandbox
 from tests.capabilities import needs_bwrap
 
 pytestmark = needs_bwrap
