@@ -178,7 +178,7 @@ def check_installation() -> str:
             f"rollout.backend=vllm, but vLLM is not installed: {INSTALL}; or use rollout.backend=jetstream"
         )
     name, version = next(iter(found.items()))
-    if not OLDEST <= _release(version) <= NEWEST:
+    if not OLDEST <= tuple(map(int, version.split("+")[0].split(".")[:2])) <= NEWEST:
         low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
         raise ConfigError(f"{name} {version} is installed; this backend needs {low}.x to {high}.x: {INSTALL}")
     return version
@@ -220,11 +220,6 @@ def argument_names() -> frozenset[str]:
         for part in node.body
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
     )
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
 
 
 def environment(settings: VllmSettings, *, cpus: Sequence[int], log_config: str | None) -> dict[str, str]:

@@ -87,8 +87,8 @@ def _read_passages(corpus: Path) -> list[dict[str, str]]:
 
 
 def _index_folder(
-    corpus: Path,
-    folder: Path,
+    settings: SearchSettings,
+    suffix: str,
     *,
     made_by: dict[str, Any],
     make: Callable[[list[dict[str, str]], Path], None],
@@ -96,8 +96,8 @@ def _index_folder(
     """Return the folder of a corpus's index, building it if it is missing or stale.
 
     Args:
-        corpus: JSON Lines file.
-        folder: where the index belongs.
+        settings: name the corpus and, if it is not to lie beside that, the index.
+        suffix: of the index's name beside the corpus.
         made_by: what the index depends on besides the corpus; JSON.
         make: writes the index of passages into a temporary folder, which is renamed when complete: an incomplete index
             is never read.
@@ -105,6 +105,8 @@ def _index_folder(
     Raises:
         ConfigError: the corpus is missing, empty or malformed.
     """
+    corpus = Path(settings.corpus or "")
+    folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + suffix)
     if not corpus.is_file():
         raise ConfigError(f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})")
     status = corpus.stat()
@@ -134,9 +136,14 @@ class BM25Index:
     @classmethod
     def open(cls, settings: SearchSettings) -> BM25Index:
         """Load the index, building it if missing or stale; raise ConfigError if there is no corpus."""
-        corpus = Path(settings.corpus or "")
-        folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".bm25s")
-        _index_folder(corpus, folder, made_by={"bm25s": bm25s.__version__}, make=_make)
+
+        def make(passages: list[dict[str, str]], unfinished: Path) -> None:
+            retriever = bm25s.BM25(corpus=passages)
+            words = bm25s.tokenize([p["contents"] for p in passages], stopwords="en", show_progress=False)
+            retriever.index(words, show_progress=False)
+            retriever.save(unfinished, show_progress=False)
+
+        folder = _index_folder(settings, ".bm25s", made_by={"bm25s": bm25s.__version__}, make=make)
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every query without words
         retriever = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
         return cls(retriever, size=int(retriever.scores["num_docs"]))
@@ -153,13 +160,6 @@ class BM25Index:
             [{"document": p, "score": float(s)} for p, s in zip(row, row_scores, strict=True) if s > 0]
             for row, row_scores in zip(passages, scores, strict=True)
         ]
-
-
-def _make(passages: list[dict[str, str]], folder: Path) -> None:
-    retriever = bm25s.BM25(corpus=passages)
-    words = bm25s.tokenize([p["contents"] for p in passages], stopwords="en", show_progress=False)
-    retriever.index(words, show_progress=False)
-    retriever.save(folder, show_progress=False)
 
 
 _EMBEDDINGS, _PASSAGES = "embeddings.npy", "passages.jsonl"
@@ -186,8 +186,7 @@ class DenseIndex:
         Raises:
             ConfigError: no corpus, no model in ``search.encoder``, or sentence-transformers is not installed.
         """
-        corpus, encoder = Path(settings.corpus or ""), _load_encoder(settings.encoder or "")
-        folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + ".dense")
+        encoder = _load_encoder(settings.encoder or "")
 
         def make(passages: list[dict[str, str]], unfinished: Path) -> None:
             texts = [settings.passage_prompt + passage["contents"] for passage in passages]
@@ -196,7 +195,7 @@ class DenseIndex:
             (unfinished / _PASSAGES).write_text("".join(lines), encoding="utf-8")
 
         made_by = {"encoder": settings.encoder, "passage_prompt": settings.passage_prompt}
-        return cls(encoder, settings, _index_folder(corpus, folder, made_by=made_by, make=make))
+        return cls(encoder, settings, _index_folder(settings, ".dense", made_by=made_by, make=make))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:
         """Return the nearest passages for each query, nearest first: ``{"document": {"id", "contents"}, "score"}``.
