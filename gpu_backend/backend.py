@@ -83,22 +83,22 @@ class VllmBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        cuda, tpu = (self._started.cuda, self._started.tpu) if self._started is not None else (False, False)
+        platform = self._started.platform if self._started is not None else "other"
         return Capabilities(
             max_model_len=self._settings.max_model_len,
             max_concurrent=self._settings.max_num_seqs,
-            seeds=not tpu,
+            seeds=platform != "tpu",
             stop_strings=self._decode_text is not None,
-            grammars=not tpu and self._settings.has_tokenizer,
+            grammars=platform != "tpu" and self._settings.has_tokenizer,
             pause_modes=frozenset(PauseMode),
             in_flight_update=True,
             prefix_reuse=True,
-            partial_update=not tpu,
+            partial_update=platform != "tpu",
             priorities=True,
             multi_modal=frozenset(self._settings.multi_modal),
             lora=bool(self._settings.adapters),
             routed_experts=bool(self._settings.engine_args.get("enable_return_routed_experts")),
-            sleep=self._settings.sleep and cuda,
+            sleep=self._settings.sleep and platform == "cuda",
             precision=served_precision(self._settings, self._started),
             weight_dtype=weight_dtype(self._settings, self._started),
             # What is broadcast needs a sender beside it: RayBackend has one.
@@ -129,10 +129,8 @@ class VllmBackend:
             started.engine,
             checkpoint,
             self._settings,
-            cpu=started.cpu,
-            cuda=started.cuda,
-            tpu=started.tpu,
-            fixed=await ask_workers(started.engine) if started.tpu else None,
+            started.platform,
+            fixed=await ask_workers(started.engine) if started.platform == "tpu" else None,
         )
         self._admission = RequestAdmission(
             self._settings,
@@ -140,7 +138,7 @@ class VllmBackend:
             eos_ids=checkpoint.eos_token_ids or self._tokenizer_eos_ids,
             decode_text=self._decode_text,
             placeholders=checkpoint.placeholders,
-            grammars=not started.tpu and self._settings.has_tokenizer,
+            grammars=started.platform != "tpu" and self._settings.has_tokenizer,
         )
         await self._engine.update_weight_version(str(self._version))
         self._started = started
@@ -210,7 +208,7 @@ class VllmBackend:
 
         request = live.run.request
         assert self._started is not None
-        sampling = vllm_sampling(live.run, tpu=self._started.tpu)
+        sampling = vllm_sampling(live.run, tpu=self._started.platform == "tpu")
         if (grammar := request.sampling.grammar) is not None:
             sampling["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)

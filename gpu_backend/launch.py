@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_backend.settings import VllmSettings, environment, write_log_config
+from gpu_backend.settings import Platform, VllmSettings, environment, write_log_config
 from jax_agent_rl.errors import BackendError, ConfigError
 
 _CAUSE = re.compile(r"(?:^|[ :])((?:[A-Za-z_]+\.)*[A-Z][A-Za-z]*(?:Error|Exception)): (.+)$")
@@ -42,10 +42,8 @@ class StartedEngine:
     """A running engine and what it runs on. ``engine`` becomes None when it is closed."""
 
     engine: Any
-    cpu: bool
-    cuda: bool
+    platform: Platform
     log: Log
-    tpu: bool = False
 
 
 def start_engine(settings: VllmSettings) -> StartedEngine:
@@ -75,21 +73,21 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
 def _start(settings: VllmSettings, log: Log) -> StartedEngine:
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform as current
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    cpu, cuda, on_tpu = current_platform.is_cpu(), current_platform.is_cuda(), current_platform.is_tpu()
-    if on_tpu:
+    platform = "cpu" if current.is_cpu() else "cuda" if current.is_cuda() else "tpu" if current.is_tpu() else "other"
+    if platform == "tpu":
         check_tpu_settings(settings)
-    if cpu and settings.tensor_parallel_size == 1:
+    if platform == "cpu" and settings.tensor_parallel_size == 1:
         # With it, the CPU build runs the model in a third process that polls shared memory on a core of its own.
         # The engine core stays in a child process either way: AsyncLLM always makes one.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    arguments = settings.engine_arguments(cpu=cpu, cuda=cuda)
+    arguments = settings.engine_arguments(platform)
     if grammars := arguments.get("structured_outputs_config"):
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**grammars)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    return StartedEngine(engine=engine, cpu=cpu, cuda=cuda, log=log, tpu=on_tpu)
+    return StartedEngine(engine=engine, platform=platform, log=log)
 
 
 def check_tpu_settings(settings: VllmSettings) -> None:

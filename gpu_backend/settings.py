@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
@@ -18,6 +18,8 @@ from jax_agent_rl.utils.media import KINDS
 from jax_agent_rl.utils.text import did_you_mean
 
 GIB = 1 << 30
+Platform = Literal["cpu", "cuda", "tpu", "other"]
+"""The device that vLLM was built for."""
 TRANSFER = "in_place"
 """Name of ``gpu_backend.worker.InPlaceTransferEngine`` among vLLM's weight-transfer engines."""
 _EXACT, _ROUNDED = (1e-3, 1e-4), (0.5, 0.05)
@@ -81,11 +83,12 @@ class VllmSettings:
         """Whether the model's folder has a tokenizer, without which vLLM follows no grammar."""
         return (model_folder(self.model, weights=True) / "tokenizer.json").is_file()
 
-    def resolved_dtype(self, *, cpu: bool) -> str:
-        return "float32" if self.dtype == "auto" and cpu else self.dtype
+    def resolved_dtype(self, platform: Platform) -> str:
+        return "float32" if self.dtype == "auto" and platform == "cpu" else self.dtype
 
-    def engine_arguments(self, *, cpu: bool, cuda: bool) -> dict[str, Any]:
+    def engine_arguments(self, platform: Platform) -> dict[str, Any]:
         """Return keyword arguments of ``AsyncEngineArgs`` for this kind of device."""
+        cpu, cuda = platform == "cpu", platform == "cuda"
         kv_cache_gib = self.kv_cache_gib if self.kv_cache_gib is not None or not cpu else 1.0
         block_size = self.block_size or (32 if cpu else None)
         grammars = (cpu or cuda) and self.has_tokenizer
@@ -93,7 +96,7 @@ class VllmSettings:
             "model": str(model_folder(self.model, weights=True)),
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            "dtype": self.resolved_dtype(cpu=cpu),
+            "dtype": self.resolved_dtype(platform),
             "tensor_parallel_size": self.tensor_parallel_size,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
@@ -155,9 +158,9 @@ class VllmSettings:
             largest = max(largest, rank)
         return next(rank for rank in ADAPTER_RANKS if rank >= largest)
 
-    def tolerances(self, *, cpu: bool) -> tuple[float, float]:
+    def tolerances(self, platform: Platform) -> tuple[float, float]:
         """Return the allowed (largest, mean) difference of log-probs."""
-        largest, mean = _EXACT if self.resolved_dtype(cpu=cpu) == "float32" else _ROUNDED
+        largest, mean = _EXACT if self.resolved_dtype(platform) == "float32" else _ROUNDED
         return self.max_logprob_difference or largest, self.mean_logprob_difference or mean
 
 

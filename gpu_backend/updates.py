@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gpu_backend.settings import VllmSettings
+from gpu_backend.settings import Platform, VllmSettings
 from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensor_samples import TensorSample
@@ -43,9 +43,7 @@ class WeightUpdater:
         engine: ``AsyncLLM``.
         checkpoint: tensors of its model.
         settings: of the engine.
-        cpu: it runs on the CPU build.
-        cuda: it runs on CUDA.
-        tpu: it runs on TPUs, where only the probe shows what arrived.
+        platform: what it runs on; on TPUs only the probe shows what arrived.
         fixed: why its weights cannot be replaced; None if they can.
     """
 
@@ -54,24 +52,21 @@ class WeightUpdater:
         engine: Any,
         checkpoint: Checkpoint,
         settings: VllmSettings,
+        platform: Platform,
         *,
-        cpu: bool,
-        cuda: bool,
-        tpu: bool = False,
         fixed: str | None = None,
     ) -> None:
         self.engine: Any = engine
         self._checkpoint = checkpoint
         self._settings = settings
-        self._limits = settings.tolerances(cpu=cpu)
+        self._limits = settings.tolerances(platform)
         self._fixed = fixed
-        self._tpu = tpu
-        self.kinds = frozenset()
-        if fixed is None:
-            self.kinds = frozenset({FILES} if tpu else {FILES, BROADCAST, CUDA_IPC} if cuda else {FILES, BROADCAST})
+        self._tpu = platform == "tpu"
+        kinds = {"tpu": {FILES}, "cuda": {FILES, BROADCAST, CUDA_IPC}}.get(platform, {FILES, BROADCAST})
+        self.kinds = frozenset(kinds if fixed is None else ())
         # Tensor-parallel ranks hold slices, so reading back whole tensors works on a single rank only; and in JAX the
         # parameters have other forms.
-        readable = settings.tensor_parallel_size == 1 and not tpu
+        readable = settings.tensor_parallel_size == 1 and not self._tpu
         self.placements = {n: tuple(p) for n, p in checkpoint.placements().items()} if readable else {}
         self.last_difference: tuple[float, float] | None = None
         """(largest, mean) log-prob difference of the last probe."""

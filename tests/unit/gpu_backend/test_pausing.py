@@ -64,7 +64,7 @@ class Updater:
 def backend_of(engine: Engine) -> VllmBackend:
     backend = VllmBackend(VllmSettings(model="m", max_model_len=60))
     backend._engine, backend._updater = engine, Updater()
-    backend._started = StartedEngine(engine=engine, cpu=True, cuda=False, log=Log(Path("vllm.log")))
+    backend._started = StartedEngine(engine=engine, platform="cpu", log=Log(Path("vllm.log")))
     return backend
 
 

@@ -35,18 +35,18 @@ RuntimeError: Engine core initialization failed. See root cause above.
 
 
 def test_log_probs_are_of_the_distribution_sampled_from_everywhere():
-    for cpu, cuda in [(True, False), (False, True), (False, False)]:
-        arguments = SETTINGS.engine_arguments(cpu=cpu, cuda=cuda)
+    for platform in ("cpu", "cuda", "tpu", "other"):
+        arguments = SETTINGS.engine_arguments(platform)
         assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["generation_config"] == "vllm"
         assert arguments["scheduling_policy"] == "priority" and arguments["enable_prefix_caching"]
 
 
 def test_nothing_assumes_cuda():
-    cpu = SETTINGS.engine_arguments(cpu=True, cuda=False)
+    cpu = SETTINGS.engine_arguments("cpu")
     assert (cpu["dtype"], cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == ("float32", True, GIB)
-    tpu = SETTINGS.engine_arguments(cpu=False, cuda=False)
+    tpu = SETTINGS.engine_arguments("tpu")
     assert tpu["dtype"] == "auto" and "weight_transfer_config" not in tpu and "kv_cache_memory_bytes" not in tpu
-    assert "weight_transfer_config" in SETTINGS.engine_arguments(cpu=False, cuda=True)
+    assert "weight_transfer_config" in SETTINGS.engine_arguments("cuda")
 
 
 def write_rank(folder: Path, rank: int | None) -> str:
@@ -58,9 +58,7 @@ def write_rank(folder: Path, rank: int | None) -> str:
 
 def test_an_adapter_needs_its_folder_and_a_rank_that_vllm_takes(tmp_path):
     def arguments(folder: str) -> dict:
-        return VllmSettings(model="m", max_model_len=20, adapters={"math": folder}).engine_arguments(
-            cpu=True, cuda=False
-        )
+        return VllmSettings(model="m", max_model_len=20, adapters={"math": folder}).engine_arguments("cpu")
 
     with pytest.raises(ConfigError, match=r"adapters.math=.* holds no adapter_config.json"):
         arguments(str(tmp_path))
@@ -73,25 +71,23 @@ def test_an_adapter_needs_its_folder_and_a_rank_that_vllm_takes(tmp_path):
 def test_adapters_and_images_are_switched_on_by_naming_them(tmp_path):
     adapters = {"a": write_rank(tmp_path / "a", 4), "b": write_rank(tmp_path / "b", 24)}
     rich = VllmSettings(model="m", max_model_len=128, adapters=adapters, multi_modal={"image": 2}, pixels=(4, 8))
-    arguments, cuda = rich.engine_arguments(cpu=True, cuda=False), rich.engine_arguments(cpu=False, cuda=True)
+    arguments, cuda = rich.engine_arguments("cpu"), rich.engine_arguments("cuda")
     assert arguments["enable_lora"] and arguments["max_lora_rank"] == 32
     assert (arguments["max_loras"], cuda["max_loras"], cuda["max_cpu_loras"]) == (3, 2, 2)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 0}
     assert arguments["mm_processor_kwargs"] == {"size": {"shortest_edge": 4, "longest_edge": 8}}
-    assert (
-        not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments(cpu=True, cuda=False)["skip_tokenizer_init"]
-    )
+    assert not arguments["skip_tokenizer_init"] and SETTINGS.engine_arguments("cpu")["skip_tokenizer_init"]
 
 
 def test_a_model_with_a_tokenizer_follows_grammars_by_the_library_of_the_jax_engine(tmp_path):
     settings = VllmSettings(model=str(tmp_path), max_model_len=128)
     (tmp_path / "tokenizer.json").write_text("{}")
-    for cpu, cuda in ((True, False), (False, True)):
-        arguments = settings.engine_arguments(cpu=cpu, cuda=cuda)
+    for platform in ("cpu", "cuda"):
+        arguments = settings.engine_arguments(platform)
         assert arguments["structured_outputs_config"] == {"backend": "guidance"}
         assert not arguments["skip_tokenizer_init"]
-    assert "structured_outputs_config" not in settings.engine_arguments(cpu=False, cuda=False)  # a TPU
-    assert "structured_outputs_config" not in SETTINGS.engine_arguments(cpu=True, cuda=False)
+    assert "structured_outputs_config" not in settings.engine_arguments("tpu")  # a TPU
+    assert "structured_outputs_config" not in SETTINGS.engine_arguments("cpu")
 
 
 def test_processes_are_spawned_and_processors_shared_between_ranks(monkeypatch):
@@ -147,9 +143,7 @@ def test_the_root_cause_is_read_from_the_log(tmp_path):
 def test_what_an_earlier_engine_died_of_is_not_what_this_one_did(tmp_path, monkeypatch):
     """A resumed run, and an engine that is started again, write to the same file."""
     installed(monkeypatch, {"vllm": "0.32.0"})
-    monkeypatch.setattr(
-        launch, "_start", lambda settings, log: StartedEngine(engine=None, cpu=True, cuda=False, log=log)
-    )
+    monkeypatch.setattr(launch, "_start", lambda settings, log: StartedEngine(engine=None, platform="cpu", log=log))
     (tmp_path / "vllm.log").write_text(LOG)
     started = start_engine(replace(SETTINGS, log_file=str(tmp_path / "vllm.log")))
     backend = VllmBackend(SETTINGS)
@@ -245,7 +239,7 @@ def test_every_argument_the_backend_sets_is_refused_in_engine_args_with_the_key_
     many = replace(
         SETTINGS, model=str(tmp_path), adapters=adapters, multi_modal={"image": 1}, pixels=(4, 8), kv_cache_gib=1.0
     )
-    set_here = {name for cpu in (True, False) for name in many.engine_arguments(cpu=cpu, cuda=not cpu)}
+    set_here = {name for platform in ("cpu", "cuda") for name in many.engine_arguments(platform)}
     assert set_here - {"block_size"} == set(VLLM_ARGUMENTS_SET)
     keys = valid_keys(Config)
     assert all(not key or key in keys for key in VLLM_ARGUMENTS_SET.values())
@@ -259,7 +253,7 @@ def test_engine_args_go_to_vllm_as_they_are(monkeypatch):
         TREE, ["rollout.backend=vllm", "rollout.vllm.engine_args={block_size: 64, max_num_batched_tokens: 9}"]
     )
     made = VllmSettings(model="m", max_model_len=128, **config.rollout.vllm.model_dump())
-    arguments = made.engine_arguments(cpu=True, cuda=False)
+    arguments = made.engine_arguments("cpu")
     assert (arguments["block_size"], arguments["max_num_batched_tokens"]) == (64, 9)
 
 
@@ -281,7 +275,7 @@ def test_engine_args_that_vllm_does_not_have_are_refused_before_anything_is_load
 
 def test_config_has_a_setting_for_each_key_of_the_section():
     keys = build(TREE, ["rollout.backend=vllm"]).rollout.vllm.model_dump()
-    assert VllmSettings(model="m", max_model_len=128, **keys).resolved_dtype(cpu=True) == "float32"
+    assert VllmSettings(model="m", max_model_len=128, **keys).resolved_dtype("cpu") == "float32"
 
 
 def test_importing_the_backend_imports_neither_vllm_nor_torch():

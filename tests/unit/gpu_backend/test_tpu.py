@@ -146,17 +146,17 @@ def update(checkpoint: Checkpoint, **changes) -> WeightUpdate:
 def test_without_a_probe_nothing_is_taken_whatever_the_settings_say(checkpoint: Checkpoint, tmp_path):
     save_hf(tmp_path, TINY, tiny_params())
     files = [str(file) for file in tmp_path.glob("*.safetensors")]
-    updater = WeightUpdater(None, checkpoint, replace(SETTINGS, require_probe=False), cpu=False, cuda=False, tpu=True)
+    updater = WeightUpdater(None, checkpoint, replace(SETTINGS, require_probe=False), "tpu")
     with pytest.raises(WeightUpdateError, match="no log-prob probe"):
         updater.check(WeightUpdate(version=1, kind="safetensors", payload=files), served=0)
 
 
 def test_parts_of_a_model_and_models_that_stay_are_refused(checkpoint: Checkpoint):
-    updater = WeightUpdater(None, checkpoint, SETTINGS, cpu=False, cuda=False, tpu=True)
+    updater = WeightUpdater(None, checkpoint, SETTINGS, "tpu")
     assert updater.kinds == {"safetensors"}
     with pytest.raises(WeightUpdateError, match="whole updates only"):
         updater.check(update(checkpoint, partial=True), served=0)
-    fixed = WeightUpdater(None, checkpoint, SETTINGS, cpu=False, cuda=False, tpu=True, fixed="they stay")
+    fixed = WeightUpdater(None, checkpoint, SETTINGS, "tpu", fixed="they stay")
     assert not fixed.kinds
     with pytest.raises(WeightUpdateError, match="they stay"):
         fixed.check(update(checkpoint), served=0)

@@ -36,7 +36,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 @pytest.fixture
 def updater(checkpoint: Checkpoint) -> WeightUpdater:
     settings = VllmSettings(model="m", max_model_len=60)
-    return WeightUpdater(None, checkpoint, settings, cpu=True, cuda=False)
+    return WeightUpdater(None, checkpoint, settings, "cpu")
 
 
 def write(path: Path, shapes: dict, metadata: dict | None = None) -> str:
@@ -212,8 +212,8 @@ def test_refusals_come_before_anything_is_touched(updater: WeightUpdater, folder
 
 def test_tolerances_follow_the_dtype():
     settings = VllmSettings(model="m", max_model_len=60)
-    assert settings.tolerances(cpu=True) == (1e-3, 1e-4) and settings.tolerances(cpu=False) == (0.5, 0.05)
-    assert VllmSettings(model="m", max_model_len=60, max_logprob_difference=0.1).tolerances(cpu=True)[0] == 0.1
+    assert settings.tolerances("cpu") == (1e-3, 1e-4) and settings.tolerances("cuda") == (0.5, 0.05)
+    assert VllmSettings(model="m", max_model_len=60, max_logprob_difference=0.1).tolerances("cpu")[0] == 0.1
 
 
 def test_the_learner_writes_all_weights_in_shards_with_its_own_log_probs(checkpoint: Checkpoint, tmp_path: Path):
