@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
-from jax_agent_rl.testing.simulate.workload import Draws, VirtualLoop
+from jax_agent_rl.testing.simulate.engine import SimulatedEngine
+from jax_agent_rl.testing.simulate.workload import Draws, EngineSpeed, VirtualLoop
 from jax_agent_rl.types import SamplingParams
 
 GROUP, GROUPS, PER_SERVER = 8, 400, 16

@@ -10,8 +10,8 @@ from typing import Any
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
-from jax_agent_rl.testing.simulate.workload import VirtualLoop
+from jax_agent_rl.testing.simulate.engine import SimulatedEngine
+from jax_agent_rl.testing.simulate.workload import EngineSpeed, VirtualLoop
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
 SPEED = EngineSpeed(slots=64, step_seconds=1.0, prefill_tokens_per_step=10**9, load_seconds=1.0)

@@ -25,8 +25,15 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
-from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed, SimulatedEngine
-from jax_agent_rl.testing.simulate.workload import LearnerAssumptions, SimulatedCodec, SimulatedPublisher, VirtualLoop
+from jax_agent_rl.testing.simulate.engine import SimulatedEngine
+from jax_agent_rl.testing.simulate.workload import (
+    ID,
+    EngineSpeed,
+    LearnerAssumptions,
+    SimulatedCodec,
+    SimulatedPublisher,
+    VirtualLoop,
+)
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord

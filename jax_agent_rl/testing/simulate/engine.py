@@ -13,41 +13,18 @@ import bisect
 import heapq
 import itertools
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jax_agent_rl.errors import BackendClosedError, BackendError
-from jax_agent_rl.rollout.protocol import (
-    BackendMetrics,
-    Capabilities,
-    GenerateRequest,
-    Health,
-    WeightUpdate,
-)
+from jax_agent_rl.jetstream.admission import Patience, ReturnTimes
+from jax_agent_rl.jetstream.block_manager import BlockManager
+from jax_agent_rl.jetstream.shapes import page_size
+from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
+from jax_agent_rl.rollout.routing import PrefixIndex
 from jax_agent_rl.testing.fakes import FakeBackend
-from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize, PagedKVCache, UnlimitedKVCache
+from jax_agent_rl.testing.simulate.workload import ID, EngineSpeed, KVCacheSize
 from jax_agent_rl.types import PauseMode, StopReason, TokenOutput, digest_ids
-
-ID = 1
-"""The id that tools return. Simulated engines sample another one for each session."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSpeed:
-    """Speed of an engine.
-
-    Attributes:
-        slots: requests decoded concurrently.
-        step_seconds: duration of a decode step of an empty batch: the time to read the weights.
-        slot_seconds: time that each slot in use adds to a step.
-        prefill_tokens_per_step: prompt ids that a slot computes in the time of a step.
-        load_seconds: time to load new weights.
-    """
-
-    slots: int
-    step_seconds: float
-    slot_seconds: float = 0.0
-    prefill_tokens_per_step: int = 512
-    load_seconds: float = 0.0
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -227,14 +204,15 @@ class SimulatedEngine(FakeBackend):
             admitted = self._cache.admit([run.request for run in self._waiting], len(self._running))
             if admitted is None:
                 break
-            run = next(run for run in self._waiting if run.request is admitted[0])
+            request, context, cached, stall = admitted
+            run = next(run for run in self._waiting if run.request is request)
             self._waiting.remove(run)
-            run.context, run.cached, stall = admitted[1]
-            length = len(run.request.prompt_ids)
+            run.context, run.cached = context, cached
+            computed = len(request.prompt_ids) - cached
             self._stall += stall
-            self._prefilled += length - run.cached
-            self._reused += run.cached
-            run.began = self._steps + (length - run.cached) / self._speed.prefill_tokens_per_step
+            self._prefilled += computed
+            self._reused += cached
+            run.began = self._steps + computed / self._speed.prefill_tokens_per_step
             run.end = run.began + run.request.sampling.max_tokens
             self._running[run.request.request_id] = run
             heapq.heappush(self._by_end, (run.end, next(self._number), run))
@@ -299,3 +277,106 @@ class SimulatedEngine(FakeBackend):
                 if not drained.done():
                     drained.set_result(None)
             self._drains.clear()
+
+
+# --- KV caches: one without limit, and the JAX engine's own block manager without a device ----------------------------
+
+Admission = tuple[GenerateRequest, int, int, float]
+"""A request, its context's number, the ids of its prompt found in the cache, and seconds in which no slot decodes."""
+
+
+class UnlimitedKVCache:
+    """Keeps every context, and recognizes prompts by their blocks."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[str, int] = {}  # cached ids by session
+        self._prompts = PrefixIndex()
+
+    def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:
+        """Return the request of the queue to run next, and what it finds; None if none can run."""
+        request = queue[0]
+        chain = PrefixIndex.chain(request.prompt_ids)
+        shared = max(self._contexts.get(request.session_id or "", 0), self._prompts.find(chain)[1])
+        self._prompts.add(chain, "here")
+        return request, 0, min(shared, len(request.prompt_ids) - 1), 0.0
+
+    def release(self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool) -> None:
+        """End a request that has sampled these ids."""
+        if request.session_id is not None:
+            self._contexts[request.session_id] = len(request.prompt_ids) + len(sampled)
+            if session_ends:
+                del self._contexts[request.session_id]
+
+    def come_back(self, session: str) -> None:
+        """Do nothing: no session needs more care than another."""
+
+    def reset(self) -> None:
+        self._contexts.clear()
+        self._prompts.clear()
+
+
+class PagedKVCache:
+    """The block manager of the JAX engine, as its scheduler uses it.
+
+    Args:
+        size: its size and costs.
+        max_model_len: longest context.
+        clock: seconds.
+    """
+
+    def __init__(self, size: KVCacheSize, *, max_model_len: int, clock: Callable[[], float]) -> None:
+        page = page_size(max_model_len)
+        self._size, self._page = size, page
+        self._returns = ReturnTimes(clock)
+        self._patience = Patience(clock)
+        if size.policy == "expected_return":
+            self._patience.add_prefill(1, size.prefill_seconds)
+        self._blocks = BlockManager(
+            size.tokens // page,
+            page,
+            -(-max_model_len // page),
+            host_pages=size.offloading_tokens // page,
+            return_rate=self._returns.rate if size.policy == "expected_return" else lambda session: 0.0,
+        )
+
+    def admit(self, queue: Sequence[GenerateRequest], running: int) -> Admission | None:
+        """Return what :meth:`UnlimitedKVCache.admit` does: the first request, or one with KV that overtakes it."""
+        first = queue[0]
+        cost = self._patience.cost(first.request_id, len(first.prompt_ids), running)
+        if (admission := self._allocate(first, cost)) is not None:
+            return admission
+        for request in queue[1:] if cost else ():
+            holds_most = self._blocks.holds_most(request.session_id, len(request.prompt_ids))
+            if request.priority == first.priority and holds_most:
+                if (admission := self._allocate(request, cost)) is not None:
+                    return admission
+        return None
+
+    def _allocate(self, request: GenerateRequest, cost: float) -> Admission | None:
+        prompt = request.prompt_ids
+        allocation = self._blocks.allocate(prompt, request.session_id, recompute_cost=cost)
+        if allocation is None:
+            return None
+        self._blocks.append(allocation.context, prompt[allocation.reused : -1])
+        if not self._blocks.grow(allocation.context, request.sampling.max_tokens):
+            self._blocks.free(allocation.context, session_ends=False)
+            return None
+        self._blocks.saved.clear()  # there is nothing to copy
+        computed = (len(prompt) - allocation.reused) * self._size.prefill_seconds
+        restored = len(allocation.restored) * self._page * self._size.restore_seconds
+        return request, allocation.context, allocation.reused, computed + restored
+
+    def release(self, context: int, request: GenerateRequest, sampled: Sequence[int], *, session_ends: bool) -> None:
+        """End a request that has sampled these ids."""
+        if sampled:
+            self._blocks.append(context, [request.prompt_ids[-1], *sampled[:-1]])
+        self._blocks.free(context, session_ends=session_ends)
+        if request.session_id is not None:
+            (self._returns.forget if session_ends else self._returns.leave)(request.session_id)
+
+    def come_back(self, session: str) -> None:
+        """Note that a session's next request is queued."""
+        self._returns.come_back(session)
+
+    def reset(self) -> None:
+        self._blocks.reset()

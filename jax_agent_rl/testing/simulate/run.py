@@ -31,10 +31,10 @@ from jax_agent_rl.runtime.placement import FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fakes import NoCheckpoints
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine
-from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize
 from jax_agent_rl.testing.simulate.workload import (
     AGENT,
     Assumptions,
+    KVCacheSize,
     SimulatedCodec,
     SimulatedLearner,
     SimulatedPublisher,

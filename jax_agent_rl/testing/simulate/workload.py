@@ -9,7 +9,7 @@ import selectors
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,6 @@ from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.config.loading import load_tree
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.testing.fakes import FakeLearner
-from jax_agent_rl.testing.simulate.engine import ID, EngineSpeed
-from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize, KVPolicy
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory
 
 
@@ -112,6 +110,51 @@ class Draws:
         """Return the draw of this key."""
         scale = random.Random(derive_seed(*key)).lognormvariate(0.0, self.sigma)
         return min(self.most, max(self.least, self.median * scale))
+
+
+ID = 1
+"""The id that tools return. Simulated engines sample another one for each session."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpeed:
+    """Speed of an engine.
+
+    Attributes:
+        slots: requests decoded concurrently.
+        step_seconds: duration of a decode step of an empty batch: the time to read the weights.
+        slot_seconds: time that each slot in use adds to a step.
+        prefill_tokens_per_step: prompt ids that a slot computes in the time of a step.
+        load_seconds: time to load new weights.
+    """
+
+    slots: int
+    step_seconds: float
+    slot_seconds: float = 0.0
+    prefill_tokens_per_step: int = 512
+    load_seconds: float = 0.0
+
+
+KVPolicy = Literal["lru", "expected_return"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSize:
+    """A KV cache of limited size.
+
+    Attributes:
+        tokens: positions on the device.
+        offloading_tokens: positions on the host.
+        policy: order of eviction. ``expected_return`` is the JAX engine's; it also makes requests wait for space.
+        prefill_seconds: duration of computing an id of a prompt, during which no slot decodes.
+        restore_seconds: the same of copying an id's KV back from the host.
+    """
+
+    tokens: int
+    offloading_tokens: int = 0
+    policy: KVPolicy = "expected_return"
+    prefill_seconds: float = 0.0
+    restore_seconds: float = 0.0
 
 
 class EngineAssumptions(Section):

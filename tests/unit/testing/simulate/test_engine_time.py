@@ -8,8 +8,8 @@ import pytest
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
-from jax_agent_rl.testing.simulate.workload import VirtualLoop
+from jax_agent_rl.testing.simulate.engine import SimulatedEngine
+from jax_agent_rl.testing.simulate.workload import EngineSpeed, VirtualLoop
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, digest_ids
 
 PROMPT = (1,) * 8

@@ -10,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.testing.simulate.engine import EngineSpeed, SimulatedEngine
-from jax_agent_rl.testing.simulate.kv_cache import KVCacheSize
+from jax_agent_rl.testing.simulate.engine import SimulatedEngine
 from jax_agent_rl.testing.simulate.run import run_command
-from jax_agent_rl.testing.simulate.workload import VirtualLoop
+from jax_agent_rl.testing.simulate.workload import EngineSpeed, KVCacheSize, VirtualLoop
 from tests.unit.testing.simulate.test_engine_time import finish, request
 
 
