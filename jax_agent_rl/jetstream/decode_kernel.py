@@ -24,6 +24,8 @@ from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 LANES, ROWS = 128, 32
 """Positions of a page that are written together, at least: of keys, of values."""
+MAX_WRITE_BYTES = 2 << 20
+"""Limit of the parts that a grid step writes; VMEM holds two, and as much of new positions, each as wide as a part."""
 MAX_STEP_PAGES, MAX_STEP_BYTES = 16, 2 << 20
 """Limits of what one grid step reads: a step's overhead is the time of half a MiB, and VMEM holds two."""
 
@@ -42,46 +44,111 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
     """
     size = cached.values.shape[2]
     at = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
+    parts = cached.by_position(lambda axis, x: jax.ShapeDtypeStruct(_part_shape(axis, x), x.dtype))
+    part_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts))
+    slots = len(positions)
+    per_step = max(n for n in range(1, slots + 1) if slots % n == 0 and (n == 1 or n * part_bytes <= MAX_WRITE_BYTES))
 
-    def part(axis: int, x: jax.Array) -> pl.BlockSpec:
-        """Select the part of each slot's page that holds its position."""
-        width = min(LANES if axis == 3 else ROWS, size)
-        shape = (None, *x.shape[1:axis], width, *x.shape[axis + 1 :])
-        before, after = [0] * (axis - 1), [0] * (x.ndim - axis - 1)
-        return pl.BlockSpec(shape, lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after))
+    # An axis of one position would be padded to a whole tile in memory.
+    new = new.by_position(lambda axis, x: jnp.squeeze(x, axis))
 
-    def one(axis: int, x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0, 0))
+    def one(_: int, x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((per_step, *x.shape[1:]), lambda i, *_: (i, 0, 0))
 
-    parts = cached.by_position(part)
-    part_bytes = sum(
-        x.dtype.itemsize * math.prod(size or 1 for size in spec.block_shape)
-        for x, spec in zip(jax.tree.leaves(cached), jax.tree.leaves(parts), strict=True)
-    )
+    arrays = len(jax.tree.leaves(cached))
+    everything = jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), cached)
     return pl.pallas_call(
-        _write,
+        functools.partial(_write, per_step, slots // per_step),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=positions.shape,
-            in_specs=[parts, new.by_position(one)],
-            out_specs=parts,
+            grid=(slots // per_step,),
+            in_specs=[everything, new.by_position(one)],
+            out_specs=everything,
+            scratch_shapes=[
+                jax.tree.map(lambda x: pltpu.VMEM((2, per_step, *x.shape), x.dtype), parts),
+                pltpu.SemaphoreType.DMA((2, 2, arrays, per_step)),
+            ],
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cached),
-        input_output_aliases={2 + i: i for i in range(len(jax.tree.leaves(cached)))},  # counted from ``at`` on
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(at) * part_bytes),
+        input_output_aliases={2 + i: i for i in range(arrays)},  # counted from ``at`` on
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * slots * part_bytes),
     )(at, positions % size, cached, new)
 
 
-def _write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) -> None:
-    position = within[pl.program_id(0)]
+def _part_shape(axis: int, x: jax.Array) -> tuple[int, ...]:
+    """Return the shape of the part of a page that is read and written with one position."""
+    return (*x.shape[1:axis], min(LANES if axis == 3 else ROWS, x.shape[axis]), *x.shape[axis + 1 :])
 
-    def write(axis: int, old: Any, one: Any, changed: Any) -> None:
-        place = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1)
-        here = place == jax.lax.rem(position, old.shape[axis - 1])
+
+def _write(
+    per_step: int,
+    steps: int,
+    at: Any,
+    within: Any,
+    _: LayerKV,
+    new: LayerKV,
+    cached: LayerKV,
+    parts: LayerKV,
+    done: Any,
+) -> None:
+    """Change the parts of ``per_step`` slots in VMEM, while those of the next are read and of the last written.
+
+    Slots have pages of their own where they write, but for the null page, whose content does not matter.
+
+    Args:
+        per_step: slots of a grid step.
+        steps: of the grid.
+        at: the page of each slot, in SMEM.
+        within: the position in it.
+        _: the cache as input, which is the same memory.
+        new: of this step's slots.
+        cached: the cache.
+        parts: [2, per_step, ...], for steps in turn.
+        done: semaphores [2, 2, arrays, per_step]: of reads and writes, for steps in turn.
+    """
+    step = pl.program_id(0)
+
+    def copies(step: Any, *, write: bool) -> list[Any]:
+        """Return the copies of all parts of a step's slots, to or from VMEM."""
+        turn, found = jax.lax.rem(step, 2), []
+
+        def copy(axis: int, whole: Any, buffer: Any) -> None:
+            number, width = len(found) // per_step, buffer.shape[axis + 1]
+            for i in range(per_step):
+                slot = step * per_step + i
+                begin = pl.multiple_of(within[slot] // width * width, width)
+                place = whole.at[(at[slot], *[slice(None)] * (axis - 1), pl.ds(begin, width))]
+                mine, ready = buffer.at[turn, i], done.at[int(write), turn, number, i]
+                found.append(pltpu.make_async_copy(*((mine, place) if write else (place, mine)), ready))
+
+        cached.by_position(copy, parts)
+        return found
+
+    def start(step: Any, *, write: bool) -> None:
+        for each in copies(step, write=write):
+            each.start()
+
+    def wait(step: Any, *, write: bool) -> None:
+        for each in copies(step, write=write):
+            each.wait()
+
+    pl.when(step == 0)(lambda: start(0, write=False))
+    pl.when(step > 0)(lambda: wait(step - 1, write=True))
+    pl.when(step + 1 < steps)(lambda: start(step + 1, write=False))
+    wait(step, write=False)
+
+    def change(axis: int, old: Any, one: Any) -> None:
+        turn = jax.lax.rem(step, 2)
         wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # TPUs cannot select 8-bit values
-        changed[...] = jnp.where(here, one[...].astype(wide), old[...].astype(wide)).astype(old.dtype)
+        place = jax.lax.broadcasted_iota(jnp.int32, old.shape[2:], axis - 1)
+        for i in range(per_step):
+            here = place == jax.lax.rem(within[step * per_step + i], old.shape[axis + 1])
+            token = jnp.expand_dims(one[i].astype(jnp.float32), axis - 1).astype(wide)
+            old[turn, i] = jnp.where(here, token, old[turn, i].astype(wide)).astype(old.dtype)
 
-    cached.by_position(write, new, out)
+    parts.by_position(change, new)
+    start(step, write=True)
+    pl.when(step + 1 == steps)(lambda: wait(step, write=True))
 
 
 def decode_kernel(

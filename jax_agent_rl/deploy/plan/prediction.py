@@ -207,7 +207,7 @@ class _Timeline:
         """Yield an instruction if it exchanges, or the exchanges in the computations that it wraps."""
         if is_exchange(each):
             yield each.name, each
-        for name in each.called("calls"):
+        for name in (*each.called("calls"), *each.called("to_apply")):  # the latter: on a sparse core
             for inner in self.program.computations.get(name, ()):
                 yield from ((name, found) for _, found in self._exchanges(inner))
 

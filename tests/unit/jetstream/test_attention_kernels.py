@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_agent_rl.jetstream import attention
+from jax_agent_rl.jetstream import decode_kernel as decode_kernel_module
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
 from jax_agent_rl.models.quantized import DTYPES
@@ -83,6 +84,20 @@ def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, po
     cached = written_by_kernel(cached, to_cache(k[..., None], v[:, :, None], cached.keys.dtype), at)
     jax.tree.map(np.testing.assert_array_equal, in_rows(cached, at + 1), written)
     np.testing.assert_allclose(decoded_by_kernel(q, cached, at, window=window), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_slots_that_are_written_in_several_steps_change_what_one_step_changes(kind, monkeypatch):
+    cached, at = kept(kind, 1, PAGE, rows=14), jnp.array([200, 128, 319])
+    new = kept(kind, 3, 1)
+    together = written_by_kernel(cached, new, at)
+    monkeypatch.setattr(decode_kernel_module, "MAX_WRITE_BYTES", 0)  # a slot each
+    with pltpu.force_tpu_interpret_mode(True):
+        alone = jax.jit(lambda *x: write_kernel(*x))(cached, new, PAGES, at)
+    jax.tree.map(np.testing.assert_array_equal, alone, together)
+    changed = np.argwhere(np.asarray(alone.values != cached.values).any((1, 3)))
+    wanted = [(int(pages[i // PAGE]), int(i) % PAGE) for pages, i in zip(PAGES, at, strict=True)]
+    assert sorted(map(tuple, changed)) == sorted(wanted)
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])

@@ -137,6 +137,21 @@ def test_what_runs_beside_an_exchange_hides_it():
     assert milliseconds(start, fusion("a", 3), done) == pytest.approx(3.0)
 
 
+def test_an_exchange_on_a_sparse_core_takes_as_long_and_is_hidden_likewise():
+    count = round(1e-3 * 2 * V5E.link_bandwidth) // 4
+    called = (
+        f"%called (p.2: f32[{count}]) -> f32[{count}] {{\n"
+        f"  ROOT %x = f32[{count}]{{0}} all-to-all(%p.2), replica_groups={{{{0,1,2,3}}}}\n}}\n\n"
+    )
+    shape = f"f32[{count}]{{0}}"
+    start = f'%s = (({shape}), {shape}) call-start(%p), async_execution_thread="sparsecore", to_apply=%called'
+    done = f"%d = {shape} call-done(%s)"
+    alone = milliseconds(start, done, before=called)
+    assert alone > 0.5
+    assert milliseconds(start, fusion("a", 3), done, before=called) == pytest.approx(3.0)
+    assert milliseconds(start, fusion("a", alone / 2), done, before=called) == pytest.approx(alone)
+
+
 @pytest.mark.parametrize(("condition", "times"), [(COUNTED, 30), (FOUND, 16)])
 def test_a_loops_body_counts_as_often_as_it_runs(condition, times):
     body = f"%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {{\n  {fusion('x', 1)}\n}}\n\n"
