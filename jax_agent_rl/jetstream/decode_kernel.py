@@ -11,7 +11,6 @@ another layout, heads 128 wide, and mostly no window.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
