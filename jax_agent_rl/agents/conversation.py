@@ -17,7 +17,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.prompt import EncodedImage
-from jax_agent_rl.chat.codec import CALL_ID_LENGTH
+from jax_agent_rl.chat.template import CALL_ID_LENGTH
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 from jax_agent_rl.utils.media import text_content

@@ -5,7 +5,7 @@ The first prompt is rendered and tokenized as a whole. After that nothing is eve
     context = prompt_ids
     context = context + sampled_ids + encode_append(sampled_ids, new messages)
 
-After an assistant turn comes what the template writes there (``boundary``): the end of the turn unless the model wrote
+After an assistant turn comes what the template writes there (``template``): the end of the turn unless the model wrote
 it, any text behind it (Qwen's newline), the new messages, the next generation prompt. Contents of messages are text,
 whatever they look like (``control``).
 """
@@ -19,14 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chat.boundary import ASKED, CALL_ID_LENGTH, TurnBoundary
 from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS
-from jax_agent_rl.chat.formats.syntax import CallSyntax, TurnGrammar
-from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message
+from jax_agent_rl.chat.grammar import CallSyntax, GrammarCompiler, GrammarError, TurnGrammar
 from jax_agent_rl.chat.media import MediaTokens
-from jax_agent_rl.chat.template import ChatTemplate, Message, ToolPrompt
+from jax_agent_rl.chat.template import ASKED, CALL_ID_LENGTH, ChatTemplate, ToolPrompt, TurnBoundary
 from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
 from jax_agent_rl.models.vision.image_processor import Pixels
 from jax_agent_rl.types import digest_ids
@@ -296,7 +294,7 @@ class ChatCodec:
                 "with agent.tool_format=hermes"
             )
         grammar = self._turns.turn(syntax=syntax, tools=tools, several=several, answer=answer)
-        self._grammars.check(grammar)
+        self._grammars.start(grammar)
         return grammar
 
     def free_turn_grammar(self, *, tools: Sequence[Mapping[str, Any]], several: bool = True) -> str:
@@ -308,7 +306,7 @@ class ChatCodec:
         if self._call_syntax is None:
             raise GrammarError(f"there is no grammar of calls in the format {self.tool_format!r}")
         grammar = self._turns.free_turn(syntax=self._call_syntax, tools=tools, several=several)
-        self._grammars.check(grammar)
+        self._grammars.start(grammar)
         return grammar
 
     @property
@@ -328,11 +326,6 @@ class ChatCodec:
     def grammar_compiler(self, *, eos_ids: Sequence[int], vocab_size: int) -> GrammarCompiler:
         """Return a compiler of grammars for a model of ``vocab_size`` ids, whose outputs end with ``eos_ids``."""
         return GrammarCompiler(self._tokenizer, eos_ids=eos_ids, vocab_size=vocab_size)
-
-    @property
-    def begins_thinking(self) -> bool:
-        """Whether the generation prompt opens a think block, in which a sampled turn then begins."""
-        return bool(self._boundary.think_tag)
 
 
 def _with_call_ids(messages: Sequence[Message], sampled_ids: Sequence[int]) -> list[Message]:

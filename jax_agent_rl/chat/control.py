@@ -28,8 +28,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS
-from jax_agent_rl.chat.template import Message
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message
 from jax_agent_rl.errors import ModelError, TemplateError
 
 _ORDINARY = re.compile(

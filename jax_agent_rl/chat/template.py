@@ -1,18 +1,29 @@
-"""One model's chat template: its features, and messages in the shape it accepts."""
+r"""One model's chat template: messages in the shape it accepts, and the text it writes between two turns.
+
+That text is found with an *anchor*: a short fixed conversation that ends with an assistant turn holding a unique word.
+The anchor is rendered together with the new messages, and everything after the word is the addition::
+
+    user: question   assistant: WORD   tool: 42   ──►   …WORD<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n…
+                                                             └─ the addition, from the end of the turn on
+
+Whatever a template rewrites before the word (strips ``<think>``, injects dates) does not affect the addition. It begins
+with a control token that either *ends* the turn, as ``<|im_end|>`` always does, or *opens* the next message, as GLM's
+``<|user|>`` and ``<|observation|>`` do, which its models also stop at.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from jax_agent_rl.chat.formats import ToolFormat
+from jax_agent_rl.chat.control import ControlTokens, unused_word
+from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message, ToolFormat, ends_thinking
+from jax_agent_rl.chat.grammar import Thinking
 from jax_agent_rl.errors import TemplateError
 
-Message = Mapping[str, Any]
 ToolPrompt = Literal["template", "none"]
-
-
 _PROBE = "PROBE5d2e81"
 
 
@@ -82,11 +93,9 @@ class ChatTemplate:
             TemplateError: it leaves out content in parts, too.
         """
         asked = {"role": "user", "content": _PROBE}
-        try:
+        with suppress(TemplateError):  # wants other roles, too, or parts
             if _PROBE in self._apply([asked]):
                 return False
-        except TemplateError:  # wants other roles, too, or parts
-            pass
         if _PROBE in self._apply([_in_parts(asked)]):
             return True
         raise TemplateError(
@@ -151,7 +160,8 @@ class ChatTemplate:
             messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}
             return messages
         with_system = [{"role": "system", "content": section}, *messages]
-        if self._accepts(with_system):
+        with suppress(TemplateError):
+            self.render(with_system, (), generation_prompt=False)
             return with_system
         first = next(i for i, m in enumerate(messages) if m["role"] == "user")
         asked = messages[first]["content"]
@@ -160,9 +170,187 @@ class ChatTemplate:
         messages[first] = {**messages[first], "content": shown}
         return messages
 
-    def _accepts(self, messages: Sequence[Message]) -> bool:
+
+CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
+ASKED = {"role": "user", "content": "question"}
+_ANSWER = {"role": "assistant", "content": "answer"}
+_RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "0" * CALL_ID_LENGTH}
+_WORD = unused_word("anchor", ASKED, _ANSWER, _RESULT)
+
+Anchor = Callable[[Sequence[Message], Sequence[Mapping], str], str]
+"""From messages, tools and the word to the text that follows an assistant turn."""
+
+
+class TurnBoundary:
+    """The additions of one template.
+
+    Args:
+        template: renders conversations.
+        control: the tokenizer's control tokens.
+        call_end: text that closes the last call of a turn, see ``ToolFormat``.
+    """
+
+    def __init__(self, template: ChatTemplate, control: ControlTokens, *, call_end: str) -> None:
+        self._template = template
+        self._control = control
+        self._call_end = call_end
+        self._anchor_of: dict[tuple[str, ...], int] = {}
+
+    def addition(
+        self,
+        messages: Sequence[Message],
+        with_call_ids: Sequence[Message],
+        tools: Sequence[Mapping] = (),
+    ) -> str:
+        """Return the text after an assistant turn, beginning with the end of that turn.
+
+        Args:
+            messages: what follows the turn.
+            with_call_ids: the same, every ``tool`` message with a ``tool_call_id``.
+            tools: schemas; templates may refer to them.
+
+        Raises:
+            TemplateError: the template refuses the messages, or leaves one out.
+        """
+        key = tuple(message["role"] for message in messages)
+        word = unused_word("anchor", messages, tools)
+        anchors = ((self._plain_anchor, messages), (self._calling_anchor, with_call_ids))
+        known = self._anchor_of.get(key)
+        problems = []
+        for number in sorted(range(len(anchors)), key=lambda number: number != known):  # the known one first
+            anchor, following = anchors[number]
+            try:
+                if number != known:
+                    _check_keeps(anchor, following, tools, word)
+                addition = anchor(following, tools, word)
+            except TemplateError as error:
+                problems.append(str(error))
+                continue
+            self._anchor_of[key] = number
+            return addition
+        raise TemplateError("; ".join(problems))
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids that the template ends a turn with, whatever follows it."""
+        asked, said = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
+        pairs = [([asked], [asked, _ANSWER]), ([ASKED, said], [ASKED, said, ASKED])]
+        calling = [ASKED, _calling_message([_RESULT], _WORD)]
+        ids = [self._common_end(last, followed) for last, followed in pairs]
+        ids.append(self._common_end(calling, [*calling, _RESULT], before_another=True))
+        return frozenset(i for i in ids if i is not None)
+
+    @functools.cached_property
+    def openings(self) -> frozenset[int]:
+        """Ids that the template writes right after an assistant turn to open the next message."""
+        ids = set()
+        for message in (ASKED, _RESULT):
+            try:
+                addition = self.addition([message], [message])
+            except TemplateError:
+                continue
+            token = self._control.first(addition)
+            if token and not addition[: token.start()].strip():
+                ids.add(self._control.ids[token.group()])
+        return frozenset(ids - self.ends)
+
+    @functools.cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes between a question and the assistant's turn; "" if it refuses one."""
         try:
-            self.render(messages, (), generation_prompt=False)
+            return self.addition([ASKED], [ASKED]).rpartition(ASKED["content"])[2]
         except TemplateError:
-            return False
-        return True
+            return ""
+
+    @functools.cached_property
+    def think_tag(self) -> str:
+        """The tag of a think block that the generation prompt leaves open, in which every turn then begins; or ""."""
+        prompt = self.generation_prompt
+        return max((begin for begin, _ in ALL_THINK_TAGS), key=prompt.rfind) if ends_thinking(prompt) else ""
+
+    def thinking(self, template: str) -> Thinking | None:
+        """Return the reasoning that a turn begins with, or may begin with; ``template`` is the template's source."""
+        if self.think_tag:
+            return Thinking(tags=next(tags for tags in ALL_THINK_TAGS if tags[0] == self.think_tag), opened=True)
+        shown = (tags for tags in ALL_THINK_TAGS if tags[0] in template and tags[1] not in self.generation_prompt)
+        tags = next(shown, None)
+        return Thinking(tags=tags) if tags else None
+
+    def _common_end(
+        self, last: Sequence[Message], followed: Sequence[Message], *, before_another: bool = False
+    ) -> int | None:
+        """Return the control token after :data:`_WORD` if it is the same in both conversations.
+
+        Args:
+            last: a conversation that ends with the word.
+            followed: the same conversation, continued.
+            before_another: count it only if another control token follows at once: after a call Gemma 4 opens the
+                result with the same token whether or not there is one yet.
+        """
+        found = []
+        for messages in (last, followed):
+            try:
+                _, written, text = self._template.render(messages, (), generation_prompt=False).rpartition(_WORD)
+            except TemplateError:
+                return None
+            token = self._control.first(self._after_call(text) if before_another else text)
+            if not written or token is None:
+                return None
+            rest = token.string[token.end() :].lstrip()
+            if before_another and rest and not ((following := self._control.first(rest)) and following.start() == 0):
+                return None
+            found.append(token.group())
+        return self._control.ids[found[0]] if found[0] == found[1] else None
+
+    def _plain_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
+        """Return the text after an assistant turn without calls."""
+        anchor = [ASKED, {"role": "assistant", "content": word}]
+        before, found, after = self._template.render([*anchor, *messages], tools, generation_prompt=True).rpartition(
+            word
+        )
+        if not found or word in before:
+            raise TemplateError("the chat template does not write an assistant turn exactly once")
+        return after
+
+    def _calling_anchor(self, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> str:
+        """Return the text after an assistant turn with calls, for templates that require one before a tool result."""
+        results = [message for message in messages if message["role"] == "tool"]
+        anchor = [ASKED, _calling_message(results or [_RESULT], word)]
+        text = self._template.render([*anchor, *messages], tools, generation_prompt=True)
+        rest = self._after_call(text[text.rindex(word) :] if word in text else "")
+        if (end := self._control.first(rest)) is None:
+            raise TemplateError("the chat template does not mark the end of an assistant turn that calls a tool")
+        return rest[end.start() :]
+
+    def _after_call(self, rest: str) -> str:
+        """Skip the text that closes a call, which the model writes itself, unlike the end of the turn."""
+        if (end := self._call_end) and end in rest:
+            return rest[rest.index(end) + len(end) :]
+        return rest
+
+
+def _calling_message(results: Sequence[Message], word: str) -> dict[str, Any]:
+    """Return an assistant message with the calls that these results answer."""
+    calls = [
+        {
+            "id": result["tool_call_id"],
+            "type": "function",
+            "function": {"name": result.get("name", "f"), "arguments": {"a": word}},
+        }
+        for result in results
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _check_keeps(anchor: Anchor, messages: Sequence[Message], tools: Sequence[Mapping], word: str) -> None:
+    """Check with marked contents that an anchor makes the template write every message.
+
+    Raises:
+        TemplateError: a message is left out, as some templates do with a tool result without a call.
+    """
+    kept = unused_word("kept", messages, tools)
+    marked = [{**message, "content": f"{kept}{index}"} for index, message in enumerate(messages)]
+    text = anchor(marked, tools, word)
+    for message in marked:
+        if message["content"] not in text:
+            raise TemplateError(f"the chat template leaves out a message of role {message['role']!r}")

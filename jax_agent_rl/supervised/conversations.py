@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.chat.template import Message
+from jax_agent_rl.chat.formats.base import Message
 from jax_agent_rl.config.supervised import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.dataset import find_files

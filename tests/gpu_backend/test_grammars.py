@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.chat.formats.syntax import TurnGrammar
+from jax_agent_rl.chat.grammar import TurnGrammar
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.testing.conformance.models import write_tiny_model

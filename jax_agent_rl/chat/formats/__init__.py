@@ -1,12 +1,12 @@
 """Tool-call formats by name (``agent.tool_format``), and which one a chat template uses.
 
 ``base`` the types and the scanner all share · one module for each kind of notation: ``json_calls``, ``tagged``,
-``sections``, ``literal_calls``, ``harmony``.
+``sections``, ``literal_calls``.
 """
 
 from __future__ import annotations
 
-from jax_agent_rl.chat.formats import harmony, json_calls, literal_calls, sections, tagged
+from jax_agent_rl.chat.formats import json_calls, literal_calls, sections, tagged
 from jax_agent_rl.chat.formats.base import Reply, ToolCall, ToolFormat
 from jax_agent_rl.errors import ConfigError
 
@@ -21,7 +21,7 @@ _ORDERED = (
     sections.MISTRAL,
     literal_calls.GEMMA,
     literal_calls.GEMMA4,
-    harmony.FORMAT,
+    sections.HARMONY,
     json_calls.HERMES,
     json_calls.LLAMA3,
     literal_calls.PYTHONIC,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax_agent_rl.chat.formats.syntax import CallSyntax
+from jax_agent_rl.chat.grammar import CallSyntax
 from jax_agent_rl.utils.text import has_lone_surrogate
 
 THINK_TAGS = ("<think>", "</think>")
@@ -73,6 +73,7 @@ def _blocks(text: str, thinking: bool) -> tuple[list[tuple[int, int]], bool]:
     return blocks, start is not None
 
 
+Message = Mapping[str, Any]
 Schema = Mapping[str, Any]
 
 

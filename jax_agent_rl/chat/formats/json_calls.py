@@ -33,7 +33,7 @@ from jax_agent_rl.chat.formats.base import (
     skip_space,
     to_call,
 )
-from jax_agent_rl.chat.formats.syntax import CallSyntax
+from jax_agent_rl.chat.grammar import CallSyntax
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -28,7 +28,7 @@ STOPS = [(name, stop) for name, family in FAMILIES.items() for stop in (family.e
 def written_after_turn(codec: ChatCodec, role: str) -> str:
     """By the template, in a conversation rendered as a whole; from the end of the turn's text or of its call."""
     said: dict = {"role": "assistant", "content": WORD}
-    if calls := codec._boundary.needs_call(role):
+    if calls := codec._boundary._anchor_of.get((role,)) == 1:
         said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     messages = [{"role": "user", "content": "q"}, said, NEW[role]]
     rest = codec._template.render(messages, (), generation_prompt=True).rpartition(WORD)[2]
@@ -162,7 +162,7 @@ def test_gemma_opens_a_tool_result_after_the_end_of_a_turn():
 def test_a_turn_begins_in_a_think_block_that_the_generation_prompt_opened(name: str, tag: str):
     codec = codec_of(name)
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert codec.begins_thinking == bool(tag)
+    assert bool(codec._boundary.think_tag) == bool(tag)
     cut = codec.parse_reply(codec.encode_text(f"maybe {call}"))
     assert len(cut.tool_calls) == (0 if tag else 1)
     whole = codec.parse_reply(codec.encode_text(f"maybe</think>so {call}"))

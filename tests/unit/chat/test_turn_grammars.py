@@ -71,7 +71,7 @@ def end_of_thinking(codec: ChatCodec, ids: list[int]) -> str | None:
     if text.startswith("<|channel|>analysis<|message|>"):
         return "<|end|><|start|>assistant"
     template = str(codec._tokenizer.chat_template)
-    thinking = ends_thinking(text, thinking=codec.begins_thinking)
+    thinking = ends_thinking(text, thinking=bool(codec._boundary.think_tag))
     return next(tags[1] for tags in ALL_THINK_TAGS if tags[0] in template) if thinking else None
 
 
@@ -107,7 +107,7 @@ def test_calls_are_allowed_as_the_familys_own_template_writes_them(name):
     codec = codec_of(name)
     grammar = codec.turn_grammar(tools=TOOLS)
     text = written(name, [("get_weather", {"city": "Rome", "days": 3, "exact": True})])
-    text = "</think>" * codec.begins_thinking + text.strip().removeprefix("<｜Assistant｜>")
+    text = "</think>" * bool(codec._boundary.think_tag) + text.strip().removeprefix("<｜Assistant｜>")
     codec._grammars.start(grammar, [*codec.encode_markup(text), codec.eos_token_ids[0]])  # raises if it is not
 
 
@@ -206,7 +206,7 @@ def opening_of(name: str) -> str:
 def test_what_begins_as_a_call_in_a_free_turn_is_read_as_valid_calls(name):
     codec = codec_of(name)
     grammar = codec.free_turn_grammar(tools=TOOLS)
-    begun = codec.encode_markup("</think>" * codec.begins_thinking + "Let me see. " + opening_of(name))
+    begun = codec.encode_markup("</think>" * bool(codec._boundary.think_tag) + "Let me see. " + opening_of(name))
     for seed in range(4):
         ids = walk(codec, grammar, random.Random(seed), begun)
         reply = codec.parse_reply(ids, tools=TOOLS)
@@ -221,7 +221,7 @@ def test_a_free_turn_may_be_any_text_without_a_call_or_nothing(name):
     codec = codec_of(name)
     grammar = codec.free_turn_grammar(tools=TOOLS)
     for text in ("", "It is 5 < 7 / 1, [1] {} \n\n or \\ so: ü"):
-        ids = codec.encode_markup("</think>" * codec.begins_thinking + text)
+        ids = codec.encode_markup("</think>" * bool(codec._boundary.think_tag) + text)
         codec._grammars.start(grammar, [*ids, codec.eos_token_ids[0]])  # raises if it is not
 
 
@@ -238,7 +238,7 @@ def test_a_free_turn_may_be_any_text_without_a_call_or_nothing(name):
 )
 def test_a_free_turn_has_no_call_of_another_tool_or_with_other_arguments(name, call):
     codec = codec_of(name)
-    ids = codec.encode_markup("</think>" * codec.begins_thinking + f"Yes. <tool_call>\n{call}\n</tool_call>")
+    ids = codec.encode_markup("</think>" * bool(codec._boundary.think_tag) + f"Yes. <tool_call>\n{call}\n</tool_call>")
     with pytest.raises(GrammarError):
         codec._grammars.start(codec.free_turn_grammar(tools=TOOLS), ids)
 
