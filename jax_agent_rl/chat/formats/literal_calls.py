@@ -12,8 +12,10 @@ parser (:class:`Literals`) reads both notations, with bounded depth in linear ti
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from jax_agent_rl.chat.formats.base import (
     GEMMA4_THINK_TAGS,
@@ -29,6 +31,7 @@ from jax_agent_rl.chat.formats.base import (
 )
 
 MAX_DEPTH = 64
+T = TypeVar("T")
 
 _SPACE = re.compile(r"\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
@@ -102,11 +105,11 @@ class Literals:
         if (text := self._string()) is not None:
             return text
         if self.accept("["):
-            return self._items("]", lambda: self.value(depth + 1))
+            return self.items("]", lambda: self.value(depth + 1))
         if self._quote is None and self.accept("("):
-            return self._items(")", lambda: self.value(depth + 1))
+            return self.items(")", lambda: self.value(depth + 1))
         if self.accept("{"):
-            return dict(self._items("}", lambda: self._pair(depth + 1)))
+            return dict(self.items("}", lambda: self._pair(depth + 1)))
         if number := _NUMBER.match(self.text, self.at):
             self.at = number.end()
             return self._number(number.group())
@@ -119,7 +122,8 @@ class Literals:
         """Return an error at the current position, quoting the text there."""
         return LiteralError(f"{message}, got {self.text[self.at : self.at + 20]!r}", self.at)
 
-    def _items(self, close: str, read: Any) -> list[Any]:
+    def items(self, close: str, read: Callable[[], T]) -> list[T]:
+        """Return what ``read`` finds between commas, up to ``close``."""
         items = []
         while not self.accept(close):
             items.append(read())
@@ -129,17 +133,13 @@ class Literals:
         return items
 
     def _pair(self, depth: int) -> tuple[str, Any]:
-        key = self._string_after_space()
-        if key is None:
+        self._skip_space()
+        if (key := self._string()) is None:
             if self._quote is None:
                 raise self.error("expected a string as key")
             key = self.word(_GEMMA_KEY).strip()
         self.expect(":")
         return key, self.value(depth)
-
-    def _string_after_space(self) -> str | None:
-        self._skip_space()
-        return self._string()
 
     def _string(self) -> str | None:
         """Read the string that begins here, if any."""
@@ -149,7 +149,7 @@ class Literals:
         if found is None:
             return None
         self.at = found.end()
-        return _unescape(next(group for group in found.groups() if group is not None))
+        return _ESCAPE.sub(_escaped, next(group for group in found.groups() if group is not None))
 
     def _quoted(self, quote: str) -> str | None:
         if not self.text.startswith(quote, self.at):
@@ -173,10 +173,6 @@ class Literals:
 
 
 _GEMMA_KEY = re.compile(r"[^\s{}\[\],:<>][^{}\[\],:<>]*")
-
-
-def _unescape(text: str) -> str:
-    return _ESCAPE.sub(_escaped, text) if "\\" in text else text
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -204,35 +200,34 @@ def _read_python(text: str, opening: re.Match[str]) -> Read:
     end = skip_space(text, source.at)
     if close and not text.startswith(close, end):
         return Read([f"expected {close} after the calls"], resume_after(text, end, close, *_TAGS))
-    return Read(list(calls) or ["an empty list of calls"], end + len(close or ""))
+    return Read([*calls] or ["an empty list of calls"], end + len(close or ""))
 
 
 def _calls(source: Literals) -> list[ToolCall]:
-    source.expect("[")
-    calls: list[ToolCall] = []
-    while not source.accept("]"):
-        if len(calls) > MAX_CALLS:
+    count = itertools.count()
+
+    def read() -> ToolCall:
+        if next(count) > MAX_CALLS:
             raise source.error(f"more than {MAX_CALLS} calls")
-        calls.append(_call(source))
-        if not source.accept(","):
-            source.expect("]")
-            break
-    return calls
+        return _call(source)
+
+    source.expect("[")
+    return source.items("]", read)
 
 
 def _call(source: Literals) -> ToolCall:
-    name = source.word(_NAME)
-    source.expect("(")
-    arguments = {}
-    while not source.accept(")"):
+    arguments: dict[str, Any] = {}
+
+    def read() -> None:
         key = source.word()
         source.expect("=")
         if key in arguments:
             raise source.error(f"argument {key[:40]!r} is given twice")
         arguments[key] = source.value()
-        if not source.accept(","):
-            source.expect(")")
-            break
+
+    name = source.word(_NAME)
+    source.expect("(")
+    source.items(")", read)
     return ToolCall(name=name, arguments=arguments)
 
 
