@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
-from jax_agent_rl.environments.textworld import parse_command
+from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.judge import _GRADE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
-from jax_agent_rl.environments.pool import EnvironmentPools
+from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, TokenOutput, ToolCallRecord

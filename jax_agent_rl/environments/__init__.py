@@ -1,15 +1,16 @@
 """Environments: worlds a policy lives in, turn by turn.
 
-``base`` the interface, and environments by name · ``pool`` instances, their limits and end · ``environment_tool`` tools
-that lease one · ``users`` simulated users · ``reasoning_gym``, ``textworld``, ``verifiers`` adapters; each imports
-its package when it is first used.
+``base`` the interface, environments by name, and pools of them · ``environment_tool`` tools that lease one · ``users``
+simulated users · ``adapters`` reasoning-gym and TextWorld · ``verifiers`` its tasksets.
 """
 
-from jax_agent_rl.environments import reasoning_gym as _reasoning_gym  # these register the adapters
-from jax_agent_rl.environments import textworld as _textworld
+from jax_agent_rl.environments import adapters as _adapters  # these register environments
 from jax_agent_rl.environments import verifiers as _verifiers
 from jax_agent_rl.environments.base import (
     Environment,
+    EnvironmentPool,
+    EnvironmentPools,
+    LeasedEnvironment,
     Observation,
     get_environment,
     in_thread,
@@ -19,7 +20,6 @@ from jax_agent_rl.environments.base import (
     row_environment,
 )
 from jax_agent_rl.environments.environment_tool import EnvironmentTool, environment_tool
-from jax_agent_rl.environments.pool import EnvironmentPool, EnvironmentPools, LeasedEnvironment
 
 __all__ = [
     "Environment",
@@ -37,4 +37,4 @@ __all__ = [
     "require_environments",
 ]
 
-del _reasoning_gym, _textworld, _verifiers
+del _adapters, _verifiers

@@ -32,7 +32,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jax_agent_rl.environments.pool import EnvironmentPool
+from jax_agent_rl.environments.base import EnvironmentPool
 from jax_agent_rl.errors import ToolDefinitionError, ToolError
 from jax_agent_rl.tools.base import ToolResult
 from jax_agent_rl.tools.function_tool import FunctionTool

@@ -25,16 +25,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, DataError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.schema import check_parameters, unwrap_function
 from jax_agent_rl.tools.verl import VerlTool, is_verl_tool, verl_modules
-from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.utils.plugins import find_class, load_user_module, read_entries
 
 _KEY = "tools.tool_config_path"
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
@@ -123,7 +120,7 @@ async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
     async with AsyncExitStack() as stack:
         if config.tool_config_path is not None:
             path = Path(config.tool_config_path).expanduser()
-            for number, entry in enumerate(_read_entries(path)):
+            for number, entry in enumerate(read_entries(path, key=_KEY, name="tools")):
                 place = f"{path} (tools[{number}])"
                 if _is_mcp(entry, place):
                     await _add_servers(registry, entry, path, place, stack)
@@ -132,20 +129,6 @@ async def open_tools(config: ToolsConfig) -> AsyncIterator[ToolRegistry]:
         for tool in registry.select().values():
             stack.push_async_callback(tool.close)
         yield registry
-
-
-def _read_entries(path: Path) -> list[Any]:
-    """Read the entries of the file's ``tools``."""
-    if not path.is_file():
-        raise ConfigError(f"{_KEY}={str(path)!r}: no such file (relative to {Path.cwd()})")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_KEY}={str(path)!r} is not valid YAML: {error}") from None
-    entries = content.get("tools") if isinstance(content, Mapping) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{_KEY}={str(path)!r} must hold a list called tools, got {content!r:.100}")
-    return entries
 
 
 def _is_mcp(entry: Any, place: str) -> bool:
@@ -193,17 +176,10 @@ def _import_class(name: Any, place: str) -> type | BaseTool:
     """Import ``package.module.Class``, ``file.py:Class`` or the tool of an installed package."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{place} needs a class_name (package.module.Class or file.py:Class), got {name!r}")
-    where, _, leaf = name.rpartition(":" if ".py:" in name else ".")
     with verl_modules():
-        if where:
-            cls = getattr(load_user_module(where, key=f"{_KEY} class_name"), leaf, None)
-        elif (cls := load_installed("tools", name, fits=lambda _: True)) is None:
-            known = sorted(installed("tools"))
-            raise ConfigError(
-                f"{place}: no installed package registers a tool {name!r}; {did_you_mean(name, known)}there are {known}"
-            )
-        elif isinstance(cls, BaseTool):
-            return cls
+        cls = find_class(name, "tools", where=place)
+    if isinstance(cls, BaseTool):
+        return cls
     if not (isinstance(cls, type) and (issubclass(cls, BaseTool) or is_verl_tool(cls))):
         raise ToolDefinitionError(
             f"{place}: {name!r} is no subclass of jax_agent_rl.tools.BaseTool or of verl's (found {cls!r:.80})"

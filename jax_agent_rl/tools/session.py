@@ -17,7 +17,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Collection, Mapping
-from types import TracebackType
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
@@ -79,12 +78,12 @@ class ToolSession:
             for name in self._tools:
                 await self._create(name)
         except BaseException:  # cancelled: __aexit__ will not run
-            await self._release_all_shielded()
+            await asyncio.shield(self._release_all())
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
-        await self._release_all_shielded()
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self._release_all())  # even if the caller is cancelled again
 
     async def call(self, name: str, arguments: Any, *, call_id: str | None = None) -> ToolCallRecord:
         """Run one call; never raise for a mistake of the tool or the model.
@@ -186,10 +185,6 @@ class ToolSession:
             logger.warning("tool %s could not be created for %s: %s", name, self._id, error, exc_info=True)
             self._broken[name] = str(error)
 
-    async def _release_all_shielded(self) -> None:
-        """Release all tools, even if the caller is cancelled again."""
-        await asyncio.shield(asyncio.ensure_future(self._release_all()))
-
     async def _release_all(self) -> None:
         """Release what was created, last first; one failure does not affect the others."""
         while self._created:
@@ -212,12 +207,7 @@ class ToolSession:
                 logger.warning("%s within agent.tool_timeout=%g seconds: %s", what, self._timeout, reason)
             return ToolTimeoutError(f"{what} within {self._timeout:g} seconds{f': {reason}' if reason else ''}")
 
-        return await in_time(
-            work,
-            self._timeout,
-            late=late,
-            error=lambda problem: ToolError(f"{what}: it {problem}"),
-        )
+        return await in_time(work, self._timeout, late=late, error=lambda problem: ToolError(f"{what}: it {problem}"))
 
 
 _KINDS: dict[type[ToolError], str] = {

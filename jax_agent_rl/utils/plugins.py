@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -87,6 +88,51 @@ def load_installed(kind: Kind, name: str, *, fits: Callable[[Any], bool] = calla
 def _origin(entry: EntryPoint) -> str:
     package = "an unknown package" if entry.dist is None else f"the package {entry.dist.name} {entry.dist.version}"
     return f"{entry.name} = {entry.value} of {package} ({entry.group})"
+
+
+def find_class(path: str, kind: Kind, *, where: str) -> Any:
+    """Return what ``package.module.Class``, ``file.py:Class`` or an installed package's name stands for.
+
+    Args:
+        path: the ``class_name`` of an entry; None is returned if its module has no such name.
+        kind: of the names that installed packages register.
+        where: the entry, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported, or no package registers the name.
+    """
+    module, _, name = path.rpartition(":" if ".py:" in path else ".")
+    if module:
+        return getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
+    if (found := load_installed(kind, name, fits=lambda _: True)) is None:
+        known = sorted(installed(kind))
+        raise ConfigError(
+            f"{where}: class_name={path!r} must be package.module.Class, file.py:Class, or a name that an installed "
+            f"package registers; {did_you_mean(name, known)}there are {known}"
+        )
+    return found
+
+
+def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
+    """Return the list called ``name`` in the YAML file that ``key`` of the configuration names.
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{key}={str(path)!r}: no such file (relative to {os.getcwd()})") from None
+    except OSError as error:
+        raise ConfigError(f"{key}={str(path)!r} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}={str(path)!r} is not valid YAML: {error}") from None
+    entries = tree.get(name) if isinstance(tree, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{key}={str(path)!r} must hold `{name}:` with a list of entries, got {tree!r:.100}")
+    return entries
 
 
 def load_user_module(where: str, *, key: str) -> ModuleType:

@@ -23,14 +23,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import yaml
-
 from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
-from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.utils.plugins import find_class, read_entries
 from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
@@ -121,12 +117,12 @@ class InteractionSession:
         try:
             await self._in_time(self._user.start_interaction(self._id, **self._kwargs), "start")
         except BaseException:  # __aexit__ will not run
-            await self._finalize_shielded()
+            await asyncio.shield(self._finalize())
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
-        await self._finalize_shielded()
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self._finalize())  # a second cancellation ends the waiting, not the finalizing
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """Return the user's answer to the assistant's last message.
@@ -136,10 +132,6 @@ class InteractionSession:
         """
         answer = await self._in_time(self._user.generate_response(self._id, messages, **self._kwargs), "reply")
         return _checked(answer, self.name)
-
-    async def _finalize_shielded(self) -> None:
-        """Finalize; a second cancellation ends the waiting, not the finalizing."""
-        await asyncio.shield(asyncio.ensure_future(self._finalize()))
 
     async def _finalize(self) -> None:
         try:
@@ -199,7 +191,8 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
                 users have one name.
         """
         users: dict[str, BaseInteraction] = {}
-        for number, entry in enumerate(_entries(path) if path is not None else []):
+        entries = read_entries(Path(path).expanduser(), key=KEY, name="interaction") if path is not None else []
+        for number, entry in enumerate(entries):
             where = f"{KEY}={path!r}, interaction[{number}]"
             name, user = _build(entry, where)
             if name in users:
@@ -227,20 +220,6 @@ class InteractionRegistry(Mapping[str, BaseInteraction]):
         return len(self._users)
 
 
-def _entries(path: str) -> list[Any]:
-    file = Path(path).expanduser()
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{KEY}={path!r} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{KEY}={path!r} is not valid YAML: {error}") from None
-    entries = tree.get("interaction") if isinstance(tree, Mapping) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{KEY}={path!r} must hold `interaction:` with a list of {{name, class_name, config}}")
-    return entries
-
-
 def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
         raise ConfigError(f"{where}: must be {{name, class_name, config}}, got {entry!r:.200}")
@@ -249,29 +228,12 @@ def _build(entry: Any, where: str) -> tuple[str, BaseInteraction]:
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where}: config must be a mapping, got {config!r:.80}")
-    cls = _find_class(entry["class_name"], where)
+    cls = find_class(entry["class_name"], "interactions", where=where)
+    if not isinstance(cls, type) or not issubclass(cls, BaseInteraction):
+        raise ConfigError(f"{where}: class_name={entry['class_name']!r} is not a subclass of BaseInteraction")
     try:
         user = cls(config)
     except ConfigError as error:
         raise ConfigError([f"{where}.config.{problem}" for problem in error.problems]) from None
-    return str(entry.get("name") or _default_name(cls)), user
-
-
-def _find_class(path: str, where: str) -> type[BaseInteraction]:
-    """Return the class that ``package.module.Class``, ``file.py:Class`` or an installed name stands for."""
-    module, _, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
-    if module:
-        found = getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
-    elif (found := load_installed("interactions", name)) is None:
-        raise ConfigError(
-            f"{where}: class_name={path!r} must be package.module.Class, file.py:Class, or a name that an installed "
-            f"package registers; {did_you_mean(name, known := sorted(installed('interactions')))}there are {known}"
-        )
-    if not isinstance(found, type) or not issubclass(found, BaseInteraction):
-        raise ConfigError(f"{where}: class_name={path!r} is not a subclass of BaseInteraction")
-    return found
-
-
-def _default_name(cls: type[BaseInteraction]) -> str:
-    """Return the name of a class: ``gsm8k`` of ``Gsm8kInteraction``."""
-    return cls.__name__.removesuffix("Interaction").lower() or cls.__name__
+    default = cls.__name__.removesuffix("Interaction").lower() or cls.__name__  # gsm8k of Gsm8kInteraction
+    return str(entry.get("name") or default), user

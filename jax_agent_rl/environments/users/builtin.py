@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -15,8 +15,12 @@ from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.rewards.rules import last_number, marked_number
-from jax_agent_rl.types import SamplingParams, TokenOutput
+from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.codec import ChatCodec
+    from jax_agent_rl.rollout.client import LLMServerClient
 
 Message = Mapping[str, Any]
 
@@ -103,22 +107,6 @@ class OpenAIChat:
         await self._service.close()
 
 
-class _Client(Protocol):
-    """The part of :class:`~jax_agent_rl.rollout.client.LLMServerClient` used here."""
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: SamplingParams
-    ) -> TokenOutput: ...
-
-
-class _Codec(Protocol):
-    """The part of :class:`~jax_agent_rl.chat.codec.ChatCodec` used here."""
-
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 class EngineChat:
     """The engine of the run, so the policy itself, as a chat model.
 
@@ -128,7 +116,7 @@ class EngineChat:
         max_model_len: maximum ids of one context.
     """
 
-    def __init__(self, client: _Client, codec: _Codec, *, max_model_len: int):
+    def __init__(self, client: LLMServerClient, codec: ChatCodec, *, max_model_len: int):
         self._client = client
         self._codec = codec
         self._max_model_len = max_model_len
@@ -249,10 +237,9 @@ class ModelUserInteraction(BaseInteraction):
                 [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
             ) from None
         self._chat: UserModel | None = None
-        if self._settings.base_url is not None:
-            settings = self._settings
+        if (settings := self._settings).base_url is not None:
             self._chat = OpenAIChat(
-                self._settings.base_url,
+                settings.base_url,
                 settings.model,
                 api_key_env=settings.api_key_env,
                 timeout=settings.timeout,

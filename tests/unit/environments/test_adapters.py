@@ -8,7 +8,7 @@ import pytest
 
 from jax_agent_rl.chat.formats.base import Reply, ToolCall
 from jax_agent_rl.environments import EnvironmentPool, get_environment
-from jax_agent_rl.environments.textworld import parse_command
+from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.types import FinishReason
 
