@@ -1,6 +1,6 @@
 """Programs as agents: ``agent_name: command`` runs a command line in the sandbox or in a container.
 
 ``agent`` the agent loop · ``task`` what a row asks of the program, also as a task folder in Harbor's format ·
-``jobs`` what is run for a task, and the sandbox that runs it · ``container`` Docker or Podman instead · ``runner`` the
-program inside that starts the command and connects it to the endpoint.
+``machines`` the sandbox that runs it, or Docker or Podman instead · ``runner`` the program inside that starts the
+command and connects it to the endpoint.
 """

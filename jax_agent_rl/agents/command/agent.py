@@ -16,12 +16,19 @@ import contextlib
 import functools
 import math
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.command.container import ContainerRuntime, ContainerTask
-from jax_agent_rl.agents.command.jobs import OUTPUT_BYTES, PORT, AgentProgram, JobResult, SandboxedTask, TaskMachine
+from jax_agent_rl.agents.command.machines import (
+    OUTPUT_BYTES,
+    PORT,
+    ContainerRuntime,
+    ContainerTask,
+    JobResult,
+    SandboxedTask,
+    TaskMachine,
+)
 from jax_agent_rl.agents.command.runner import relay
 from jax_agent_rl.agents.command.task import CommandTask, read_files, read_task
 from jax_agent_rl.agents.context import AgentContext
@@ -70,7 +77,9 @@ class CommandAgent(OpenAIAgentLoop):
             task = await asyncio.to_thread(read_task, row, containers=self._settings.container is not None)
         except DataError as error:
             raise TrajectoryError(str(error)) from error  # of this task alone
-        async with self._machine(task) as machine:
+        runtime = await self._open_runtime()
+        machine = SandboxedTask(runtime, task) if isinstance(runtime, Sandbox) else ContainerTask(runtime, task)
+        async with contextlib.aclosing(machine):
             with self._session(row, trajectory_id, sampling) as session:
                 done = await self._run_program(machine, task, session)
             recorder = session.recorder
@@ -105,23 +114,9 @@ class CommandAgent(OpenAIAgentLoop):
             "ANTHROPIC_API_KEY": session.api_key or "",
             "TASK_INSTRUCTION": task.instruction,
         }
-        program = AgentProgram(
-            argv=[part.replace("{instruction}", task.instruction) for part in self._settings.argv],
-            env=env,
-            files=self._program,
-            endpoint=await self._open_relay(),
-            seconds=min(task.agent_seconds or float("inf"), self.context.limits.run_timeout),
-        )
-        return await machine.run_program(program)
-
-    @contextlib.asynccontextmanager
-    async def _machine(self, task: CommandTask) -> AsyncIterator[TaskMachine]:
-        runtime = await self._open_runtime()
-        machine = SandboxedTask(runtime, task) if isinstance(runtime, Sandbox) else ContainerTask(runtime, task)
-        try:
-            yield machine
-        finally:
-            await machine.close()
+        argv = [part.replace("{instruction}", task.instruction) for part in self._settings.argv]
+        seconds = min(task.agent_seconds or float("inf"), self.context.limits.run_timeout)
+        return await machine.run_program(argv, env, self._program, await self._open_relay(), seconds=seconds)
 
     @functools.cached_property
     def _program(self) -> dict[str, bytes]:
