@@ -292,13 +292,17 @@ class TextStream:
     Args:
         read: ids to the text a client sees of them, e.g. :func:`visible_text`.
         stop: the request's stop strings.
+
+    Attributes:
+        ids: the generation so far.
+        sent: the text returned so far.
     """
 
     def __init__(self, read: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
         self._read = read
         self._stop = stop
         self.ids: list[int] = []
-        self._sent = ""
+        self.sent = ""
 
     def add(self, ids: Sequence[int]) -> str:
         """Return the new text that is certain."""
@@ -306,10 +310,10 @@ class TextStream:
         text = cut_at_stop(self._read(self.ids), self._stop).rstrip()
         text = _UNFINISHED_TAG.sub("", text.rstrip("\ufffd"))
         text = text[: len(text) - self._held_back(text)]
-        if not text.startswith(self._sent):
+        if not text.startswith(self.sent):
             return ""
-        new = text[len(self._sent) :]
-        self._sent = text
+        new = text[len(self.sent) :]
+        self.sent = text
         return new
 
     def finish(self, reply: ChatReply) -> tuple[str, ChatReply]:
@@ -318,9 +322,9 @@ class TextStream:
         They differ from ``reply`` only if text that was sent turned out to be reasoning (a template that opens
         ``<think>`` in the prompt): what was sent stays, and what follows it is sent after it.
         """
-        if reply.content.startswith(self._sent):
-            return reply.content[len(self._sent) :], reply
-        return reply.content, replace(reply, content=self._sent + reply.content)
+        if reply.content.startswith(self.sent):
+            return reply.content[len(self.sent) :], reply
+        return reply.content, replace(reply, content=self.sent + reply.content)
 
     def _held_back(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string."""

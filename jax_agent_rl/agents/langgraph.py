@@ -210,20 +210,21 @@ class ChatModel(BaseChatModel):
     ) -> None:
         """Emit text as it is certain, then the turn. With tools, emit all at the end, when calls are complete."""
         strings = self._sampling(stop, None).stop
-        text = None if tools else TextStream(partial(visible_text, self.recorder.context.codec), strings)
+        text = TextStream(partial(visible_text, self.recorder.context.codec), strings)
         rest = ""
 
         def on_ids(ids: Sequence[int]) -> None:
-            if text is not None and (new := text.add(ids)):
+            if new := text.add(ids):
                 emit(new)
 
         def amend(reply: ChatReply) -> ChatReply:
             nonlocal rest
-            rest, reply = (reply.content, reply) if text is None else text.finish(reply)
+            rest, reply = text.finish(reply)
             return reply
 
+        listen = None if tools else on_ids
         try:
-            turn = await self._chat(messages, stop, tools=tools, on_ids=on_ids, amend=amend, **kwargs)
+            turn = await self._chat(messages, stop, tools=tools, on_ids=listen, amend=amend, **kwargs)
         except BaseException as error:  # the reader of the stream must not wait forever
             emit(error)
             raise
@@ -285,14 +286,9 @@ def _chunk(event: Event) -> ChatGenerationChunk:
 
 def _about(turn: RecordedTurn) -> dict[str, Any]:
     """Return what a message says besides text and calls: ids and finish reason, usage, reasoning."""
-    sampled, reasoning = len(turn.output.token_ids), turn.reply.reasoning
-    prompt = len(turn.context_ids) - sampled
+    prompt, sampled, reasoning = len(turn.prompt_ids), len(turn.output.token_ids), turn.reply.reasoning
     return {
-        "response_metadata": {
-            "model_name": "policy",
-            "finish_reason": turn.reply.finish_reason,
-            **path_arrays(turn),
-        },
+        "response_metadata": {"model_name": "policy", "finish_reason": turn.reply.finish_reason, **path_arrays(turn)},
         "usage_metadata": UsageMetadata(
             input_tokens=prompt,
             output_tokens=sampled,

@@ -154,15 +154,9 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
             raise AgentTimeoutError(
                 f"{recorder.session_id}: the agent did not end within agent.run_timeout={timeout:g} seconds"
             ) from error
-        return _gave_up(recorder, error)
-
-
-def _gave_up(recorder: ChatRecorder, error: Exception) -> None:
-    """Return if a refused turn explains the exception, so the trajectory ends there; raise otherwise."""
-    if recorder.refused is not None and recorder.turns:
-        return
-    if isinstance(error, TrajectoryError):
-        raise error
-    text = f"{recorder.session_id}: the agent raised {type(error).__name__}: {error}"
-    reason = type(recorder.failure) if recorder.failure is not None else TrajectoryError
-    raise reason(text) from error
+        if recorder.refused is not None and recorder.turns:  # that explains it; the trajectory ends there
+            return None
+        if isinstance(error, TrajectoryError):
+            raise
+        reason = type(recorder.failure) if recorder.failure is not None else TrajectoryError
+        raise reason(f"{recorder.session_id}: the agent raised {type(error).__name__}: {error}") from error

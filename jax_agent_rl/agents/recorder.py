@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
@@ -122,7 +122,7 @@ class ChatRecorder:
 
     def count_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return how many ids a conversation is; raise TemplateError if the model cannot read it."""
-        return len(self._render(plain_messages(messages, self.context.modalities), self._shown(tools)).ids)
+        return len(self._render(plain_messages(messages, self.context.modalities), self._shown(tools)).inserted_ids)
 
     async def complete(
         self,
@@ -183,7 +183,7 @@ class ChatRecorder:
             self.metrics["spliced_calls"] += count < len(ends)
             return TurnRequest(
                 parent=parent,
-                ids=tuple(ids),
+                inserted_ids=tuple(ids),
                 inserted=tuple(map(without_data, new)),
                 inserted_media=media,
                 replaces_end=codec.replaces_end(sampled, ids),
@@ -195,7 +195,7 @@ class ChatRecorder:
     def _render(self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> TurnRequest:
         codec, media = self.context.codec, self._images.read(plain)
         ids = codec.expand_media(codec.encode_prompt(for_template(plain), tools=schemas), media)
-        return TurnRequest(parent=None, ids=tuple(ids), inserted=tuple(map(without_data, plain)), inserted_media=media)
+        return TurnRequest(inserted_ids=tuple(ids), inserted=tuple(map(without_data, plain)), inserted_media=media)
 
     def _difference(self, plain: Sequence[Mapping[str, Any]]) -> str:
         """Say where a conversation leaves those on record; nothing if it is the first."""
@@ -221,7 +221,7 @@ class ChatRecorder:
         rest = prompt[len(begun) :]
         inserted = ({"role": "user", "content": rest},)
         note = "" if best else self._difference(inserted)
-        return TurnRequest(parent=best, ids=tuple(codec.encode_markup(rest)), inserted=inserted, note=note)
+        return TurnRequest(parent=best, inserted_ids=tuple(codec.encode_markup(rest)), inserted=inserted, note=note)
 
     def _resolve_ids(self, ids: tuple[int, ...]) -> TurnRequest:
         parents = [
@@ -231,16 +231,15 @@ class ChatRecorder:
         rest = ids[len(parent.context_ids) :] if parent else ids
         text = self.context.codec.decode(rest, skip_special_tokens=False)
         inserted = ({"role": "user", "content": text},)
-        return TurnRequest(
-            parent=parent, ids=rest, inserted=inserted, note="" if parent else self._difference(inserted)
-        )
+        note = "" if parent else self._difference(inserted)
+        return TurnRequest(parent=parent, inserted_ids=rest, inserted=inserted, note=note)
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
     async def _sample(
         self, request: TurnRequest, sampling: SamplingParams, on_ids: OnIds | None, adapter: str | None
     ) -> TokenOutput:
-        context = request.context_ids
+        context = request.prompt_ids
         room = self._room(request)
         self._check_edit(request)
         key = digest_ids(context)
@@ -268,9 +267,9 @@ class ChatRecorder:
             self._open -= 1
         seconds = time.perf_counter() - began
         check_output(output, context, sampling.max_tokens, what=f"{self.session_id}: request {number}")
-        used = {"generate_seconds": seconds, "prompt_tokens": len(context), "cached_tokens": output.cached_tokens}
-        for name, value in used.items():
-            self.metrics[name] += value
+        self.metrics["generate_seconds"] += seconds
+        self.metrics["prompt_tokens"] += len(context)
+        self.metrics["cached_tokens"] += output.cached_tokens
         self.context.on_event(
             AgentEvent(trajectory_id=self.session_id, turn=len(self.turns), seconds=seconds, output=output)
         )
@@ -278,18 +277,12 @@ class ChatRecorder:
 
     def _record(self, request: TurnRequest, output: TokenOutput, reply: ChatReply) -> RecordedTurn:
         turn = RecordedTurn(
+            **{field.name: getattr(request, field.name) for field in fields(request)},
             number=len(self.turns),
-            parent=request.parent,
-            inserted_ids=request.ids,
-            replaces_end=request.replaces_end,
             output=output,
-            prompt_length=request.prompt_length,
-            context_ids=request.context_ids + output.token_ids,
-            inserted=request.inserted,
-            inserted_media=request.inserted_media,
+            context_ids=request.prompt_ids + output.token_ids,
             reply=reply,
             text=self.context.codec.decode(output.token_ids),
-            note=request.note,
         )
         self.turns.append(turn)
         self.refused = self.failure = None
@@ -309,7 +302,7 @@ class ChatRecorder:
             )
         if request.parent and sum(turn.parent is not None for turn in self.turns) >= limits.max_user_turns:
             raise self._refusal(f"agent.max_user_turns={limits.max_user_turns} is reached", FinishReason.MAX_USER_TURNS)
-        length = len(request.context_ids)
+        length = len(request.prompt_ids)
         response = length - request.prompt_length
         room = min(limits.max_response_length - response, self.context.longest - length)
         if request.prompt_length <= limits.max_prompt_length and room >= 1:

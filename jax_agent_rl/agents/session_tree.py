@@ -31,37 +31,62 @@ Media = Mapping[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecordedTurn:
+class TurnRequest:
+    """A request resolved to ids.
+
+    Attributes:
+        parent: the turn it continues, or None for a rendered prompt.
+        inserted_ids: ids after the parent's own: the whole prompt of a root.
+        replaces_end: ``inserted_ids`` take the place of the parent's stop token, see ``ChatCodec.replaces_end``.
+        inserted: plain messages added since the parent, without the data of their images.
+        inserted_media: those images, by kind, in order of their placeholders in ``inserted_ids``.
+        note: where the request left what was on record, as text; empty if it continued it.
+    """
+
+    parent: RecordedTurn | None = None
+    inserted_ids: tuple[int, ...]
+    replaces_end: bool = False
+    inserted: tuple[Mapping[str, Any], ...]
+    inserted_media: Media = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The whole context that it is sampled from."""
+        before = self.parent.context_ids if self.parent else ()
+        return (before[:-1] if self.replaces_end else before) + self.inserted_ids
+
+    @property
+    def prompt_length(self) -> int:
+        """Ids of its root's prompt."""
+        root = self.parent.path()[0] if self.parent else self
+        return len(root.inserted_ids)
+
+    @property
+    def media(self) -> dict[str, tuple[Any, ...]]:
+        """Images of the whole context."""
+        before = self.parent.path() if self.parent else ()
+        return join_media([*(turn.inserted_media for turn in before), self.inserted_media])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecordedTurn(TurnRequest):
     """One sampled turn: a node of the session's tree.
 
     Attributes:
         number: order of completion in the session.
-        parent: the turn it continues, or None for a rendered prompt.
-        inserted_ids: ids between the parent's and its own: the whole prompt of a root.
-        replaces_end: ``inserted_ids`` take the place of the parent's stop token, see ``ChatCodec.replaces_end``.
         output: the generation.
-        prompt_length: ids of its root's prompt.
         context_ids: everything up to and including its own ids.
-        inserted: plain messages added since the parent, without the data of their images.
-        inserted_media: those images, by kind, in order of their placeholders in ``inserted_ids``.
         reply: what the framework was given.
         text: its ids as text.
-        note: where the request left what was on record, as text; empty if it continued it.
         tool_calls: results of its calls, where the agent loop itself ran them.
     """
 
     number: int
-    parent: RecordedTurn | None
-    inserted_ids: tuple[int, ...]
-    replaces_end: bool
     output: TokenOutput
-    prompt_length: int
     context_ids: tuple[int, ...]
-    inserted: tuple[Mapping[str, Any], ...]
-    inserted_media: Media
     reply: ChatReply
     text: str
-    note: str
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
 
     def path(self) -> list[RecordedTurn]:
@@ -71,33 +96,6 @@ class RecordedTurn:
             path.append(turn)
             turn = turn.parent
         return path[::-1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnRequest:
-    """A request resolved to ids."""
-
-    parent: RecordedTurn | None
-    ids: tuple[int, ...]
-    inserted: tuple[Mapping[str, Any], ...]
-    inserted_media: Media = field(default_factory=dict)
-    replaces_end: bool = False
-    note: str = ""
-
-    @property
-    def media(self) -> dict[str, tuple[Any, ...]]:
-        """Images of the whole context."""
-        before = self.parent.path() if self.parent else ()
-        return join_media([*(turn.inserted_media for turn in before), self.inserted_media])
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        before = self.parent.context_ids if self.parent else ()
-        return (before[:-1] if self.replaces_end else before) + self.ids
-
-    @property
-    def prompt_length(self) -> int:
-        return self.parent.prompt_length if self.parent else len(self.ids)
 
 
 def to_trajectory(
@@ -178,8 +176,6 @@ def _with_output(row: Mapping[str, Any], output: Any) -> Mapping[str, Any]:
 
 def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajectory:
     """Return a path from its turn ``fresh`` on; earlier turns are prompt, as another sequence trains on them."""
-    first = path[fresh]
-    prompt = first.context_ids[: len(first.context_ids) - len(first.output.token_ids)]
     following = [*path[fresh + 1 :], None]
     turns = [
         Turn(
@@ -200,7 +196,7 @@ def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajec
         m for turn in path for m in (*map(text_message, turn.inserted), {"role": "assistant", "content": turn.text})
     ]
     return Trajectory.from_turns(
-        prompt_ids=prompt,
+        prompt_ids=path[fresh].prompt_ids,
         prompt_media=join_media(turn.inserted_media for turn in path[: fresh + 1]),
         turns=turns,
         messages=tuple(messages),

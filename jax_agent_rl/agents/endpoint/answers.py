@@ -1,19 +1,39 @@
-"""The answers of OpenAI's chat and text completion APIs, whole or streamed; other APIs have modules of their own."""
+"""The answers of OpenAI's chat and text completion APIs, whole or streamed, and failures as answers.
+
+Other APIs have modules of their own.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-from jax_agent_rl.agents.endpoint import wire
-from jax_agent_rl.agents.endpoint.failures import ApiError
+from pydantic import ValidationError
+
+from jax_agent_rl.agents.conversation import ChatReply
+from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest
 from jax_agent_rl.agents.endpoint.sessions import Piece
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.errors import (
+    BackendClosedError,
+    BackendError,
+    EngineDiedError,
+    HistoryEditedError,
+    JaxAgentRLError,
+    PromptTooLongError,
+    TemplateError,
+    TurnRefusedError,
+)
+from jax_agent_rl.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class ApiAnswer(ABC):
@@ -75,27 +95,47 @@ class _CompletionsAnswer(ApiAnswer):
 
     def __init__(self, body: Any) -> None:
         self.asked: Any = self.request.model_validate(body)
-        prefix, self._object, self._chunk_object = self.objects
-        self._head = wire.head(f"{prefix}-{uuid.uuid4().hex}", self.asked.model)
+        number, now = f"{self.objects[0]}-{uuid.uuid4().hex}", int(time.time())
+        self._head = {"id": number, "object": "", "created": now, "model": self.asked.model}
+
+    @abstractmethod
+    def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
+        """Return a complete choice."""
+
+    def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
+        complete = [self.choice(codec, piece) for piece in choices]
+        return self._head | {"object": self.objects[1], "choices": complete, "usage": self._usage(choices)}
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         if self.asked.wants_usage:
-            yield self._chunk([]) | {"usage": self._usage(choices)}
+            yield self._chunk() | {"usage": self._usage(choices)}
 
     @staticmethod
     def encode(event: dict[str, Any]) -> str:
         return f"data: {json.dumps(event)}\n\n"
 
-    def _whole(self, choices: Sequence[Piece], worded: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self._object, "choices": list(worded), "usage": self._usage(choices)}
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return self._head | {"object": self.objects[2], "choices": list(choices)}
 
-    def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self._chunk_object, "choices": list(choices)}
+    def _end(self, turn: RecordedTurn, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the fields that end a choice."""
+        end = {"logprobs": logprobs, "finish_reason": turn.reply.finish_reason}
+        if not self.asked.return_token_ids:
+            return end
+        return end | {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.output.token_ids}
 
     def _usage(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
+        turns = [piece.turn for piece in sorted(choices, key=lambda piece: piece.index) if piece.turn]
         prompts = len(self.asked.prompts) if isinstance(self.asked, CompletionRequest) else 1
-        ordered = sorted(choices, key=lambda piece: piece.index)
-        return wire.usage([piece.turn for piece in ordered if piece.turn], prompts)
+        firsts = turns[:: len(turns) // prompts]
+        prompt, completion = sum(len(t.prompt_ids) for t in firsts), sum(len(t.output.token_ids) for t in turns)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(turn.output.cached_tokens for turn in firsts)},
+        }
 
 
 class ChatAnswer(_CompletionsAnswer):
@@ -108,21 +148,51 @@ class ChatAnswer(_CompletionsAnswer):
         super().__init__(body)
         self._started: set[int] = set()
 
-    def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
-        return self._whole(
-            choices, [wire.chat_choice(codec, p.index, p.turn, self.asked) for p in choices if p.turn is not None]
-        )
+    def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
+        assert piece.turn is not None
+        reply = piece.turn.reply
+        calls = tool_calls(reply)
+        content = reply.content or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": piece.index, "message": message, **self._chat_end(codec, piece.turn)}
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
         if piece.index not in self._started:
             self._started.add(piece.index)
-            yield self._chunk([wire.chat_delta(piece.index, {"role": "assistant", "content": ""})])
+            yield self._delta(piece, {"role": "assistant", "content": ""})
         if piece.reasoning is not None:
-            yield self._chunk([wire.chat_delta(piece.index, {"reasoning_content": piece.reasoning})])
-        if piece.turn is not None:
-            yield self._chunk([wire.last_chat_delta(codec, piece.index, piece.turn, piece.text, self.asked)])
-        else:
-            yield self._chunk([wire.chat_delta(piece.index, {"content": piece.text})])
+            yield self._delta(piece, {"reasoning_content": piece.reasoning})
+        if piece.turn is None:
+            yield self._delta(piece, {"content": piece.text})
+            return
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if calls := tool_calls(piece.turn.reply):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        yield self._delta(piece, delta, self._chat_end(codec, piece.turn))
+
+    def _delta(self, piece: Piece, delta: dict[str, Any], end: dict[str, Any] | None = None) -> dict[str, Any]:
+        end = end or {"logprobs": None, "finish_reason": None}
+        return self._chunk({"index": piece.index, "delta": delta, **end})
+
+    def _chat_end(self, codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
+        """Return the fields that end a choice, with the log-probs of all its tokens."""
+        if not self.asked.logprobs:
+            return self._end(turn, None)
+        content = [
+            {
+                "token": token,
+                "logprob": logprob,
+                # A part of a character stands for bytes that are not known.
+                "bytes": None if "\ufffd" in token else list(token.encode()),
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(_tokens(codec, turn), turn.output.log_probs, strict=True)
+        ]
+        return self._end(turn, {"content": content, "refusal": None})
 
 
 class CompletionAnswer(_CompletionsAnswer):
@@ -131,8 +201,85 @@ class CompletionAnswer(_CompletionsAnswer):
     request = CompletionRequest
     objects = ("cmpl", "text_completion", "text_completion")
 
-    def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
-        return self._whole(choices, [wire.text_choice(codec, p.index, p.text, p.turn, self.asked) for p in choices])
+    def choice(self, codec: ChatCodec, piece: Piece) -> dict[str, Any]:
+        choice = {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": None}
+        if (turn := piece.turn) is None:
+            return choice
+        if self.asked.logprobs is None or self.asked.logprobs is False:
+            return choice | self._end(turn, None)
+        tokens = _tokens(codec, turn)
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": list(turn.output.log_probs),
+            "top_logprobs": None,
+            "text_offset": [0, *accumulate(map(len, tokens))][:-1],
+        }
+        return choice | self._end(turn, logprobs)
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
-        yield self._chunk([wire.text_choice(codec, piece.index, piece.text, piece.turn, self.asked)])
+        yield self._chunk(self.choice(codec, piece))
+
+
+def _tokens(codec: ChatCodec, turn: RecordedTurn) -> list[str]:
+    return [codec.decode([token], skip_special_tokens=False) for token in turn.output.token_ids]
+
+
+def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
+    """Return a reply's calls, with their arguments as a string of JSON."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in reply.tool_calls
+    ]
+
+
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Convert a failure for the client; log unexpected ones."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return _from_validation(error)
+        case JaxAgentRLError():
+            return _from_failure(error)
+        case RecursionError():
+            return ApiError(400, "the request is nested too deep (arguments of a tool call?); send a flatter one")
+        case UnicodeEncodeError():
+            return ApiError(400, f"the request holds a lone surrogate, which is not text: {error.reason}")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """Return an error with a request's first problem and the number of others."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    param = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not supported; leave it out", param=param.split(".")[0])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}={first['input']!r:.120}: {message}{more}", param=param.split(".")[0])
+
+
+def _from_failure(error: JaxAgentRLError) -> ApiError:
+    """Convert a failure of ours for the client."""
+    text = str(error)
+    match error:
+        case PromptTooLongError() | TurnRefusedError(finish_reason=FinishReason.RESPONSE_LENGTH):
+            return ApiError(400, text, code="context_length_exceeded", param="messages")
+        case TurnRefusedError():
+            return ApiError(400, text, code=str(error.finish_reason))
+        case TemplateError() | HistoryEditedError():
+            return ApiError(400, text, code=str(error.drop_reason), param="messages")
+        case EngineDiedError() | BackendClosedError():
+            return ApiError(503, text, code="engine_gone")
+        case BackendError():
+            return ApiError(500, text, code="backend_error", retry=True)
+    return ApiError(500, text, code="internal_error")

@@ -26,14 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from jax_agent_rl.agents.endpoint.failures import ApiError, as_api_error, error_code
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, ChatAnswer, CompletionAnswer, as_api_error
 from jax_agent_rl.agents.endpoint.messages import CountTokensRequest, MessagesAnswer
+from jax_agent_rl.agents.endpoint.requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    check_prompt,
+    check_sampling,
+    check_structure,
+    read_chat,
+)
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.endpoint.sessions import Piece, Session, SessionStore, pieces, turns
-from jax_agent_rl.agents.endpoint.structured import check_structure, structure_param
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, check_prompt, check_sampling, read_chat
-from jax_agent_rl.agents.session_tree import paths_to_train
+from jax_agent_rl.agents.session_tree import RecordedTurn, paths_to_train
 from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import Capabilities
@@ -171,20 +177,7 @@ class Endpoint:
     async def _recorded(self, request: web.Request) -> web.Response:
         recorder = self._found(request).recorder
         paths = paths_to_train(recorder.turns) if recorder.turns else []
-        sequences = [
-            [
-                {
-                    "inserted_ids": t.inserted_ids,
-                    "token_ids": t.output.token_ids,
-                    "log_probs": t.output.log_probs,
-                    "policy_versions": t.output.policy_versions,
-                    "loss_mask": t.output.loss_mask,
-                    "note": t.note,
-                }
-                for t in path
-            ]
-            for path in paths
-        ]
+        sequences = [[_recorded_turn(turn) for turn in path] for path in paths]
         return web.json_response({"session_id": recorder.session_id, "sequences": sequences})
 
     async def _end(self, request: web.Request) -> web.Response:
@@ -227,8 +220,7 @@ class Endpoint:
         opened.responses = stored if stored is not None else opened.responses
         try:
             check_prompt(asked, opened.recorder.context)
-            check_structure(asked, self._able())
-            if structure_param(asked):  # compiling a grammar may take a second
+            if check_structure(asked, self._able()):  # compiling a grammar may take a second
                 await asyncio.to_thread(opened.sampling_for, asked)
             check_sampling(opened.sampling_for(asked), self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
@@ -336,6 +328,12 @@ class Endpoint:
         return ApiError(504, message, code="timeout")
 
 
+def _recorded_turn(turn: RecordedTurn) -> dict[str, Any]:
+    sampled = ("token_ids", "log_probs", "policy_versions", "loss_mask")
+    output = {name: getattr(turn.output, name) for name in sampled}
+    return {"inserted_ids": turn.inserted_ids, **output, "note": turn.note}
+
+
 @web.middleware
 async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return failures as answers in the shape of the request's API."""
@@ -354,7 +352,8 @@ def _error_response(request: web.Request, problem: ApiError) -> web.Response:
 
 def _refuse(request: web.Request, status: int, message: str) -> web.Response:
     """Return a refusal of the server itself."""
-    return _error_response(request, ApiError(status, message, code=error_code(status)))
+    code = {401: "invalid_api_key", 404: "unknown_url"}.get(status)
+    return _error_response(request, ApiError(status, message, code=code))
 
 
 def _session_id(request: web.Request) -> str | None:

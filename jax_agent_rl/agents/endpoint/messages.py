@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn
-from jax_agent_rl.agents.endpoint.failures import ApiError
+from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, nested_schema, read_chat
 from jax_agent_rl.agents.endpoint.sessions import Piece
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
@@ -243,12 +242,11 @@ _NO_USAGE = {"input_tokens": 0, "output_tokens": 0, "cache_read_input_tokens": 0
 
 
 def _usage(turn: RecordedTurn) -> dict[str, int]:
-    sampled, cached = len(turn.output.token_ids), turn.output.cached_tokens
-    prompt = len(turn.context_ids) - sampled
+    cached = turn.output.cached_tokens
     return _NO_USAGE | {
-        "input_tokens": prompt - cached,
+        "input_tokens": len(turn.prompt_ids) - cached,
         "cache_read_input_tokens": cached,
-        "output_tokens": sampled,
+        "output_tokens": len(turn.output.token_ids),
     }
 
 

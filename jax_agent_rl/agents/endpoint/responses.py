@@ -21,10 +21,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn
-from jax_agent_rl.agents.endpoint.failures import ApiError
+from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn, tool_calls
+from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, nested_schema, read_chat
 from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest, nested_schema, read_chat
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
 
@@ -166,7 +165,9 @@ class ResponsesAnswer(ApiAnswer):
             yield self._event("response.created", response=self._response(codec, [], None))
             yield self._event("response.in_progress", response=self._response(codec, [], None))
         if piece.reasoning:
-            yield from self._complete_item(_reasoning_item(piece.reasoning))
+            item = _reasoning_item(piece.reasoning)  # complete, without the events of its parts
+            yield self._added(item)
+            yield self._done(item)
         if piece.text or (piece.turn is not None and self._text is None and not piece.turn.reply.tool_calls):
             yield from self._message_delta(piece.text)
         if piece.turn is not None:
@@ -195,7 +196,7 @@ class ResponsesAnswer(ApiAnswer):
         if turn.reply.reasoning:
             reply["reasoning"] = turn.reply.reasoning
         if turn.reply.tool_calls:
-            reply["tool_calls"] = [_chat_call(_call_item(call)) for call in turn.reply.tool_calls]
+            reply["tool_calls"] = tool_calls(turn.reply)
         self._stored[self._id] = [*self._history, reply]
 
     def _response(self, codec: ChatCodec, items: list[dict[str, Any]], turn: RecordedTurn | None) -> dict[str, Any]:
@@ -230,18 +231,19 @@ class ResponsesAnswer(ApiAnswer):
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
-    def _complete_item(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of an item that is complete, without those of its parts."""
-        place = {"output_index": len(self._items)}
-        yield self._event("response.output_item.added", item=item, **place)
-        yield self._event("response.output_item.done", item=item, **place)
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        return self._event("response.output_item.added", item=item, output_index=len(self._items))
+
+    def _done(self, item: dict[str, Any]) -> dict[str, Any]:
+        event = self._event("response.output_item.done", item=item, output_index=len(self._items))
         self._items.append(item)
+        return event
 
     def _message_delta(self, text: str) -> Iterator[dict[str, Any]]:
         if self._text is None:
             self._text, self._message_id = "", f"msg_{uuid.uuid4().hex}"
             item = _message_item("", self._message_id) | {"status": "in_progress", "content": []}
-            yield self._event("response.output_item.added", item=item, output_index=len(self._items))
+            yield self._added(item)
             yield self._event("response.content_part.added", part=_text_part(""), **self._part_place())
         if text:
             self._text += text
@@ -253,23 +255,18 @@ class ResponsesAnswer(ApiAnswer):
         item = _message_item(self._text, self._message_id)
         yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._part_place())
         yield self._event("response.content_part.done", part=item["content"][0], **self._part_place())
-        yield self._event("response.output_item.done", item=item, output_index=len(self._items))
-        self._items.append(item)
+        yield self._done(item)
         self._text = None
 
     def _part_place(self) -> dict[str, Any]:
         return {"item_id": self._message_id, "output_index": len(self._items), "content_index": 0}
 
     def _call(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        place = {"output_index": len(self._items)}
-        arguments = item["arguments"]
-        empty = item | {"arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", item=empty, **place)
-        named = {"item_id": item["id"], **place}
+        arguments, named = item["arguments"], {"item_id": item["id"], "output_index": len(self._items)}
+        yield self._added(item | {"arguments": "", "status": "in_progress"})
         yield self._event("response.function_call_arguments.delta", delta=arguments, **named)
         yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **named)
-        yield self._event("response.output_item.done", item=item, **place)
-        self._items.append(item)
+        yield self._done(item)
 
 
 def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
@@ -281,13 +278,12 @@ def _reasoning_tokens(codec: ChatCodec, turn: RecordedTurn) -> int:
 
 
 def _usage(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
-    sampled, total = len(turn.output.token_ids), len(turn.context_ids)
     return {
-        "input_tokens": total - sampled,
+        "input_tokens": len(turn.prompt_ids),
         "input_tokens_details": {"cached_tokens": turn.output.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": sampled,
+        "output_tokens": len(turn.output.token_ids),
         "output_tokens_details": {"reasoning_tokens": _reasoning_tokens(codec, turn)},
-        "total_tokens": total,
+        "total_tokens": len(turn.context_ids),
     }
 
 
@@ -320,15 +316,8 @@ def _call_item(call: Any) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {k: v for k, v in tool.items() if k in ("name", "description", "parameters")},
-    }
-
-
-def _chat_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    function = {key: value for key, value in tool.items() if key in ("name", "description", "parameters")}
+    return {"type": "function", "function": function}
 
 
 def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -358,7 +347,9 @@ def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         if kind == "message":
             turn["content"] = _joined_text(item.get("content"), number)
         elif kind == "function_call":
-            turn.setdefault("tool_calls", []).append(_chat_call(item))
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
         else:
             turn["reasoning"] = _joined_text(item.get("content") or item.get("summary") or "", number)
     return messages

@@ -20,9 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
-from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.endpoint.structured import grammar_of
-from jax_agent_rl.agents.endpoint.wire import ChatRequest, CompletionRequest
+from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, grammar_of
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.types import SamplingParams
@@ -220,74 +218,44 @@ class Piece:
     reasoning: str | None = None
 
 
-class _Choice:
-    """One generation; emits its pieces as they come."""
+async def _sample(
+    session: Session,
+    request: ChatRequest | CompletionRequest,
+    index: int,
+    emit: Callable[[Piece], None],
+    adapter: str | None,
+) -> None:
+    """Run one generation; emit its pieces as they come."""
+    recorder, codec, is_chat = session.recorder, session.recorder.context.codec, isinstance(request, ChatRequest)
+    streamed = request.stream and not (isinstance(request, ChatRequest) and request.prompt_tools)
+    text = TextStream(functools.partial(visible_text, codec) if is_chat else codec.decode, request.stops)
+    rest, reasoning_sent = "", False
 
-    def __init__(
-        self,
-        session: Session,
-        request: ChatRequest | CompletionRequest,
-        index: int,
-        emit: Callable,
-        adapter: str | None,
-    ) -> None:
-        self._session, self._adapter = session, adapter
-        self._request = request
-        self._index = index
-        self._emit = emit
-        streamed = request.stream and not (isinstance(request, ChatRequest) and request.prompt_tools)
-        codec = session.recorder.context.codec
-        read = functools.partial(visible_text, codec) if isinstance(request, ChatRequest) else codec.decode
-        self._text = TextStream(read, request.stops) if streamed else None
-        self._rest = ""
-        self._text_begun = self._reasoning_sent = False
-
-    async def run(self) -> None:
-        turn = await (self._chat(self._request) if isinstance(self._request, ChatRequest) else self._complete())
-        reasoning = None if self._reasoning_sent else turn.reply.reasoning
-        self._emit(Piece(index=self._index, text=self._rest, turn=turn, reasoning=reasoning))
-
-    async def _chat(self, request: ChatRequest) -> RecordedTurn:
-        return await self._session.recorder.chat(
-            request.messages,
-            tools=request.prompt_tools,
-            sampling=self._session.sampling_for(request),
-            on_ids=self._on_ids if self._text else None,
-            amend=self._amend,
-            adapter=self._adapter,
-        )
-
-    async def _complete(self) -> RecordedTurn:
-        assert isinstance(self._request, CompletionRequest)
-        prompts = self._request.prompts
-        prompt = prompts[self._index // (self._request.n or 1)]
-        turn = await self._session.recorder.complete(
-            prompt,
-            sampling=self._session.sampling_for(self._request),
-            on_ids=self._on_ids if self._text else None,
-            adapter=self._adapter,
-        )
-        self._amend(turn.reply)
-        return turn
-
-    def _on_ids(self, ids: Sequence[int]) -> None:
-        assert self._text is not None
-        if not (text := self._text.add(ids)):
+    def on_ids(ids: Sequence[int]) -> None:
+        nonlocal reasoning_sent
+        is_first = not text.sent
+        if not (new := text.add(ids)):
             return
         reasoning = None
-        if not self._text_begun and isinstance(self._request, ChatRequest):  # reasoning ends where text begins
-            self._text_begun = True
-            reasoning = self._session.recorder.context.codec.parse_reply(self._text.ids).reasoning
-            self._reasoning_sent = reasoning is not None
-        self._emit(Piece(index=self._index, text=text, reasoning=reasoning))
+        if is_first and is_chat:  # reasoning ends where text begins
+            reasoning = codec.parse_reply(text.ids).reasoning
+            reasoning_sent = reasoning is not None
+        emit(Piece(index=index, text=new, reasoning=reasoning))
 
-    def _amend(self, reply: ChatReply) -> ChatReply:
-        """Send the rest of the text, and return the reply as the client has it."""
-        if self._text is None:
-            self._rest = reply.content
-            return reply
-        self._rest, reply = self._text.finish(reply)
+    def amend(reply: ChatReply) -> ChatReply:
+        """Keep the rest of the text, and return the reply as the client has it."""
+        nonlocal rest
+        rest, reply = text.finish(reply)
         return reply
+
+    options: dict[str, Any] = {"sampling": session.sampling_for(request), "adapter": adapter}
+    options["on_ids"] = on_ids if streamed else None
+    if isinstance(request, ChatRequest):
+        turn = await recorder.chat(request.messages, tools=request.prompt_tools, amend=amend, **options)
+    else:
+        turn = await recorder.complete(request.prompts[index // (request.n or 1)], **options)
+        amend(turn.reply)
+    emit(Piece(index=index, text=rest, turn=turn, reasoning=None if reasoning_sent else turn.reply.reasoning))
 
 
 async def pieces(
@@ -306,7 +274,7 @@ async def pieces(
     """
     count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     queue: asyncio.Queue[Piece | asyncio.Task] = asyncio.Queue()
-    tasks = [asyncio.create_task(_Choice(session, request, i, queue.put_nowait, adapter).run()) for i in range(count)]
+    tasks = [asyncio.create_task(_sample(session, request, i, queue.put_nowait, adapter)) for i in range(count)]
     session.tasks.update(tasks)
     for task in tasks:
         task.add_done_callback(queue.put_nowait)

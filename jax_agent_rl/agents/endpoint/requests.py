@@ -1,25 +1,23 @@
-"""Requests and answers of OpenAI's chat and text completion APIs, as far as this engine can honour them.
+"""Requests of OpenAI's chat and text completion APIs, as far as the engines can honour them.
 
-What it cannot honour is refused with the parameter's name, never ignored, and so is what it does not know. Reference:
-the API reference of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k``, ``min_p`` and
-``return_token_ids`` are vLLM's
-extensions.
+What they cannot honour is refused with the parameter's name, never ignored, and so is what is not known. Reference: the
+API reference of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k``, ``min_p`` and ``return_token_ids`` are
+vLLM's extensions. Structured output is the grammar of a turn::
+
+    tool_choice       required, or a function's name   ─► a call of any tool, or of that one
+    response_format   json_object, json_schema         ─► an answer in JSON; with tools, or a call
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from jax_agent_rl.agents.context import AgentContext
-from jax_agent_rl.agents.conversation import ChatReply
-from jax_agent_rl.agents.endpoint.failures import ApiError
-from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.sampling_params import ID_BOUND
 from jax_agent_rl.types import SamplingParams
@@ -27,6 +25,36 @@ from jax_agent_rl.types import SamplingParams
 Prompt = str | list[int]
 _Ids = Annotated[list[int], Field(fail_fast=True)]
 _ListOfIds = Annotated[list[_Ids], Field(fail_fast=True)]
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+    Clients repeat what failed with 408, 409, 429 or 5xx unless ``x-should-retry`` says no: a repeated request is only
+    wanted where it could go better.
+
+    Attributes:
+        status: HTTP status.
+        body: the JSON body.
+        retry: whether the same request could succeed later.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry = retry
+        error = {"message": message, "type": _ERRORS.get(status, "server_error"), "param": param, "code": code}
+        self.body: dict[str, Any] = {"error": error}
 
 
 class _StreamOptions(BaseModel):
@@ -155,6 +183,16 @@ class ChatRequest(_Sampled):
         raise ValueError(f"type {value.get('type')!r} is none of text, json_object and json_schema")
 
     @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """The schema of an answer; None if it may be any text."""
+        match self.response_format:
+            case {"type": "json_object"}:
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                return schema
+        return None
+
+    @property
     def limit(self) -> int | None:
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
         return min(limits) if limits else None
@@ -206,120 +244,6 @@ def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in answer_format.items() if k != "type"}}
 
 
-def head(number: str, model: str) -> dict[str, Any]:
-    """Return the fields every answer and chunk begins with."""
-    return {"id": number, "object": "", "created": int(time.time()), "model": model}
-
-
-def usage(turns: Sequence[RecordedTurn], prompts: int) -> dict[str, Any]:
-    """Return the tokens of all choices; a prompt with several choices is counted once, as OpenAI does."""
-    per_prompt = len(turns) // prompts
-    prompt = sum(_prompt_tokens(turn) for turn in turns[::per_prompt])
-    completion = sum(len(turn.output.token_ids) for turn in turns)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(turn.output.cached_tokens for turn in turns[::per_prompt])},
-    }
-
-
-def chat_choice(codec: ChatCodec, index: int, turn: RecordedTurn, request: ChatRequest) -> dict[str, Any]:
-    """Return one choice of a chat answer."""
-    message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
-    if turn.reply.reasoning is not None:
-        message["reasoning_content"] = turn.reply.reasoning
-    if turn.reply.tool_calls:
-        message["tool_calls"] = tool_calls(turn.reply)
-    else:
-        message["content"] = turn.reply.content
-    logprobs = {"content": _chat_logprobs(codec, turn), "refusal": None} if request.logprobs else None
-    choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": turn.reply.finish_reason}
-    return choice | _token_ids(turn, request)
-
-
-def chat_delta(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return one choice of a chat chunk."""
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-
-
-def last_chat_delta(
-    codec: ChatCodec, index: int, turn: RecordedTurn, rest: str, request: ChatRequest
-) -> dict[str, Any]:
-    """Return the choice that ends a stream: text not sent yet, tool calls, log-probs of all tokens."""
-    delta: dict[str, Any] = {}
-    if rest:
-        delta["content"] = rest
-    if turn.reply.tool_calls:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls(turn.reply))]
-    logprobs = {"content": _chat_logprobs(codec, turn), "refusal": None} if request.logprobs else None
-    fields = {"logprobs": logprobs, "finish_reason": turn.reply.finish_reason, **_token_ids(turn, request)}
-    return chat_delta(index, delta, **fields)
-
-
-def tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
-    """Return calls with their arguments as a string of JSON."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in reply.tool_calls
-    ]
-
-
-def text_choice(
-    codec: ChatCodec, index: int, text: str, turn: RecordedTurn | None, request: CompletionRequest
-) -> dict[str, Any]:
-    """Return one choice of a text answer or chunk; ``turn`` is None while it is being sampled."""
-    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-    if turn is None:
-        return choice
-    if request.logprobs is not None and request.logprobs is not False:
-        choice["logprobs"] = _text_logprobs(codec, turn)
-    return choice | {"finish_reason": turn.reply.finish_reason} | _token_ids(turn, request)
-
-
-def _prompt_tokens(turn: RecordedTurn) -> int:
-    return len(turn.context_ids) - len(turn.output.token_ids)
-
-
-def _token_ids(turn: RecordedTurn, request: _Sampled) -> dict[str, Any]:
-    if not request.return_token_ids:
-        return {}
-    return {"prompt_token_ids": turn.context_ids[: _prompt_tokens(turn)], "token_ids": turn.output.token_ids}
-
-
-def _chat_logprobs(codec: ChatCodec, turn: RecordedTurn) -> list[dict[str, Any]]:
-    pairs = zip(turn.output.token_ids, turn.output.log_probs, strict=True)
-    return [_chat_logprob(codec.decode([token], skip_special_tokens=False), logprob) for token, logprob in pairs]
-
-
-def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
-    whole = "\ufffd" not in token  # else the token is a part of a character, whose bytes are not known
-    return {
-        "token": token,
-        "logprob": logprob,
-        "bytes": list(token.encode()) if whole else None,
-        "top_logprobs": [],
-    }
-
-
-def _text_logprobs(codec: ChatCodec, turn: RecordedTurn) -> dict[str, Any]:
-    tokens = [codec.decode([token], skip_special_tokens=False) for token in turn.output.token_ids]
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": list(turn.output.log_probs),
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
-
-
 def check_prompt(asked: ChatRequest | CompletionRequest, context: AgentContext) -> None:
     """Refuse a prompt that cannot fit, before it is tokenized: an id stands for a bounded number of characters.
 
@@ -360,6 +284,50 @@ def check_sampling(sampling: SamplingParams, engines: Iterable[Capabilities]) ->
                     raise ApiError(400, message, param=param)
         if sampling.stop and not able.stop_strings:
             raise ApiError(400, "stop is not supported by this engine; leave it out", param="stop")
+
+
+def check_structure(asked: ChatRequest | CompletionRequest, engines: Iterable[Capabilities]) -> bool:
+    """Return whether a request demands structured output.
+
+    Raises:
+        ApiError: it does, and one of the engines cannot follow a grammar.
+    """
+    param = _structure_param(asked)
+    if param is not None and not all(able.grammars for able in engines):
+        raise ApiError(400, f"{param}: this engine cannot follow a grammar; ask for it in words", param=param)
+    return param is not None
+
+
+def _structure_param(asked: ChatRequest | CompletionRequest) -> str | None:
+    """Return the parameter that demands a structure, if any."""
+    if not isinstance(asked, ChatRequest):
+        return None
+    if asked.forces_call:
+        return "tool_choice"
+    return None if asked.answer_schema is None else "response_format"
+
+
+def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str | None:
+    """Return the grammar that a request demands of its turn, if any.
+
+    Raises:
+        ApiError: there is none for the format, a schema cannot be followed, or parameters contradict each other.
+    """
+    if not isinstance(asked, ChatRequest):
+        return None
+    if asked.parallel_tool_calls is False and asked.prompt_tools and not asked.forces_call:
+        message = "one call at a time is supported with a tool_choice that forces a call only; leave it out"
+        raise ApiError(400, message, param="parallel_tool_calls")
+    if (param := _structure_param(asked)) is None:
+        return None
+    tools, several = asked.prompt_tools, asked.parallel_tool_calls is not False
+    if isinstance(named := asked.tool_choice, NamedTool):
+        tools, several = [tool for tool in tools if tool["function"]["name"] == named.function.name][:1], False
+    answer = None if asked.forces_call else asked.answer_schema
+    try:
+        return codec.turn_grammar(tools=tools, several=several, answer=answer)
+    except GrammarError as error:
+        raise ApiError(400, f"{param}: {error}", param=param) from None
 
 
 def _characters(message: Mapping[str, Any]) -> int:
