@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
+from jax_agent_rl.agents.text_tool import bare_result
 from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
@@ -19,7 +20,6 @@ from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_matc
 from jax_agent_rl.tool_server.plugins import markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
-from jax_agent_rl.tools.client import bare_result
 
 LENGTH = 100_000
 

@@ -1,9 +1,8 @@
 """Agent loops, chosen per row by ``agent_name``.
 
 ``loop`` the interface and the registry · ``context`` what all loops share · ``episode`` a trajectory as it grows ·
-``branching`` branches of trajectories · ``turn_loop`` the loop of all agents here, and ``single_turn_agent`` ·
-``tool_agent``, ``environment_agent``, ``server_tool`` and ``text_tool`` what answers the policy's turns ·
-``tool_environment`` a trajectory's environment on a tool server.
+``turn_loop`` the loop of all agents here, its replay on branches, and ``single_turn_agent`` · ``tool_agent``,
+``environment_agent``, ``server_tool`` and ``text_tool`` what answers the policy's turns.
 
 Agents of other frameworks: ``recorder`` records their requests as ids · ``conversation`` the messages they send and
 read · ``session_tree`` a session as a trajectory · ``openai_loop`` any OpenAI client, through ``endpoint`` ·

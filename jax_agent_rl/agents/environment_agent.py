@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
+from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.prompt import row_prompt
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
 from jax_agent_rl.environments import LeasedEnvironment, Observation, get_environment, row_environment
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory

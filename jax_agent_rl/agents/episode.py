@@ -17,8 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jax_agent_rl.agents.branching import Prefix, turn_positions
-from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
+from jax_agent_rl.agents.context import AgentContext, AgentEvent, Prefix, derive_seed, turn_positions
 from jax_agent_rl.agents.prompt import encode_prompt, row_prompt
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, outside_thinking
 from jax_agent_rl.errors import PromptTooLongError

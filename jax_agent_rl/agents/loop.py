@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from jax_agent_rl.agents.branching import Prefix
-from jax_agent_rl.agents.context import AgentContext, derive_seed
+from jax_agent_rl.agents.context import AgentContext, Prefix, derive_seed
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import default_agent

@@ -19,21 +19,28 @@ which looks for calls in what it gets.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
-from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.context import AgentContext, Prefix
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, Lockstep, ToolEnvironment
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
+from jax_agent_rl.agents.turn_loop import (
+    SERVER_REMEDY,
+    Responder,
+    StartEpisode,
+    TurnLoopAgent,
+    check_replay,
+    describe_call,
+    run_turns,
+)
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.base import truncate_text
-from jax_agent_rl.tools.client import ServerObservation, ToolServerClient, observation_url
+from jax_agent_rl.tools.client import Lockstep, ServerObservation, ToolEnvironment, ToolServerClient, observation_url
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
 from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
@@ -171,7 +178,7 @@ class ServerResponder(Responder):
         observation, record = await self._step("", 0)
         if episode.prefix is not None:
             before = episode.prefix.messages_before(0)[-1]["content"]
-            check_replay(0, record.name, before, record.observation, remedy=REPLAY_REMEDY)
+            check_replay(0, record.name, before, record.observation, remedy=SERVER_REMEDY)
             return
         if observation.done:
             raise ToolServerError("the tool server ended the trajectory before its first turn (agent.call_tool_first)")
@@ -198,16 +205,25 @@ class ServerResponder(Responder):
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         (before,) = prefix.turns[turn].tool_calls
         _, now = await self._step((before.arguments or {})["action"], turn)
-        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=REPLAY_REMEDY)
+        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=SERVER_REMEDY)
         return 1
 
     async def _step(self, action: str, step: int) -> tuple[ServerObservation, ToolCallRecord]:
         max_turns = self.limits.max_turns
         turns = {"current_step": step, "max_turns": max_turns, "turns_left": max_turns - step}
         extra_fields = {**(self.row.get("extra_info") or {}), **turns}
-        return await self.environment.step(
-            action, name="tool_server", extra_fields=extra_fields, shorten=self.observations.shorten
+        began = time.perf_counter()
+        observation = await self.environment.step(action, name="tool_server", extra_fields=extra_fields)
+        record = ToolCallRecord(
+            name="tool_server",
+            arguments={"action": action},
+            observation=self.observations.shorten(observation.text),
+            error=observation.error,
+            reward=observation.reward,
+            seconds=time.perf_counter() - began,
+            media=observation.media,
         )
+        return observation, record
 
     def _action(self, episode: Episode, output: TokenOutput, step: int) -> str | None:
         """Return the text for the tool server, up to the first action stop token; None if the turn is no action."""
@@ -263,21 +279,16 @@ class ServerToolAgent(TurnLoopAgent):
                 output = await episode.generate(session_ends=True, max_tokens=self.context.limits.max_action_length)
                 reason = _finish_reason(episode, output, self.context.limits)
             else:
-                async with self._environment(self._server, trajectory_id) as environment:
+                send = self._lockstep.send if self._lockstep else self._server.step
+                shown = self.context.modalities if self._observations.are_messages else frozenset()
+                environment = ToolEnvironment(self._server, send, trajectory_id, modalities=shown)
+                async with environment, self._lockstep or nullcontext():
                     responder = ServerResponder(self.context, self._observations, environment, row)
                     if self.context.limits.call_tool_first:
                         await responder.look_first(episode)
                     reason = await run_turns(episode, responder)
                 episode.add_metrics({"tool_close_failures": environment.close_failures})
         return episode.finish(reason, no_loss=self._no_loss(episode, reason))
-
-    @asynccontextmanager
-    async def _environment(self, server: ToolServerClient, trajectory_id: str) -> AsyncIterator[ToolEnvironment]:
-        send = self._lockstep.send if self._lockstep else server.step
-        modalities = self.context.modalities if self._observations.are_messages else frozenset()
-        environment = ToolEnvironment(server, send, trajectory_id, modalities=modalities)
-        async with environment, self._lockstep or nullcontext():
-            yield environment
 
     def _no_loss(self, episode: Episode, reason: FinishReason) -> DropReason | None:
         limits = self.context.limits

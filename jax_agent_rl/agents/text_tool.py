@@ -8,59 +8,79 @@
       └── insert the result, if it fits ◄── call it ──► TOOL_DONE       no room ──► RESPONSE_LENGTH
 
 The result continues the assistant's text, inside markers of its own, with mask 0. Markers in a think block are text.
+
+A retrieval server's API is that of Search-R1's; a passage may also be plain text or ``{contents}``::
+
+    {queries, topk, return_scores}  ──►  {result: [[{document: {contents}, score}]]}
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import textwrap
 import time
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
-from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.context import AgentContext, Prefix
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.tool_environment import REPLAY_REMEDY, ToolEnvironment
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, answer_or_cut, run_turns
-from jax_agent_rl.tools.client import SearchClient, ServerObservation, ToolClient
+from jax_agent_rl.agents.turn_loop import (
+    SERVER_REMEDY,
+    Responder,
+    StartEpisode,
+    TurnLoopAgent,
+    answer_or_cut,
+    check_replay,
+    describe_call,
+    run_turns,
+)
+from jax_agent_rl.config import SearchConfig, ToolClientConfig
+from jax_agent_rl.errors import ConfigError, ToolServerError
+from jax_agent_rl.tools.client import (
+    ServerAction,
+    ServerObservation,
+    ToolEnvironment,
+    ToolServerClient,
+    observation_url,
+)
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
+from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
 
-
-class MarkerAgent(TurnLoopAgent):
-    """A loop whose calls are written between two markers."""
-
-    opening: ClassVar[str]
-    closing: ClassVar[str]
-    result: ClassVar[str]
-    """How a result is written, with ``{}`` for its text."""
-    stateful: ClassVar[bool] = True
-    """Whether its calls leave state behind, so that branches repeat them."""
-
-    @property
-    @abstractmethod
-    def max_calls(self) -> int:
-        """Maximum calls of one trajectory."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class MarkerResponder(Responder):
-    """Runs the call between an agent's markers and inserts the result as text."""
+    """Runs the call between two markers and inserts the result as text.
 
-    agent: MarkerAgent
+    Attributes:
+        call: runs the text between the markers.
+        opening, closing: the markers.
+        result: how a result is written, with ``{}`` for its text.
+        max_calls: maximum calls of the trajectory.
+        stateful: whether calls leave state behind, so that branches repeat them.
+    """
+
     call: Callable[[str], Awaitable[ServerObservation]]
+    opening: str
+    closing: str
+    result: str
+    max_calls: int
+    stateful: bool
 
     def turn_limit(self, turns: int) -> FinishReason | None:
-        return FinishReason.MAX_USER_TURNS if turns >= self.agent.max_calls else None
+        return FinishReason.MAX_USER_TURNS if turns >= self.max_calls else None
 
     def generate_options(self, *, last: bool) -> Mapping[str, Any]:
-        return {"action_stops": [self.agent.closing]}
+        return {"action_stops": [self.closing]}
 
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
-        before, closed, _ = episode.outside_thinking(output).partition(self.agent.closing)
+        before, closed, _ = episode.outside_thinking(output).partition(self.closing)
         if not closed:
             return answer_or_cut(output)
         if limit is not None:
@@ -69,30 +89,29 @@ class MarkerResponder(Responder):
         episode.record_calls([record], seconds=record.seconds)
         if observation.done:
             return FinishReason.TOOL_DONE
-        ids = self.context.codec.encode_text(self.agent.result.format(record.observation))
+        ids = self.context.codec.encode_text(self.result.format(record.observation))
         fits = episode.append_ids(ids, [{"role": "tool", "content": record.observation}])
         return None if fits else FinishReason.RESPONSE_LENGTH
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         (before,) = prefix.turns[turn].tool_calls
-        if not self.agent.stateful or before.arguments is None:
+        if not self.stateful or before.arguments is None:
             return 0
-        _, now = await self._run(self.agent.opening + before.arguments["text"])
-        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=REPLAY_REMEDY)
+        _, now = await self._run(self.opening + before.arguments["text"])
+        check_replay(turn, before.name, describe_call(before), describe_call(now), remedy=SERVER_REMEDY)
         return 1
 
     async def _run(self, before: str) -> tuple[ServerObservation, ToolCallRecord]:
         """Run the call of a turn, given its text before the closing marker."""
-        opening, closing = self.agent.opening, self.agent.closing
-        _, opened, body = before.rpartition(opening)
+        _, opened, body = before.rpartition(self.opening)
         began = time.perf_counter()
         if opened:
             observation = await self.call(body)
         else:
-            observation = ServerObservation(text=f"Error: {closing} without {opening}.", error="malformed")
-            self.context.malformed.report(before[-100:] + closing)
+            observation = ServerObservation(text=f"Error: {self.closing} without {self.opening}.", error="malformed")
+            self.context.malformed.report(before[-100:] + self.closing)
         record = ToolCallRecord(
-            name=opening.strip("<>") if opened else "",
+            name=self.opening.strip("<>") if opened else "",
             arguments={"text": body} if opened else None,
             observation=self.shorten(observation.text),
             error=observation.error,
@@ -103,22 +122,16 @@ class MarkerResponder(Responder):
 
 
 @register_agent("text_tool_agent")
-class TextToolAgent(MarkerAgent):
+class TextToolAgent(TurnLoopAgent):
     """Text between ``<tool>`` and ``</tool>`` is code for a tool server; settings: ``tool_config``.
 
     Raises:
         ConfigError: ``tool_config.server_url`` is missing or wrong.
     """
 
-    opening, closing, result = "<tool>", "</tool>", "\n<result>\n{}\n</result>\n"
-
     def __init__(self, context: AgentContext):
         super().__init__(context)
         self.client = ToolClient(context.tool_config)
-
-    @property
-    def max_calls(self) -> int:
-        return self.context.tool_config.max_tool_turns
 
     async def preflight(self) -> None:
         await self.client.server.check()
@@ -132,37 +145,34 @@ class TextToolAgent(MarkerAgent):
             extra = row.get("extra_info") or {}
 
             async def call(code: str) -> ServerObservation:
-                observation, _ = await environment.step(
-                    f"<python>{textwrap.dedent(code)}</python>",
-                    name="tool",
-                    extra_fields=extra,
-                    shorten=lambda text: text,
-                )
-                return observation
+                action = f"<python>{textwrap.dedent(code)}</python>"
+                return await environment.step(action, name="tool", extra_fields=extra)
 
-            reason = await run_turns(episode, MarkerResponder(self.context, self, call))
+            responder = MarkerResponder(
+                self.context,
+                call,
+                opening="<tool>",
+                closing="</tool>",
+                result="\n<result>\n{}\n</result>\n",
+                max_calls=self.context.tool_config.max_tool_turns,
+                stateful=True,
+            )
+            reason = await run_turns(episode, responder)
         episode.add_metrics({"tool_close_failures": environment.close_failures})
         return episode.finish(reason)
 
 
 @register_agent("search_agent")
-class SearchAgent(MarkerAgent):
+class SearchAgent(TurnLoopAgent):
     """Text between ``<search>`` and ``</search>`` is a query for a retrieval server; settings: ``search``.
 
     Raises:
         ConfigError: ``search.server_url`` is missing or wrong.
     """
 
-    opening, closing, result = "<search>", "</search>", "\n<information>\n{}\n</information>\n"
-    stateful = False
-
     def __init__(self, context: AgentContext):
         super().__init__(context)
         self.client = SearchClient(context.search)
-
-    @property
-    def max_calls(self) -> int:
-        return self.context.search.max_turns
 
     async def preflight(self) -> None:
         await self.client.check()
@@ -172,7 +182,16 @@ class SearchAgent(MarkerAgent):
 
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         episode = start()
-        return episode.finish(await run_turns(episode, MarkerResponder(self.context, self, self._search)))
+        responder = MarkerResponder(
+            self.context,
+            self._search,
+            opening="<search>",
+            closing="</search>",
+            result="\n<information>\n{}\n</information>\n",
+            max_calls=self.context.search.max_turns,
+            stateful=False,
+        )
+        return episode.finish(await run_turns(episode, responder))
 
     async def _search(self, query: str) -> ServerObservation:
         try:
@@ -184,3 +203,181 @@ class SearchAgent(MarkerAgent):
             return ServerObservation(text="Error: the search did not answer in time.", error="timeout")
         text = "\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1))
         return ServerObservation(text=text or "No results found.")
+
+
+# --- clients ----------------------------------------------------------------------------------------------------
+
+
+class RateLimiter:
+    """Rate limiter: at most ``max_workers`` at a time, and no two starts within ``interval`` seconds.
+
+    Once requests have waited longer for their start than they took, it warns that the interval is the bottleneck.
+
+    Args:
+        max_workers: ``tool_config.max_workers``.
+        interval: ``tool_config.request_interval``.
+        clock: monotonic seconds.
+        sleep: waits.
+    """
+
+    _CHECKED_AFTER = 50  # requests
+
+    def __init__(
+        self,
+        *,
+        max_workers: int,
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        self._workers = asyncio.Semaphore(max_workers)
+        self._interval = interval
+        self._clock = clock
+        self._sleep = sleep
+        self._next_start = float("-inf")
+        self._requests, self._waited, self._ran = 0, 0.0, 0.0
+        self._warned = False
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a turn, and occupy a worker for the duration of the block."""
+        async with self._workers:
+            arrived = self._clock()
+            start = max(arrived, self._next_start)
+            self._next_start = start + self._interval  # taken before waiting, so that others queue behind it
+            if start > arrived:
+                await self._sleep(start - arrived)
+            began = self._clock()
+            try:
+                yield
+            finally:
+                self._check_interval(waited=began - arrived, ran=self._clock() - began)
+
+    def _check_interval(self, *, waited: float, ran: float) -> None:
+        self._requests += 1
+        self._waited += waited
+        self._ran += ran
+        if self._warned or not self._interval or self._requests < self._CHECKED_AFTER or self._waited <= self._ran:
+            return
+        self._warned = True
+        logger.warning(
+            "tool_config.request_interval=%g is the bottleneck of tool calls: %d requests waited %.1f s to start "
+            "and took %.1f s; no more than %.3g start in a second. Set tool_config.request_interval=0 if the tool "
+            "server is yours alone, or lower it",
+            self._interval,
+            self._requests,
+            self._waited,
+            self._ran,
+            1 / self._interval,
+        )
+
+
+def _service(config: ToolClientConfig | SearchConfig, url: str, *, section: str) -> JsonService:
+    settings = ServiceSettings(
+        url=url,
+        url_key=f"{section}.server_url",
+        timeout=config.timeout,
+        timeout_key=f"{section}.timeout",
+        max_retries=config.max_retries,
+        retry_delay=config.retry_delay,
+        headers=bearer(config.token_env, key=f"{section}.token_env"),
+        token_hint=f"set {section}.token_env to the environment variable that holds it",
+    )
+    return JsonService(settings, error=ToolServerError)
+
+
+class ToolClient:
+    """Client of a tool server for single actions, with the limits of ``tool_config``.
+
+    Raises:
+        ConfigError: ``tool_config.server_url`` is not set or not a URL.
+    """
+
+    def __init__(self, config: ToolClientConfig):
+        if config.server_url is None:
+            raise ConfigError(
+                "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
+                "http://localhost:5000, or tool_config.enabled=false"
+            )
+        self.server = ToolServerClient(_service(config, observation_url(config.server_url), section="tool_config"))
+        self._limiter = RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
+
+    async def execute(self, action: ServerAction) -> ServerObservation:
+        """Run one piece of code.
+
+        Raises:
+            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
+        """
+        async with self._limiter.slot():
+            result = await self.server.step(action, repeatable=True)
+        return replace(result, text=bare_result(result.text))
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+def bare_result(text: str) -> str:
+    r"""Return the output of code without the tags of the tool server.
+
+    >>> bare_result("\n<result>\n42\n</result>\n")
+    '42'
+    """
+    inner = text.strip()
+    if inner.startswith("<result>") and inner.endswith("</result>"):
+        return inner.removeprefix("<result>").removesuffix("</result>").strip("\n")
+    return text
+
+
+class SearchClient:
+    """Client of a retrieval server.
+
+    Raises:
+        ConfigError: ``search.server_url`` is not set or not a URL.
+    """
+
+    def __init__(self, config: SearchConfig):
+        if config.server_url is None:
+            raise ConfigError(
+                "search_agent needs a retrieval server; set search.server_url, e.g. http://localhost:8000/retrieve, "
+                "or agent.enable_search=false"
+            )
+        self._service = _service(config, config.server_url, section="search")
+        self._topk = config.topk
+
+    async def search(self, query: str) -> list[str]:
+        """Return the passages found for a query, best first.
+
+        Raises:
+            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
+            TimeoutError: it took longer than ``search.timeout``.
+        """
+        payload = {"queries": [query], "topk": self._topk, "return_scores": True}
+        answer = await self._service.post(payload, repeatable=True)
+        try:
+            (found,) = answer["result"]
+            return [_contents(passage) for passage in found][: self._topk]
+        except (TypeError, KeyError, ValueError) as error:
+            raise ToolServerError(
+                f"{self._service.settings.url} gave a wrong answer ({type(error).__name__}: {error}): "
+                f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
+            ) from None
+
+    async def check(self) -> None:
+        """Send a query, the only request of Search-R1's servers; raise :class:`ConfigError` if it fails."""
+        try:
+            await self.search("Is anyone there?")
+        except (ToolServerError, TimeoutError) as error:
+            raise ConfigError(f"the retrieval server is not ready: {error}") from None
+        finally:
+            await self.close()  # a run may still end before its first trajectory
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+def _contents(passage: Any) -> str:
+    if isinstance(passage, dict):
+        return _contents(passage["document"] if "document" in passage else passage["contents"])
+    if not isinstance(passage, str):
+        raise TypeError(f"a passage must be text, got {type(passage).__name__}")
+    return passage.encode("utf-8", "replace").decode()

@@ -20,11 +20,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.branching import Prefix, check_replay, describe_call
-from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.context import AgentContext, Prefix
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, run_turns
+from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
 from jax_agent_rl.chat.grammar import GrammarError
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import ConfigError, InteractionError

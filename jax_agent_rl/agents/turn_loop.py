@@ -10,6 +10,10 @@
 What differs between agents is the :class:`Responder`: tools, a tool server, text markers, an environment or a simulated
 user. It decides which part of a turn is an action, answers it, and says when to stop; :meth:`TurnLoopAgent.play` opens
 what it works on and closes it.
+
+Tools, tool servers, environments and simulated users keep state per trajectory. A branch is a trajectory of its own, so
+they answer the inherited turns once more, in order. Their answers must not change, as the ids that follow were sampled
+after them.
 """
 
 from __future__ import annotations
@@ -21,13 +25,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jax_agent_rl.agents.branching import Prefix
-from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.context import AgentContext, Prefix
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.loop import AgentLoop, register_agent
 from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.tools.base import truncate_text
-from jax_agent_rl.types import FinishReason, Fork, SamplingParams, StopReason, TokenOutput, Trajectory
+from jax_agent_rl.types import (
+    FinishReason,
+    Fork,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    ToolCallRecord,
+    Trajectory,
+)
+
+SERVER_REMEDY = "make the tool server answer the same actions alike (rollout.strategy branches trajectories)"
 
 
 @dataclass
@@ -94,6 +108,31 @@ async def run_turns(episode: Episode, responder: Responder) -> FinishReason:
         output = await episode.generate(session_ends=last, **responder.generate_options(last=last))
         if (reason := await responder.respond(episode, output, limit)) is not None:
             return reason
+
+
+def check_replay(turn: int, source: str, before: object, now: object, *, remedy: str) -> None:
+    """Check that a replayed answer is the recorded one.
+
+    Args:
+        turn: number of the answered turn.
+        source: what answered.
+        before: the recorded answer.
+        now: the answer of the replay.
+        remedy: how to make the two equal.
+
+    Raises:
+        ReplayError: they differ.
+    """
+    if before != now:
+        raise ReplayError(
+            f"{source} answered {now!s:.300} where it had answered {before!s:.300} in turn {turn}; {remedy}, or set "
+            "rollout.strategy.name=chain"
+        )
+
+
+def describe_call(call: ToolCallRecord) -> str:
+    """Return what a call answered, for :func:`check_replay`."""
+    return f"{call.observation!r} (error {call.error}, reward {call.reward})"
 
 
 def answer_or_cut(output: TokenOutput) -> FinishReason:

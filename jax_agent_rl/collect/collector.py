@@ -29,7 +29,7 @@ from itertools import compress
 from typing import Any
 
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed, role_id
-from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.deadlines import NO_LIMITS, GroupDeadlines, TimeLimits
 from jax_agent_rl.collect.in_flight import GroupRecord

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.types import DropReason, Trajectory
 
 _PREFIX, _TRAJECTORY = TypeAdapter(Prefix), TypeAdapter(Trajectory)

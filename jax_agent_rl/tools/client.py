@@ -1,30 +1,33 @@
-"""Clients of tool servers and retrieval servers.
+"""Client of a tool server, a trajectory's environment on it, and the batching of requests in lockstep.
 
 ``POST /get_observation``, with one entry per trajectory in each list; an observation is text, or ``{obs, reward?,
 metrics?, image?, audio?}``::
 
     {trajectory_ids, actions, extra_fields, finish, is_last_step}  ──►  {observations, dones, valids}
 
-A retrieval server's API is that of Search-R1's; a passage may also be plain text or ``{contents}``::
+When requests are sent::
 
-    {queries, topk, return_scores}  ──►  {result: [[{document: {contents}, score}]]}
+    async     each action is a request of its own, sent at once
+    sync      Lockstep: actions wait until every trajectory in flight has finished its turn, then go out as one batch
+
+              A generates ─────► action ┐
+              B generates ─► action     ├─► one request ─► observations ─► A, B generate
+              C generates ──► answers, leaves
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from jax_agent_rl.config import SearchConfig, ToolClientConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.tracing import span
+from jax_agent_rl.utils.json_service import JsonService
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.text import replace_lone_surrogates
 
@@ -223,176 +226,136 @@ def _first(error: ValidationError) -> str:
     return f"{place}: {problem['msg']}, got {problem['input']!r:.200}"
 
 
-class RateLimiter:
-    """Rate limiter: at most ``max_workers`` at a time, and no two starts within ``interval`` seconds.
+Send = Callable[[ServerAction], Awaitable[ServerObservation]]
+"""Delivers one action; raises ToolServerError."""
+Result = ServerObservation | ToolServerError
 
-    Once requests have waited longer for their start than they took, it warns that the interval is the bottleneck.
+
+class Lockstep:
+    """Sends the actions of all members together, once none of them is still generating.
+
+    member    consumes: an observation.   produces: an action.   waits for: the slowest member's turn, then the tools.
+    batch     consumes: actions.          produces: results.     waits for: the tool server.
 
     Args:
-        max_workers: ``tool_config.max_workers``.
-        interval: ``tool_config.request_interval``.
-        clock: monotonic seconds.
-        sleep: waits.
+        send_batch: delivers actions; one result each.
     """
 
-    _CHECKED_AFTER = 50  # requests
+    def __init__(self, send_batch: Callable[[Sequence[ServerAction]], Awaitable[Sequence[Result]]]):
+        self._send_batch = send_batch
+        self._members = 0
+        self._waiting: dict[asyncio.Future[Result], ServerAction] = {}
+        self._batches: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> None:
+        """Join; the other members wait for this one from now on."""
+        self._members += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._members -= 1
+        self._send_if_complete()
+
+    async def send(self, action: ServerAction) -> ServerObservation:
+        """Send a member's action and return its observation, once the whole batch has been answered."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting[future] = action
+        self._send_if_complete()
+        try:
+            result = await future
+        finally:
+            self._waiting.pop(future, None)  # cancelled while it waited
+        if isinstance(result, ToolServerError):
+            raise result
+        return result
+
+    def _send_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) == self._members:
+            batch, self._waiting = self._waiting, {}
+            # A task of its own: a member that is cancelled must not take the others' results with it.
+            task = asyncio.create_task(self._deliver(batch))
+            self._batches.add(task)
+            task.add_done_callback(self._batches.discard)
+
+    async def _deliver(self, batch: Mapping[asyncio.Future[Result], ServerAction]) -> None:
+        try:
+            results = await self._send_batch(list(batch.values()))
+        except ToolServerError as error:
+            results = [ToolServerError(str(error)) for _ in batch]
+        except BaseException as error:  # no member may wait forever
+            results = [ToolServerError(f"the batch was lost: {type(error).__name__}: {error}") for _ in batch]
+            raise
+        finally:
+            for future, result in zip(batch, results, strict=True):
+                if not future.done():
+                    future.set_result(result)
+
+
+class ToolEnvironment:
+    """An async context manager; the environment is closed exactly once, also when the trajectory fails.
+
+    Args:
+        server: closes environments.
+        send: delivers actions.
+        trajectory_id: whose environment it is.
+        modalities: kinds of media its agent can show the model; an observation with others becomes an error.
+
+    Attributes:
+        close_failures: 1 if closing it on the server failed, else 0.
+    """
 
     def __init__(
-        self,
-        *,
-        max_workers: int,
-        interval: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, server: ToolServerClient, send: Send, trajectory_id: str, *, modalities: frozenset[str] = frozenset()
     ):
-        self._workers = asyncio.Semaphore(max_workers)
-        self._interval = interval
-        self._clock = clock
-        self._sleep = sleep
-        self._next_start = float("-inf")
-        self._requests, self._waited, self._ran = 0, 0.0, 0.0
-        self._warned = False
+        self.close_failures = 0
+        self._modalities = modalities
+        self._server = server
+        self._send = send
+        self._id = trajectory_id
+        self._used = False
 
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Wait for a turn, and occupy a worker for the duration of the block."""
-        async with self._workers:
-            arrived = self._clock()
-            start = max(arrived, self._next_start)
-            self._next_start = start + self._interval  # taken before waiting, so that others queue behind it
-            if start > arrived:
-                await self._sleep(start - arrived)
-            began = self._clock()
-            try:
-                yield
-            finally:
-                self._check_interval(waited=began - arrived, ran=self._clock() - began)
+    async def __aenter__(self) -> ToolEnvironment:
+        return self
 
-    def _check_interval(self, *, waited: float, ran: float) -> None:
-        self._requests += 1
-        self._waited += waited
-        self._ran += ran
-        if self._warned or not self._interval or self._requests < self._CHECKED_AFTER or self._waited <= self._ran:
-            return
-        self._warned = True
+    async def __aexit__(self, *_: object) -> None:
+        """Close the environment; a second cancellation ends the waiting, not the closing."""
+        if self._used:
+            await self._server.complete(self._close())
+
+    async def step(self, text: str, *, name: str, extra_fields: Mapping[str, Any]) -> ServerObservation:
+        """Take one action.
+
+        Args:
+            text: the action.
+            name: the tool's name in traces.
+            extra_fields: passed to the tool only.
+
+        Raises:
+            ToolServerError: the server gave no observation.
+        """
+        self._used = True  # before sending: the server may know of it although the answer is lost
+        sent = ServerAction(trajectory_id=self._id, text=text, extra_fields=extra_fields)
+        with span("tool", name) as traced:
+            traced.set(arguments={"action": text})
+            observation = self._check_media(await self._send(sent))
+            traced.set(observation=observation.text, tool_error=observation.error)
+        return observation
+
+    def _check_media(self, observation: ServerObservation) -> ServerObservation:
+        unseen = sorted(observation.media.keys() - self._modalities)
+        if not unseen:
+            return observation
         logger.warning(
-            "tool_config.request_interval=%g is the bottleneck of tool calls: %d requests waited %.1f s to start "
-            "and took %.1f s; no more than %.3g start in a second. Set tool_config.request_interval=0 if the tool "
-            "server is yours alone, or lower it",
-            self._interval,
-            self._requests,
-            self._waited,
-            self._ran,
-            1 / self._interval,
+            "the tool server returned media %s for %s, which cannot be shown: that takes a model, chat template and "
+            "engine for them, server_tool_agent and agent.enable_mtrl=true without agent.mtrl_sep",
+            unseen,
+            self._id,
         )
+        text = f"Error: the tool returned {' and '.join(unseen)} data, which cannot be shown here."
+        return replace(observation, text=text, error="raised", media={})
 
-
-def _service(config: ToolClientConfig | SearchConfig, url: str, *, section: str) -> JsonService:
-    settings = ServiceSettings(
-        url=url,
-        url_key=f"{section}.server_url",
-        timeout=config.timeout,
-        timeout_key=f"{section}.timeout",
-        max_retries=config.max_retries,
-        retry_delay=config.retry_delay,
-        headers=bearer(config.token_env, key=f"{section}.token_env"),
-        token_hint=f"set {section}.token_env to the environment variable that holds it",
-    )
-    return JsonService(settings, error=ToolServerError)
-
-
-class ToolClient:
-    """Client of a tool server for single actions, with the limits of ``tool_config``.
-
-    Raises:
-        ConfigError: ``tool_config.server_url`` is not set or not a URL.
-    """
-
-    def __init__(self, config: ToolClientConfig):
-        if config.server_url is None:
-            raise ConfigError(
-                "text_tool_agent needs a tool server; set tool_config.server_url (or TOOL_SERVER_URL), e.g. "
-                "http://localhost:5000, or tool_config.enabled=false"
-            )
-        self.server = ToolServerClient(_service(config, observation_url(config.server_url), section="tool_config"))
-        self._limiter = RateLimiter(max_workers=config.max_workers, interval=config.request_interval)
-
-    async def execute(self, action: ServerAction) -> ServerObservation:
-        """Run one piece of code.
-
-        Raises:
-            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
-        """
-        async with self._limiter.slot():
-            result = await self.server.step(action, repeatable=True)
-        return replace(result, text=bare_result(result.text))
-
-    async def close(self) -> None:
-        await self.server.close()
-
-
-def bare_result(text: str) -> str:
-    r"""Return the output of code without the tags of the tool server.
-
-    >>> bare_result("\n<result>\n42\n</result>\n")
-    '42'
-    """
-    inner = text.strip()
-    if inner.startswith("<result>") and inner.endswith("</result>"):
-        return inner.removeprefix("<result>").removesuffix("</result>").strip("\n")
-    return text
-
-
-class SearchClient:
-    """Client of a retrieval server.
-
-    Raises:
-        ConfigError: ``search.server_url`` is not set or not a URL.
-    """
-
-    def __init__(self, config: SearchConfig):
-        if config.server_url is None:
-            raise ConfigError(
-                "search_agent needs a retrieval server; set search.server_url, e.g. http://localhost:8000/retrieve, "
-                "or agent.enable_search=false"
-            )
-        self._service = _service(config, config.server_url, section="search")
-        self._topk = config.topk
-
-    async def search(self, query: str) -> list[str]:
-        """Return the passages found for a query, best first.
-
-        Raises:
-            ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
-            TimeoutError: it took longer than ``search.timeout``.
-        """
-        payload = {"queries": [query], "topk": self._topk, "return_scores": True}
-        answer = await self._service.post(payload, repeatable=True)
+    async def _close(self) -> None:
         try:
-            (found,) = answer["result"]
-            return [_contents(passage) for passage in found][: self._topk]
-        except (TypeError, KeyError, ValueError) as error:
-            raise ToolServerError(
-                f"{self._service.settings.url} gave a wrong answer ({type(error).__name__}: {error}): "
-                f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
-            ) from None
-
-    async def check(self) -> None:
-        """Send a query, the only request of Search-R1's servers; raise :class:`ConfigError` if it fails."""
-        try:
-            await self.search("Is anyone there?")
-        except (ToolServerError, TimeoutError) as error:
-            raise ConfigError(f"the retrieval server is not ready: {error}") from None
-        finally:
-            await self.close()  # a run may still end before its first trajectory
-
-    async def close(self) -> None:
-        await self._service.close()
-
-
-def _contents(passage: Any) -> str:
-    if isinstance(passage, dict):
-        return _contents(passage["document"] if "document" in passage else passage["contents"])
-    if not isinstance(passage, str):
-        raise TypeError(f"a passage must be text, got {type(passage).__name__}")
-    return passage.encode("utf-8", "replace").decode()
+            await self._server.finish(self._id)
+        except ToolServerError as error:
+            self.close_failures += 1
+            logger.warning("the environment of %s may still be open: %s", self._id, error)

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.agents import SingleTurnAgent
-from jax_agent_rl.agents.branching import Prefix
 from jax_agent_rl.agents.command.task import read_task
+from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.episode import Episode
 from jax_agent_rl.agents.prompt import openai_prompt

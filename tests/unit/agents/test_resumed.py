@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from jax_agent_rl.agents import SingleTurnAgent, TextToolAgent
-from jax_agent_rl.agents.branching import Prefix
+from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.collect.in_flight import GroupRecord
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ReplayError

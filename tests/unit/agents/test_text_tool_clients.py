@@ -5,9 +5,10 @@ import asyncio
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from jax_agent_rl.agents.text_tool import RateLimiter, ToolClient, bare_result
 from jax_agent_rl.config import ToolClientConfig, build
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.tools.client import RateLimiter, ServerAction, ToolClient, bare_result
+from jax_agent_rl.tools.client import ServerAction
 from tests.http_service import ToolServer
 from tests.ports import free_port
 
