@@ -11,6 +11,7 @@ another layout, heads 128 wide, and mostly no window.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -43,35 +44,84 @@ def write_kernel(cached: LayerKV, new: LayerKV, pages: jax.Array, positions: jax
     """
     size = cached.values.shape[2]
     at = jnp.take_along_axis(pages, (positions // size)[:, None], axis=1)[:, 0]
-    parts = cached.by_position(lambda axis, x: jax.ShapeDtypeStruct(_part_shape(axis, x), x.dtype))
-    part_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts))
-    slots = len(positions)
-    per_step = max(n for n in range(1, slots + 1) if slots % n == 0 and (n == 1 or n * part_bytes <= MAX_WRITE_BYTES))
+    # Copies of the kernel's own, unlike the grid's, take whole tiles.
+    write = _write_each if size % LANES or cached.values.shape[3] % LANES else _write_together
+    return write(at, positions % size, cached, new)
 
+
+def _write_each(at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+    """Write a slot per grid step."""
+
+    def part(axis: int, x: jax.Array) -> pl.BlockSpec:
+        """Select the part of each slot's page that holds its position."""
+        shape = _part_shape(axis, x)
+        before, after = [0] * (axis - 1), [0] * (x.ndim - axis - 1)
+        width = shape[axis - 1]
+        return pl.BlockSpec(
+            (None, *shape), lambda b, at, within: (at[b], *before, jax.lax.div(within[b], width), *after)
+        )
+
+    def one(_: int, x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0, 0))
+
+    def write(at: Any, within: Any, cached: LayerKV, new: LayerKV, out: LayerKV) -> None:
+        position = within[pl.program_id(0)]
+
+        def change(axis: int, old: Any, one: Any, changed: Any) -> None:
+            changed[...] = _with_token(axis, old[...], one[...], position)
+
+        cached.by_position(change, new, out)
+
+    parts = cached.by_position(part)
+    specs = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2, grid=at.shape, in_specs=[parts, new.by_position(one)], out_specs=parts
+    )
+    return _call(write, specs, at, within, cached, new)
+
+
+def _write_together(at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+    """Write many slots per grid step: the overhead of a step is longer than the copies of a slot."""
+    slots, arrays = len(at), len(jax.tree.leaves(cached))
+    parts = cached.by_position(lambda axis, x: jax.ShapeDtypeStruct(_part_shape(axis, x), x.dtype))
+    fit = max(1, MAX_WRITE_BYTES // sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts)))
+    per_step = max(n for n in range(1, min(fit, slots) + 1) if slots % n == 0)
     # An axis of one position would be padded to a whole tile in memory.
     new = new.by_position(lambda axis, x: jnp.squeeze(x, axis))
 
     def one(_: int, x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((per_step, *x.shape[1:]), lambda i, *_: (i, 0, 0))
 
-    arrays = len(jax.tree.leaves(cached))
     everything = jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), cached)
+    specs = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(slots // per_step,),
+        in_specs=[everything, new.by_position(one)],
+        out_specs=everything,
+        scratch_shapes=[
+            jax.tree.map(lambda x: pltpu.VMEM((2, per_step, *x.shape), x.dtype), parts),
+            pltpu.SemaphoreType.DMA((2, 2, arrays, per_step)),
+        ],
+    )
+    return _call(functools.partial(_write_slots, per_step, slots // per_step), specs, at, within, cached, new)
+
+
+def _call(kernel: Any, specs: Any, at: jax.Array, within: jax.Array, cached: LayerKV, new: LayerKV) -> LayerKV:
+    """Run a kernel that changes the cache in its own memory."""
+    parts = jax.tree.leaves(cached.by_position(lambda axis, x: math.prod(_part_shape(axis, x)) * x.dtype.itemsize))
     return pl.pallas_call(
-        functools.partial(_write, per_step, slots // per_step),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(slots // per_step,),
-            in_specs=[everything, new.by_position(one)],
-            out_specs=everything,
-            scratch_shapes=[
-                jax.tree.map(lambda x: pltpu.VMEM((2, per_step, *x.shape), x.dtype), parts),
-                pltpu.SemaphoreType.DMA((2, 2, arrays, per_step)),
-            ],
-        ),
+        kernel,
+        grid_spec=specs,
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cached),
-        input_output_aliases={2 + i: i for i in range(arrays)},  # counted from ``at`` on
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * slots * part_bytes),
-    )(at, positions % size, cached, new)
+        input_output_aliases={2 + i: i for i in range(len(parts))},  # counted from ``at`` on
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(at) * sum(parts)),
+    )(at, within, cached, new)
+
+
+def _with_token(axis: int, old: jax.Array, token: jax.Array, position: Any) -> jax.Array:
+    """Return a part of a page with the token at its position, which counts from the page's begin."""
+    here = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis - 1) == jax.lax.rem(position, old.shape[axis - 1])
+    wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # TPUs cannot select 8-bit values
+    return jnp.where(here, token.astype(wide), old.astype(wide)).astype(old.dtype)
 
 
 def _part_shape(axis: int, x: jax.Array) -> tuple[int, ...]:
@@ -79,7 +129,7 @@ def _part_shape(axis: int, x: jax.Array) -> tuple[int, ...]:
     return (*x.shape[1:axis], min(LANES if axis == 3 else ROWS, x.shape[axis]), *x.shape[axis + 1 :])
 
 
-def _write(
+def _write_slots(
     per_step: int,
     steps: int,
     at: Any,
@@ -138,12 +188,9 @@ def _write(
 
     def change(axis: int, old: Any, one: Any) -> None:
         turn = jax.lax.rem(step, 2)
-        wide = old.dtype if old.dtype.itemsize > 1 else jnp.float32  # TPUs cannot select 8-bit values
-        place = jax.lax.broadcasted_iota(jnp.int32, old.shape[2:], axis - 1)
         for i in range(per_step):
-            here = place == jax.lax.rem(within[step * per_step + i], old.shape[axis + 1])
-            token = jnp.expand_dims(one[i].astype(jnp.float32), axis - 1).astype(wide)
-            old[turn, i] = jnp.where(here, token, old[turn, i].astype(wide)).astype(old.dtype)
+            token = jnp.expand_dims(one[i].astype(jnp.float32), axis - 1)  # TPUs insert no axis into 8 or 16 bits
+            old[turn, i] = _with_token(axis, old[turn, i], token, within[step * per_step + i])
 
     parts.by_position(change, new)
     start(step, write=True)

@@ -100,6 +100,7 @@ class UpdatePrograms:
             bind(_accumulate, loss, view),
             donate_argnums=(2,),
             out_shardings=(shardings, everywhere),
+            compiler_options=_exchange_options(everywhere),
         )
         self.apply = jax.jit(
             bind(apply_update, optimizer, rate),
@@ -108,6 +109,27 @@ class UpdatePrograms:
         )
         self.compiled_apply: jax.stages.Compiled | None = None
         self.widths: set[int] = set()
+
+
+_ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "TPU v5": _ON_SPARSE_CORES,
+    "TPU v6 lite": {
+        **_ON_SPARSE_CORES,
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,  # products wait for no part of a gathered weight
+    },
+}
+"""Options of gradients by kind of device: sparse cores exchange weights and gradients beside the products."""
+
+
+def _exchange_options(everywhere: NamedSharding) -> dict[str, Any]:
+    devices = everywhere.mesh.devices
+    return COMPILER_OPTIONS.get(devices.flat[0].device_kind, {}) if devices.size > 1 else {}
 
 
 class OptimizedParams:

@@ -86,18 +86,22 @@ def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, po
     np.testing.assert_allclose(decoded_by_kernel(q, cached, at, window=window), wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_slots_that_are_written_in_several_steps_change_what_one_step_changes(kind, monkeypatch):
-    cached, at = kept(kind, 1, PAGE, rows=14), jnp.array([200, 128, 319])
-    new = kept(kind, 3, 1)
-    together = written_by_kernel(cached, new, at)
-    monkeypatch.setattr(decode_kernel_module, "MAX_WRITE_BYTES", 0)  # a slot each
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("most_bytes", [0, 1 << 30])  # a slot per step, or all
+def test_whole_tiles_are_written_together_as_each_alone(kind, most_bytes, monkeypatch):
+    monkeypatch.setattr(decode_kernel_module, "MAX_WRITE_BYTES", most_bytes)
+    dtype = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}[kind]
+    cached, new = (
+        to_cache(drawn(seed, rows, 2, 128, length), drawn(seed + 1, rows, 2, length, 128), dtype)
+        for seed, rows, length in ((1, 9, 256), (3, 4, 1))
+    )
+    at, within = jnp.array([7, 2, 5, 8]), jnp.array([255, 0, 130, 31])
     with pltpu.force_tpu_interpret_mode(True):
-        alone = jax.jit(lambda *x: write_kernel(*x))(cached, new, PAGES, at)
-    jax.tree.map(np.testing.assert_array_equal, alone, together)
+        alone = jax.jit(decode_kernel_module._write_each)(at, within, cached, new)
+        together = jax.jit(lambda *x: decode_kernel_module._write_together(*x))(at, within, cached, new)
+    jax.tree.map(np.testing.assert_array_equal, together, alone)
     changed = np.argwhere(np.asarray(alone.values != cached.values).any((1, 3)))
-    wanted = [(int(pages[i // PAGE]), int(i) % PAGE) for pages, i in zip(PAGES, at, strict=True)]
-    assert sorted(map(tuple, changed)) == sorted(wanted)
+    assert changed.tolist() == [[2, 0], [5, 130], [7, 255], [8, 31]]
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
