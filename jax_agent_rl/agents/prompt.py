@@ -31,7 +31,7 @@ def encode_prompt(
 
     Args:
         codec: of the model.
-        messages: as in a dataset's rows (:mod:`jax_agent_rl.data.media`).
+        messages: as in a dataset's rows (:mod:`jax_agent_rl.data.rows`).
         tools: schemas described in the prompt.
 
     Raises:

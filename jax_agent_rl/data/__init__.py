@@ -1,5 +1,5 @@
 """Dataset rows.
 
-``dataset`` their files · ``rows`` their checks, JSON Lines and Parquet · ``media`` images and videos of prompts ·
-``cursor`` their order · ``tasks`` built-in ones.
+``dataset`` their files, JSON Lines and Parquet · ``rows`` their checks, images and videos of their prompts · ``cursor``
+their order · ``tasks`` built-in ones.
 """

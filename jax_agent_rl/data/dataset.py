@@ -1,4 +1,4 @@
-"""A data set: the rows of files, globs and Hub datasets, one after another.
+"""A data set: the rows of JSON Lines and Parquet files, globs and Hub datasets, one after another.
 
 ::
 
@@ -9,22 +9,177 @@
 from __future__ import annotations
 
 import glob
+import itertools
+import json
 import re
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from jax_agent_rl.config import DataSource
-from jax_agent_rl.data.rows import JsonLines, ParquetRows, Row, RowChecks, RowGroups
+from jax_agent_rl.data.rows import Row, RowChecks, media_kinds
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.hub import dataset_files, hub_name
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB = re.compile(
     r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/\w+/[\w.-]+|[\w.-]+))?(?:/(?P<files>.+))?"
 )
+_CHUNK = 1024
+"""Rows of a file in memory that are shuffled together with row groups of Parquet files."""
+
+
+class JsonLines:
+    """The rows of a ``.jsonl`` file, in memory.
+
+    Args:
+        file: the file.
+        checks: applied to every row.
+        limit: how many rows are used from the start; None: all.
+
+    Attributes:
+        row_groups: rows of each part of the file that is shuffled as a unit.
+        modalities: kinds of media in its prompts.
+
+    Raises:
+        DataError: the file or a row is invalid.
+    """
+
+    def __init__(self, file: Path, checks: RowChecks, *, limit: int | None = None) -> None:
+        read = (checks.read(row, file, where) for where, row in json_lines(file))
+        self._rows = list(itertools.islice(read, limit))
+        self.modalities = frozenset[str]().union(*map(media_kinds, self._rows))
+        self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number]
+
+    def without_prompts(self) -> Iterator[Row]:
+        """Yield every row; these have their prompts, since they are in memory anyway."""
+        return iter(self._rows)
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what each line holds and where it stands; raise DataError for one that is no JSON."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"line {number}"
+            try:
+                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                problem = f"not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+            except (ValueError, RecursionError) as error:
+                problem = f"not valid JSON ({error}): {line[:80]!r}"
+            else:
+                continue
+            raise DataError(f"{file}, {where}: {problem}")
+
+
+_LARGE = ("prompt", "images", "videos")
+"""Columns that no check of a whole data set needs again."""
+
+
+class RowGroups:
+    """The row groups in memory, as compact Arrow tables; the one used longest ago makes room for the next.
+
+    Args:
+        held: how many there may be.
+    """
+
+    def __init__(self, held: int) -> None:
+        self._held = held
+        self._tables: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def read(self, file: ParquetRows, group: int) -> pyarrow.Table:
+        """Return a row group, from memory if it is there."""
+        key = file.path, group
+        if key not in self._tables:
+            while len(self._tables) >= self._held:  # before the next is read, or there would be one more
+                self._tables.popitem(last=False)
+            self._tables[key] = file.read_group(group)
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+
+class ParquetRows:
+    """The rows of a Parquet file. All are checked once, when it is opened.
+
+    Args:
+        file: the file.
+        checks: applied to every row.
+        groups: holds its row groups, and those of other files.
+        limit: how many rows are used from the start; None: all.
+
+    Attributes:
+        path: the file.
+        row_groups: rows of each group.
+        modalities: kinds of media in its prompts.
+
+    Raises:
+        DataError: the file or a row is invalid.
+    """
+
+    def __init__(self, file: Path, checks: RowChecks, groups: RowGroups, *, limit: int | None = None) -> None:
+        import pyarrow.parquet
+
+        self.path, self._checks, self._groups = file, checks, groups
+        with _reading(file):
+            self._metadata = pyarrow.parquet.read_metadata(file)
+        sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+        ends = np.minimum(np.cumsum(sizes), self._metadata.num_rows if limit is None else limit)
+        self.row_groups: Sequence[int] = [n for n in np.diff(ends, prepend=0).tolist() if n]
+        self._ends = ends[: len(self.row_groups)]
+        self.modalities = frozenset[str]().union(*(media_kinds(self[number]) for number in range(len(self))))
+
+    def __len__(self) -> int:
+        return sum(self.row_groups)
+
+    def __getitem__(self, number: int) -> Row:
+        group = int(np.searchsorted(self._ends, number, side="right"))
+        table = self._groups.read(self, group)
+        row = table.slice(number - (int(self._ends[group - 1]) if group else 0), 1).to_pylist()[0]
+        return self._checks.read(row, self.path, f"row {number + 1}")
+
+    def without_prompts(self) -> Iterator[Row]:
+        """Yield every row without what only agents read, a group at a time."""
+        with _reading(self.path):
+            columns = [field.name for field in self._metadata.schema.to_arrow_schema() if field.name not in _LARGE]
+        for group, size in enumerate(self.row_groups):
+            yield from self.read_group(group, columns).slice(0, size).to_pylist()
+
+    def read_group(self, group: int, columns: Sequence[str] | None = None) -> pyarrow.Table:
+        """Read a row group from the file; raise DataError if it cannot be read."""
+        import pyarrow.parquet
+
+        with _reading(self.path), pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file:
+            return file.read_row_group(group, columns=columns)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}") from None
+
+
 Part = JsonLines | ParquetRows
 
 
@@ -116,11 +271,6 @@ def open_dataset(
         left = left and left - len(part)
         parts.append(part)
     return Dataset(parts, row_groups)
-
-
-def load_rows(path: str | Path, **names: Collection[str] | None) -> list[Row]:
-    """Read all rows of a source into memory; ``names`` are those of :class:`~jax_agent_rl.data.rows.RowChecks`."""
-    return list(open_dataset([path], RowChecks(**names)))
 
 
 def find_files(source: DataSource) -> list[Path]:

@@ -1,38 +1,46 @@
-"""Dataset rows: their checks, JSON Lines files, and Parquet files, of which a few row groups are in memory at a time.
+"""What a dataset's row holds, and its checks.
 
 A row, in verl's schema::
 
     {"data_source": "calculator", "agent_name": "tool_agent",
      "prompt": [{"role": "user", "content": "What is 12 times 34?"}],
      "reward_model": {"ground_truth": "408"}, "extra_info": {}}
+
+Images and videos of prompts, one form for what datasets hold:
+
+==============================================  =====================================================================
+``content``                                     the items
+==============================================  =====================================================================
+text with ``<image>`` and ``<video>``           the columns ``images`` and ``videos``, in order (verl)
+parts ``{"type": "image"}``                     likewise
+parts ``{"type": "image", "image": …}``         in the part (Qwen)
+parts ``{"type": "image_url", "image_url": …}``  in the part (OpenAI)
+==============================================  =====================================================================
+
+An item is a path from the dataset file's folder, a ``data:`` URL, bytes, or ``{"bytes": …, "path": …}`` as Hugging Face
+datasets store it; a video is one of these, or a list of frames. In the rows that agents see, every item is a part
+``{"type": kind, kind: source}``, the source bytes, a ``data:`` URL or an absolute path, or a list of these. They are
+read when a trajectory begins (``utils.media.read_media``).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from jax_agent_rl.data.media import media_kinds, prompt_with_media
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
+from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, media_source
 from jax_agent_rl.utils.text import did_you_mean
 
-if TYPE_CHECKING:
-    import pyarrow
-
-
 Row = dict[str, Any]
+Source = str | bytes | list[str | bytes]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-_CHUNK = 1024
-"""Rows of a file in memory that are shuffled together with row groups of Parquet files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +58,7 @@ class RowChecks:
     adapters: Collection[str] | None = None
 
     def read(self, row: Any, file: Path, where: str) -> Row:
-        """Return a row with its images and videos as parts of the prompt (:mod:`jax_agent_rl.data.media`).
+        """Return a row with its images and videos as parts of the prompt (:func:`prompt_with_media`).
 
         Args:
             row: as it is stored.
@@ -61,95 +69,38 @@ class RowChecks:
             DataError: a field is missing or invalid; names the row and the fix.
         """
         try:
-            checked = _checked(row, self.agents, self.tools, self.adapters)
-            prompt = prompt_with_media(checked, file.parent)
-            return {key: checked[key] for key in checked if key not in ("images", "videos")} | {"prompt": prompt}
+            self._check(row)
+            prompt = prompt_with_media(row, file.parent)
+            return {key: row[key] for key in row if key not in ("images", "videos")} | {"prompt": prompt}
         except DataError as error:
             raise DataError(f"{file}, {where}: {error}") from None
 
-
-class JsonLines:
-    """The rows of a ``.jsonl`` file, in memory.
-
-    Args:
-        file: the file.
-        checks: applied to every row.
-        limit: how many rows are used from the start; None: all.
-
-    Attributes:
-        row_groups: rows of each part of the file that is shuffled as a unit.
-        modalities: kinds of media in its prompts.
-
-    Raises:
-        DataError: the file or a row is invalid.
-    """
-
-    def __init__(self, file: Path, checks: RowChecks, *, limit: int | None = None) -> None:
-        read = (checks.read(row, file, where) for where, row in json_lines(file))
-        self._rows = list(itertools.islice(read, limit))
-        self.modalities = frozenset[str]().union(*map(media_kinds, self._rows))
-        self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Row:
-        return self._rows[number]
-
-    def without_prompts(self) -> Iterator[Row]:
-        """Yield every row; these have their prompts, since they are in memory anyway."""
-        return iter(self._rows)
-
-
-def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what each line holds and where it stands; raise DataError for one that is no JSON."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"line {number}"
-            try:
-                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                problem = f"not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-            except (ValueError, RecursionError) as error:
-                problem = f"not valid JSON ({error}): {line[:80]!r}"
-            else:
-                continue
-            raise DataError(f"{file}, {where}: {problem}")
-
-
-def _checked(
-    row: Any,
-    agents: Collection[str] | None,
-    tools: Collection[str] | None,
-    adapters: Collection[str] | None,
-) -> Row:
-    if not isinstance(row, Mapping):
-        raise DataError(f"must be an object, got {type(row).__name__}")
-    prompt = row.get("prompt")
-    extra_info = row.get("extra_info")
-    has_environment = isinstance(extra_info, Mapping) and extra_info.get("environment_kwargs")  # it provides a prompt
-    if not isinstance(prompt, list) or not (prompt or has_environment):
-        raise DataError(f"'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
-    for message in prompt:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
-        if not isinstance(message.get("content"), str | list):
-            raise DataError(f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}")
-    if not isinstance(row.get("data_source"), str):
-        raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
-    for field, known in (("agent_name", agents), ("adapter", adapters)):
-        name = row.get(field)
-        if name is not None and not isinstance(name, str):
-            raise DataError(f"{field!r} must be a name or absent, got {name!r:.80}")
-        if name:
-            _check_known(field, name, known)
-    for section in ("reward_model", "extra_info"):
-        _check_object(row, section)
-    _check_tools(extra_info or {}, tools)
-    _check_object(extra_info or {}, "interaction_kwargs")
-    return dict(row)
+    def _check(self, row: Any) -> None:
+        if not isinstance(row, Mapping):
+            raise DataError(f"must be an object, got {type(row).__name__}")
+        prompt = row.get("prompt")
+        extra_info = row.get("extra_info")
+        # An environment provides a prompt.
+        has_environment = isinstance(extra_info, Mapping) and extra_info.get("environment_kwargs")
+        if not isinstance(prompt, list) or not (prompt or has_environment):
+            raise DataError(f"'prompt' must be a non-empty list of messages, got {prompt!r:.80}")
+        for message in prompt:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
+            if not isinstance(message.get("content"), str | list):
+                raise DataError(f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}")
+        if not isinstance(row.get("data_source"), str):
+            raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
+        for field, known in (("agent_name", self.agents), ("adapter", self.adapters)):
+            name = row.get(field)
+            if name is not None and not isinstance(name, str):
+                raise DataError(f"{field!r} must be a name or absent, got {name!r:.80}")
+            if name:
+                _check_known(field, name, known)
+        for section in ("reward_model", "extra_info"):
+            _check_object(row, section)
+        _check_tools(extra_info or {}, self.tools)
+        _check_object(extra_info or {}, "interaction_kwargs")
 
 
 def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:
@@ -187,94 +138,112 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-_LARGE = ("prompt", "images", "videos")
-"""Columns that no check of a whole data set needs again."""
+# --- images and videos of prompts -------------------------------------------------------------------------------------
 
 
-class RowGroups:
-    """The row groups in memory, as compact Arrow tables; the one used longest ago makes room for the next.
+def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str, Any]]:
+    """Return a row's prompt with its images and videos as parts; messages without any keep their content as text.
 
-    Args:
-        held: how many there may be.
-    """
-
-    def __init__(self, held: int) -> None:
-        self._held = held
-        self._tables: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def read(self, file: ParquetRows, group: int) -> pyarrow.Table:
-        """Return a row group, from memory if it is there."""
-        key = file.path, group
-        if key not in self._tables:
-            while len(self._tables) >= self._held:  # before the next is read, or there would be one more
-                self._tables.popitem(last=False)
-            self._tables[key] = file.read_group(group)
-        self._tables.move_to_end(key)
-        return self._tables[key]
-
-
-class ParquetRows:
-    """The rows of a Parquet file. All are checked once, when it is opened.
-
-    Args:
-        file: the file.
-        checks: applied to every row.
-        groups: holds its row groups, and those of other files.
-        limit: how many rows are used from the start; None: all.
-
-    Attributes:
-        path: the file.
-        row_groups: rows of each group.
-        modalities: kinds of media in its prompts.
+    They are in the columns ``images`` and ``videos``; paths are relative to ``folder``.
 
     Raises:
-        DataError: the file or a row is invalid.
+        DataError: an item cannot be used, or placeholders and columns differ in number.
     """
+    columns = {kind: row.get(f"{kind}s") for kind in KINDS}
+    for kind, items in columns.items():
+        if items is not None and not isinstance(items, list):
+            raise DataError(f"'{kind}s' must be a list of {kind}s, got {items!r:.80}")
+    given = {kind: list(items) for kind, items in columns.items() if items}
+    left = {kind: iter(items) for kind, items in given.items()}
+    shown = dict.fromkeys(KINDS, 0)
+    prompt = []
+    for index, message in enumerate(row["prompt"]):
+        content = message["content"]
+        parts = _split(content, given) if isinstance(content, str) else [_part(p, f"prompt[{index}]") for p in content]
+        for number, part in enumerate(parts):
+            if part["type"] == "text":
+                continue
+            kind, source = part["type"], part["source"]
+            if source is None:
+                shown[kind] += 1
+                source = next(left.get(kind, iter(())), None)
+                where = f"{kind}s[{shown[kind] - 1}]"
+            else:
+                where = f"prompt[{index}].content[{number}]"
+            if source is None:
+                continue  # counted below
+            try:
+                parts[number] = {"type": kind, kind: _usable(kind, source, folder)}
+            except ValueError as error:
+                raise DataError(f"{where}: {error}") from None
+        if all(part["type"] == "text" for part in parts):
+            prompt.append({**message, "content": "".join(part["text"] for part in parts)})
+        else:
+            prompt.append({**message, "content": parts})
+    for kind, count in shown.items():
+        if count != len(given.get(kind, ())):
+            raise DataError(
+                f"'prompt' shows {count} of {kind!r} (<{kind}>, or parts of that type without a source), but "
+                f"'{kind}s' has {len(given.get(kind, ()))}; write one <{kind}> for each"
+            )
+    return prompt
 
-    def __init__(self, file: Path, checks: RowChecks, groups: RowGroups, *, limit: int | None = None) -> None:
-        import pyarrow.parquet
 
-        self.path, self._checks, self._groups = file, checks, groups
-        with _reading(file):
-            self._metadata = pyarrow.parquet.read_metadata(file)
-        sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
-        ends = np.minimum(np.cumsum(sizes), self._metadata.num_rows if limit is None else limit)
-        self.row_groups: Sequence[int] = [n for n in np.diff(ends, prepend=0).tolist() if n]
-        self._ends = ends[: len(self.row_groups)]
-        self.modalities = frozenset[str]().union(*(media_kinds(self[number]) for number in range(len(self))))
-
-    def __len__(self) -> int:
-        return sum(self.row_groups)
-
-    def __getitem__(self, number: int) -> Row:
-        group = int(np.searchsorted(self._ends, number, side="right"))
-        table = self._groups.read(self, group)
-        row = table.slice(number - (int(self._ends[group - 1]) if group else 0), 1).to_pylist()[0]
-        return self._checks.read(row, self.path, f"row {number + 1}")
-
-    def without_prompts(self) -> Iterator[Row]:
-        """Yield every row without what only agents read, a group at a time."""
-        with _reading(self.path):
-            columns = [field.name for field in self._metadata.schema.to_arrow_schema() if field.name not in _LARGE]
-        for group, size in enumerate(self.row_groups):
-            yield from self.read_group(group, columns).slice(0, size).to_pylist()
-
-    def read_group(self, group: int, columns: Sequence[str] | None = None) -> pyarrow.Table:
-        """Read a row group from the file; raise DataError if it cannot be read."""
-        import pyarrow.parquet
-
-        with _reading(self.path), pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file:
-            return file.read_row_group(group, columns=columns)
+def media_kinds(row: Mapping[str, Any]) -> frozenset[str]:
+    """Return the kinds of media that a row's prompt shows."""
+    contents = (message["content"] for message in row["prompt"])
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return frozenset(part["type"] for part in parts) & frozenset(KINDS)
 
 
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    import pyarrow
+def _split(text: str, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Split text at the placeholders of the kinds that the row has columns for."""
+    if not given:
+        return [{"type": "text", "text": text}]
+    pieces = re.split(f"<({'|'.join(given)})>", text)
+    kinds = pieces[1::2]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
+    for kind, after in zip(kinds, pieces[2::2], strict=True):
+        parts += [{"type": kind, "source": None}, *([{"type": "text", "text": after}] if after else [])]
+    return parts or [{"type": "text", "text": ""}]
 
-    try:
-        yield
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}") from None
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise DataError(f"{where}: a part of 'content' must be an object with a 'type', got {part!r:.80}")
+    if found := media_source(part):
+        return {"type": found[0], "source": found[1]}
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            f"{where}: a part of 'content' must be {{'type': 'text', 'text': …}}, or of type image or video, got "
+            f"{part!r:.80}"
+        )
+    return {"type": "text", "text": part["text"]}
+
+
+def _usable(kind: str, item: Any, folder: Path) -> Source:
+    """Return the source of an item in one of three forms; raise ValueError if it has none of them."""
+    if isinstance(item, Mapping):
+        keys = ("bytes", "path", kind, f"{kind}_url", "url")
+        if unknown := sorted(key for key, value in item.items() if value is not None and key not in (*keys, "type")):
+            raise ValueError(f"{unknown} have no effect here; remove them (model.max_pixels limits sizes)")
+        return _usable(kind, next((item[key] for key in keys if item.get(key) is not None), None), folder)
+    if isinstance(item, list) and kind == "video":
+        if not 0 < len(item) <= MAX_FRAMES:
+            raise ValueError(f"a video must have 1 to {MAX_FRAMES} frames, got {len(item)}")
+        return [frame for one in item if isinstance(frame := _usable("image", one, folder), str | bytes)]
+    if kind == "video" and item and isinstance(item, str | bytes) and find_spec("av") is None:
+        raise ValueError("a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its frames")
+    if isinstance(item, bytes) and item:
+        return item
+    if not isinstance(item, str) or not item:
+        raise ValueError(f"must be a path, a data: URL or bytes, got {item!r:.80}")
+    if item.startswith("data:"):
+        return item
+    scheme, separator, rest = item.partition("://")
+    if separator and scheme != "file":
+        raise ValueError(f"{item[:200]!r} is not downloaded in a run; download it and name the file")
+    path = folder / Path(rest if separator else item).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}; paths are relative to the dataset file's folder")
+    return str(path)

@@ -8,12 +8,12 @@ import pytest
 from jax_agent_rl.agents import AgentContext, SingleTurnAgent
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.config import AgentConfig, build
-from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.build import refuse_adapters
 from jax_agent_rl.types import SamplingParams
+from tests.dataset_rows import load_rows
 from tests.fakes import FakeCodec, ScriptedBackend
 
 ROW = {"data_source": "test", "prompt": [{"role": "user", "content": "hi"}]}

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.data.cursor import DataCursor, Mixture
-from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.data.tasks import prepare_calculator
 from jax_agent_rl.errors import CheckpointError, DataError
+from tests.dataset_rows import load_rows
 
 GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}
 

@@ -9,8 +9,8 @@ import pytest
 
 from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.data.dataset import RowOutlines, open_dataset
-from jax_agent_rl.data.rows import ParquetRows, RowChecks
+from jax_agent_rl.data.dataset import ParquetRows, RowOutlines, open_dataset
+from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.errors import DataError
 
 

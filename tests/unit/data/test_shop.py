@@ -9,10 +9,10 @@ import pytest
 
 from jax_agent_rl.chat.formats import get_format
 from jax_agent_rl.config import load
-from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.data.tasks import SHOWN, TABLES, prepare_shop
 from jax_agent_rl.rewards.registry import find_reward
 from jax_agent_rl.tools.builtin.calculator import evaluate
+from tests.dataset_rows import load_rows
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

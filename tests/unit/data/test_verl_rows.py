@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.environments import require_environments
 from jax_agent_rl.rewards import require_rewards
 from jax_agent_rl.tools import ToolRegistry, ToolSession
+from tests.dataset_rows import load_rows
 from tests.fakes import FakeCodec
 
 ROOT = Path(__file__).parents[3]

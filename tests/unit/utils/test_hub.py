@@ -18,9 +18,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jax_agent_rl.data.dataset import load_rows
 from jax_agent_rl.testing.conformance.models import write_tiny_model
 from jax_agent_rl.utils.hub import absolute_model_path, hub_name, model_folder
+from tests.dataset_rows import load_rows
 
 ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
