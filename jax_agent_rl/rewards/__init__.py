@@ -7,7 +7,7 @@ killed.
 
 from jax_agent_rl.rewards import code as _code  # registers its functions, like judge and rules
 from jax_agent_rl.rewards.judge import ModelJudge, RemoteReward
-from jax_agent_rl.rewards.registry import load_rewards, register_reward, requested_services, require_rewards
+from jax_agent_rl.rewards.registry import load_rewards, register_reward, require_rewards
 from jax_agent_rl.rewards.rules import boxed, has_format, tagged
 from jax_agent_rl.rewards.scoring import score, solution_text
 
@@ -20,7 +20,6 @@ __all__ = [
     "register_reward",
     "require_rewards",
     "score",
-    "requested_services",
     "solution_text",
     "tagged",
 ]

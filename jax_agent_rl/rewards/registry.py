@@ -27,7 +27,6 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 from jax_agent_rl.errors import ConfigError, RewardError
-from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 
 Score = float | Mapping[str, Any]
@@ -43,33 +42,47 @@ FROM_TRAJECTORY = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parameters:
-    """Parameters of a reward function.
+class RewardFunction:
+    """A registered function.
 
     Attributes:
-        required: names without a default.
-        optional: names with a default; omitted if nothing has the name.
+        compute_score: the function.
+        solution: the text it reads.
+        path: the ``reward.path`` that registered it.
+        required: names of parameters without a default.
+        optional: names of those with a default; omitted if nothing has the name.
         positional: whether it takes ``*args``.
         open: whether it takes ``**kwargs``, and so gets all of :data:`CLASSIC`.
     """
 
+    compute_score: ComputeScore
+    solution: Solution
+    path: str | None
     required: tuple[str, ...]
     optional: tuple[str, ...]
     positional: bool
     open: bool
 
     @classmethod
-    def from_function(cls, function: Callable[..., Any]) -> Parameters:
+    def of(cls, compute_score: ComputeScore, solution: Solution, path: str | None = None) -> RewardFunction:
         """Read a signature; raise ``ValueError`` or ``TypeError`` if there is none (as for some built-ins)."""
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(compute_score).parameters.values()
         kinds = {p.kind for p in parameters}
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
+            compute_score=compute_score,
+            solution=solution,
+            path=path,
             required=tuple(p.name for p in named if p.default is p.empty),
             optional=tuple(p.name for p in named if p.default is not p.empty),
             positional=inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds,
             open=inspect.Parameter.VAR_KEYWORD in kinds,
         )
+
+    @property
+    def is_async(self) -> bool:
+        function = self.compute_score
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     def bind(self, available: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of one call.
@@ -96,36 +109,6 @@ def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
     sections = (row.get("extra_info") or {}, row.get("reward_model") or {})
     return ChainMap(*({key: value for key, value in part.items() if value is not None} for part in (row, *sections)))
-
-
-def available_arguments(trajectory: Trajectory, *, solution_str: str, services: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return all arguments that the reward function of an unscored trajectory may request, by name."""
-    row = trajectory.row
-    about = {
-        "finish_reason": trajectory.finish_reason,
-        "num_turns": trajectory.num_turns,
-        "tool_rewards": [call.reward for call in trajectory.tool_calls],
-        "tool_scores": dict(trajectory.tool_scores),
-        "turn_scores": list(trajectory.turn_scores),
-    }
-    classic = {
-        "data_source": str(row.get("data_source")),
-        "solution_str": solution_str,
-        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-        "extra_info": {**(row.get("extra_info") or {}), **about},
-    }
-    own = {"trajectory": trajectory, "role": trajectory.role, "messages": trajectory.messages, **about}
-    return ChainMap(classic, own, dict(services), dict(row_fields(row)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardFunction:
-    """A registered function, its parameters, the text it reads, and the ``reward.path`` that registered it."""
-
-    compute_score: ComputeScore
-    parameters: Parameters
-    solution: Solution
-    path: str | None = None
 
 
 _REWARDS: dict[str, RewardFunction] = {}
@@ -155,7 +138,7 @@ def register_reward(
     """
 
     def register(function: _Function) -> _Function:
-        entry = RewardFunction(compute_score=function, parameters=Parameters.from_function(function), solution=solution)
+        entry = RewardFunction.of(function, solution)
         for data_source in data_sources:
             known = _REWARDS.get(data_source)
             if known is not None and not override:
@@ -232,26 +215,30 @@ def load_rewards(path: str | None) -> None:
     _REWARDS.update(own)
     function: ComputeScore | None = getattr(module, "compute_score", None)
     if callable(function) and not own:
-        parameters = Parameters.from_function(function)
-        every = RewardFunction(compute_score=function, parameters=parameters, solution="conversation", path=path)
-        _REWARDS[_ALL_ROWS] = every
+        _REWARDS[_ALL_ROWS] = RewardFunction.of(function, "conversation", path)
 
 
-def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()) -> None:
-    """Check before a run that every row can be scored, given the names of the run's services (``judge``).
+def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[str] = ()) -> set[str]:
+    """Check before a run that every row can be scored, and return those of the run's services that are requested.
+
+    Args:
+        rows: of the run.
+        services: names of what the run has, e.g. ``judge``.
 
     Raises:
         ConfigError: names all unknown data sources, and all missing fields that reward functions request.
     """
     unknown: set[str] = set()
     lacking: set[tuple[str, str]] = set()
+    requested: set[str] = set()
     for row in rows:
         data_source = str(row.get("data_source"))
         reward = find_reward(data_source)
         if reward is None:
             unknown.add(data_source)
         else:
-            lacking |= {(data_source, name) for name in reward.parameters.missing_in(row, services)}
+            lacking |= {(data_source, name) for name in reward.missing_in(row, services)}
+            requested.update(reward.required, reward.optional)
     problems = [_describe_missing(data_source, name) for data_source, name in sorted(lacking)]
     if unknown:
         problems.insert(
@@ -261,13 +248,7 @@ def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[s
         )
     if problems:
         raise ConfigError(problems)
-
-
-def requested_services(rows: Iterable[Mapping[str, Any]], services: Collection[str]) -> set[str]:
-    """Return those of ``services`` that a reward function of these rows requests."""
-    rewards = {data_source: find_reward(data_source) for data_source in {str(row.get("data_source")) for row in rows}}
-    asked = {name for r in rewards.values() if r for name in (*r.parameters.required, *r.parameters.optional)}
-    return asked & set(services)
+    return requested.intersection(services)
 
 
 def _describe_missing(data_source: str, name: str) -> str:

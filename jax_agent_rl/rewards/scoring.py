@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -27,9 +28,9 @@ from jax_agent_rl.rewards.registry import (
     RewardFunction,
     Score,
     Solution,
-    available_arguments,
     find_reward,
     known_data_sources,
+    row_fields,
     split_score,
 )
 from jax_agent_rl.rewards.workers import FunctionWorkers
@@ -77,7 +78,7 @@ async def score(
 
     try:
         args, kwargs = _arguments(reward, trajectory, services)
-        if workers is not None and reward.path and not _is_async(reward) and not services.keys() & kwargs.keys():
+        if workers is not None and reward.path and not reward.is_async and not services.keys() & kwargs.keys():
             try:
                 total, parts = await workers.score(data_source, args, kwargs, timeout=timeout)
             except RewardTimeoutError:
@@ -120,26 +121,34 @@ def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
 def _arguments(
     reward: RewardFunction, trajectory: Trajectory, services: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    available = available_arguments(
-        trajectory, solution_str=solution_text(trajectory, reward.solution), services=services
-    )
+    row = trajectory.row
+    about = {
+        "finish_reason": trajectory.finish_reason,
+        "num_turns": trajectory.num_turns,
+        "tool_rewards": [call.reward for call in trajectory.tool_calls],
+        "tool_scores": dict(trajectory.tool_scores),
+        "turn_scores": list(trajectory.turn_scores),
+    }
+    classic = {
+        "data_source": str(row.get("data_source")),
+        "solution_str": solution_text(trajectory, reward.solution),
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": {**(row.get("extra_info") or {}), **about},
+    }
+    own = {"trajectory": trajectory, "role": trajectory.role, "messages": trajectory.messages, **about}
+    available = ChainMap(classic, own, dict(services), dict(row_fields(row)))
     try:
-        return reward.parameters.bind(available)
+        return reward.bind(available)
     except KeyError as error:
         raise RewardError(
-            f"the reward function of {available['data_source']!r} asks for {error}, which the row has neither as a "
+            f"the reward function of {classic['data_source']!r} asks for {error}, which the row has neither as a "
             "field nor in extra_info or reward_model"
         ) from None
 
 
-def _is_async(reward: RewardFunction) -> bool:
-    function = reward.compute_score
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Score:
     function = reward.compute_score
-    if _is_async(reward):
+    if reward.is_async:
         return await function(*args, **kwargs)  # type: ignore[misc]
     result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
     return await result if inspect.isawaitable(result) else result

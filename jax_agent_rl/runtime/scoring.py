@@ -15,7 +15,6 @@ from jax_agent_rl.rewards import (
     RemoteReward,
     load_rewards,
     register_reward,
-    requested_services,
     require_rewards,
     score,
 )
@@ -62,8 +61,7 @@ def needed_services(config: Config, rows: Iterable[Mapping[str, Any]]) -> set[st
         sources = {str(row.get("data_source")) for row in rows}
         register_reward(*sorted(s for s in sources if find_reward(s) is None))(_no_reward)
     offered = {"sandbox", *(["judge"] if config.reward.judge else [])}
-    require_rewards(rows, services=offered)
-    return requested_services(rows, offered)
+    return require_rewards(rows, services=offered)
 
 
 def _no_reward() -> float:

@@ -77,7 +77,7 @@ async def test_services_of_the_run_are_arguments():
         return await judge(solution_str)
 
     assert (await rewards.score(trajectory(), services={"judge": ask})).reward == 0.5
-    assert rewards.requested_services([ROW], {"judge", "sandbox"}) == {"judge"}
+    assert rewards.require_rewards([ROW], services={"judge", "sandbox"}) == {"judge"}
 
 
 async def test_a_function_with_open_arguments_gets_the_classic_four():
