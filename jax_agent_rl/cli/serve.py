@@ -110,7 +110,7 @@ def tinker_server(
 
     chosen = load_tree(settings_model("tinker-server"), config, settings or [])
     try:
-        from jax_agent_rl.tinker_server.serve import serve as run
+        from jax_agent_rl.tinker_server.app import serve as run
     except ModuleNotFoundError as error:
         from jax_agent_rl.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The HTTP side: routes of the Tinker API, futures, and the queue of training requests."""
+"""The HTTP side: routes of the Tinker API, futures, the queue of training requests, and the server's assembly."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ import json
 import logging
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config.servers import TinkerServerSettings
+from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.rest import RestRoutes, expiry
-from jax_agent_rl.tinker_server.sampling import Checkpoint, Sampler
+from jax_agent_rl.tinker_server.sampling import Sampler
 from jax_agent_rl.tinker_server.training import Models
-from jax_agent_rl.tinker_server.wire import (
-    MOST_IDS,
-    STABLE_REINFORCE,
-    BadRequest,
-    ContextScores,
-    ScoringRequest,
-    parse_batch,
-    read_prompt,
-    read_targets,
-    sampling_params,
-    write_samples,
-)
+from jax_agent_rl.tinker_server.wire import MOST_IDS, STABLE_REINFORCE, BadRequest, parse_batch
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.utils.network import token_from
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +66,17 @@ class TinkerServer:
         self._waiting: dict[str, asyncio.Event] = {}
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._worker: asyncio.Task[None] | None = None
-        self._unscored: dict[Checkpoint | None, list[tuple[ScoringRequest, asyncio.Future[ContextScores]]]] = {}
-        self._scoring: set[asyncio.Task[None]] = set()
         self._rest = RestRoutes(settings, models, database, training)
+        model = {"model_name": self._name, "max_context_length": settings.max_model_len}
+        model |= {"trainable": True, "sampleable": True}
         routes = [
-            ("GET", "healthz", self._healthy),
-            ("GET", "get_server_capabilities", self._capabilities),
-            ("POST", "client/config", self._client_config),
-            ("POST", "client/dynamic_config", self._dynamic_config),
-            ("POST", "telemetry", self._telemetry),
+            ("GET", "healthz", _always({"status": "ok"})),
+            ("GET", "get_server_capabilities", _always({"supported_models": [model]})),
+            # Chunks of a batch come one after another; results are fetched one by one.
+            ("POST", "client/config", _always({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False})),
+            ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
+            ("POST", "telemetry", _always({"status": "accepted"})),
+            ("POST", "session_heartbeat", _always({"type": "session_heartbeat"})),
             ("POST", "create_sampling_session", self._create_sampler),
             ("POST", "forward_backward", self._forward_backward),
             ("POST", "asample", self._sample),
@@ -114,7 +111,7 @@ class TinkerServer:
     async def close(self) -> None:
         """Stop; what is not done is done after the next start."""
         await self.http.close()
-        tasks = [*self._samples.values(), *self._scoring, *([self._worker] if self._worker else [])]
+        tasks = [*self._samples.values(), *([self._worker] if self._worker else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,7 +131,7 @@ class TinkerServer:
             self._resume(request.owner)
             self._queue.put_nowait(request)
             return
-        task = self._samples[request.id] = asyncio.create_task(self._finish(request, self._run_sample))
+        task = self._samples[request.id] = asyncio.create_task(self._finish(request, self._sampler.run))
         task.add_done_callback(lambda _: self._samples.pop(request.id, None))
 
     def _resume(self, owner: str) -> None:
@@ -206,7 +203,8 @@ class TinkerServer:
             if kind == "create_model":
                 return self._create_model(body)
             if kind == "load_weights" and body.get("session_id"):
-                return self._create_by_load(body)
+                self._rest.checkpoint(body["path"])
+                return self._add_model(body, kind=kind)
             model = self._rest.known(body.get("model_id"))
             expiry(body.get("ttl_seconds"))
             number = body.get("seq_id")
@@ -239,18 +237,15 @@ class TinkerServer:
         self._database.add_model(model, body["session_id"], settings)
         return self._submit(f"{model}:0", model, kind, json.dumps(body).encode())
 
-    def _create_by_load(self, body: dict[str, Any]) -> web.Response:
-        self._rest.checkpoint(body["path"])
-        return self._add_model(body, kind="load_weights")
-
     async def _forward_backward(self, http: web.Request) -> web.Response:
         body = await http.read()
         try:
-            model, number, message = parse_batch(body)
+            message = parse_batch(body)
         except BadRequest as error:
             raise Refused(400, str(error)) from error
         kind = "forward" if message.forward_only else "forward_backward"
-        return self._submit(f"{self._rest.known(model)}:{number}", model, kind, body)
+        model = self._rest.known(message.model_id)
+        return self._submit(f"{model}:{message.seq_id}", model, kind, body)
 
     def _require_base(self, name: str | None) -> None:
         if name not in (None, self._name):
@@ -287,89 +282,55 @@ class TinkerServer:
         names = [f"{request_id}/{sample}" for sample in range(count)]
         return self._submit(request_id, owner, "sample", json.dumps(body).encode(), sample_sequence_ids=names)
 
-    async def _run_sample(self, request: Request) -> bytes:
-        body = json.loads(request.body or b"{}")
-        session = self._database.sampler(request.owner)
-        path = session[0] if session else body.get("model_path")
-        checkpoint = None
-        if path is not None:
-            if (found := self._database.checkpoint(path)) is None:
-                raise BadRequest(f"there is no checkpoint {path!r} any more")
-            checkpoint = (path, found["created"])
-        ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
-        room = self._sampler.longest - len(ids)
-        if not ids or room < 1:
-            raise BadRequest(
-                f"the prompt has {len(ids)} tokens; this server takes 1 to {self._sampler.longest - 1}; start it with "
-                "a larger max_model_len for more"
-            )
-        targets = read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size)
-        count = range(int(body.get("num_samples", 1)))
-        params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
-        outputs = await self._sampler.sample(checkpoint, request.id, ids, params)
-        prompt_top, sample_top = body.get("topk_prompt_logprobs", 0), body.get("topk_sample_logprobs", 0)
-        prompt, samples = None, []
-        if (body.get("prompt_logprobs") or prompt_top or targets is not None) and len(ids) > 1:
-            prompt = await self._score(checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets))
-        if sample_top:
-            whole = (ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs)
-            samples = await asyncio.gather(*(self._score(checkpoint, one) for one in whole))
-        return write_samples(body, len(ids), outputs, prompt, samples)
 
-    async def _score(self, checkpoint: Checkpoint | None, context: ScoringRequest) -> ContextScores:
-        """Score a context, together with all of the same checkpoint that wait for the training thread."""
-        length = len(context.ids)
-        if length > self._settings.pack_length:
-            longest = self._settings.pack_length
-            raise BadRequest(
-                f"log-probs of {length} tokens are more than the {longest} that this server computes; start it with "
-                f"pack_length={length} or more"
-            )
-        answer: asyncio.Future[ContextScores] = asyncio.get_running_loop().create_future()
-        waiting = self._unscored.setdefault(checkpoint, [])
-        waiting.append((context, answer))
-        if len(waiting) == 1:
-            task = asyncio.create_task(self._score_waiting(checkpoint))
-            self._scoring.add(task)
-            task.add_done_callback(self._scoring.discard)
-        return await answer
+def _always(body: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(http: web.Request) -> web.Response:
+        return web.json_response(body)
 
-    async def _score_waiting(self, checkpoint: Checkpoint | None) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._training, int)  # returns when the thread comes to it
-        batch = self._unscored.pop(checkpoint)
-        answers = [answer for _, answer in batch]
-        try:
-            work = [context for context, _ in batch]
-            scored = await loop.run_in_executor(self._training, self._models.score, checkpoint, work)
-        except Exception as error:
-            for answer in answers:
-                if not answer.done():  # cancelled
-                    answer.set_exception(error)
-            return
-        for answer, scores in zip(answers, scored, strict=True):
-            if not answer.done():
-                answer.set_result(scores)
-
-    # --- everything else ----------------------------------------------------------------------------------------
-
-    async def _healthy(self, http: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def _capabilities(self, http: web.Request) -> web.Response:
-        model = {"model_name": self._name, "max_context_length": self._settings.max_model_len}
-        return web.json_response({"supported_models": [model | {"trainable": True, "sampleable": True}]})
-
-    async def _client_config(self, http: web.Request) -> web.Response:
-        # Chunks of a batch come one after another; results are fetched one by one.
-        return web.json_response({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False})
-
-    async def _dynamic_config(self, http: web.Request) -> web.Response:
-        return web.json_response({"sample_cancel_enabled": True})
-
-    async def _telemetry(self, http: web.Request) -> web.Response:
-        return web.json_response({"status": "accepted"})
+    return answer
 
 
 def _failure(message: str, category: str) -> bytes:
     return json.dumps({"error": message, "category": category}).encode()
+
+
+@asynccontextmanager
+async def open_server(
+    settings: TinkerServerSettings, *, print_line: Callable[[str], None]
+) -> AsyncIterator[TinkerServer]:
+    """Load the model, compile, serve, and close everything in the end.
+
+    Raises:
+        ConfigError: the address cannot be used, or the token is missing.
+        ModelError: the model cannot be read.
+    """
+    token = token_from(settings.token_env, key="token_env")
+    folder = resolve_model(settings.model.path)
+    print_line(f"loading {folder}")
+    codec = ChatCodec.from_pretrained(folder)
+    model, params = load_hf(folder)
+    database = Database(Path(settings.state_dir))
+    training = ThreadPoolExecutor(1, thread_name_prefix="training")
+    models = Models(settings, model, params, database)
+    sampler = Sampler(
+        settings, model, params, codec, models=models, database=database, training=training, print_line=print_line
+    )
+    server = TinkerServer(settings, models, sampler, database, training=training, token=token)
+    server.http.listen()  # a bad address is refused before anything is compiled
+    try:
+        await sampler.start()
+        await server.start()
+        yield server
+    finally:
+        await server.close()
+        await sampler.close()
+        training.shutdown(cancel_futures=True)
+        database.close()
+
+
+async def serve(settings: TinkerServerSettings, *, print_line: Callable[[str], None]) -> None:
+    """Serve until cancelled (``jax-agent-rl tinker-server``); for errors see :func:`open_server`."""
+    async with open_server(settings, print_line=print_line) as server:
+        name = settings.model_name or settings.model.path
+        print_line(f"serving {name} on {server.http.url}: set TINKER_BASE_URL={server.http.url}")
+        await asyncio.Event().wait()

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Request:
     result: bytes | None
 
 
-_COLUMNS = "number, id, owner, kind, body, state, result"
+_COLUMNS = ", ".join(field.name for field in fields(Request))
 
 
 class Database:
@@ -69,6 +69,7 @@ class Database:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._connection = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False, isolation_level=None)
+        self._connection.row_factory = sqlite3.Row
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.executescript(_SCHEMA)
 
@@ -76,7 +77,7 @@ class Database:
         """Close the database."""
         self._connection.close()
 
-    def _run(self, statement: str, *values: Any) -> list[tuple]:
+    def _run(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
             return self._connection.execute(statement, values).fetchall()
 
@@ -101,12 +102,13 @@ class Database:
     def model(self, model: str) -> dict[str, Any] | None:
         """Return a model's settings, with ``created``, ``used`` (seconds since the epoch) and ``snapshot``."""
         rows = self._run("SELECT settings, created, used, snapshot FROM models WHERE id = ?", model)
-        return next((json.loads(s) | {"created": c, "used": u, "snapshot": n} for s, c, u, n in rows), None)
+        numbers = ("created", "used", "snapshot")
+        return next((json.loads(row["settings"]) | {name: row[name] for name in numbers} for row in rows), None)
 
     def models(self, session: str | None = None) -> list[str]:
         """Return all models, or those of a session, the newest first."""
         rows = self._run("SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session)
-        return [name for (name,) in rows]
+        return [row["id"] for row in rows]
 
     def set_snapshot(self, model: str, number: int) -> None:
         """Note that a snapshot holds the effect of a model's requests up to this one; they will not be repeated."""
@@ -117,9 +119,9 @@ class Database:
         """Add a sampling session of a checkpoint, or of the base model."""
         self._run("INSERT OR REPLACE INTO samplers VALUES (?, ?)", sampler, path)
 
-    def sampler(self, sampler: str) -> tuple[str | None] | None:
-        """Return the path of a sampling session's checkpoint, in a tuple; None if there is no such session."""
-        return next(iter(self._run("SELECT path FROM samplers WHERE id = ?", sampler)), None)
+    def sampler(self, sampler: str) -> sqlite3.Row | None:
+        """Return a sampling session, whose ``path`` is its checkpoint's or None; None if there is no such session."""
+        return next(iter(self._run("SELECT * FROM samplers WHERE id = ?", sampler)), None)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -130,13 +132,8 @@ class Database:
 
     def checkpoints(self, model: str | None = None, *, expired: bool = False) -> list[dict[str, Any]]:
         """Return the checkpoints of a model, or all, the newest first; those that have expired, or the others."""
-        rows = self._run(
-            "SELECT path, model, kind, bytes, settings, created FROM checkpoints WHERE ?1 IS NULL OR model = ?1 "
-            "ORDER BY created DESC",
-            model,
-        )
-        names = ("path", "model", "kind", "bytes", "settings", "created")
-        found = [dict(zip(names, row, strict=True)) | {"settings": json.loads(row[4])} for row in rows]
+        rows = self._run("SELECT * FROM checkpoints WHERE ?1 IS NULL OR model = ?1 ORDER BY created DESC", model)
+        found = [dict(row) | {"settings": json.loads(row["settings"])} for row in rows]
         for one in found:
             one["expires"] = one["settings"].get("expires")
         return [one for one in found if expired == (one["expires"] is not None and one["expires"] < time.time())]
@@ -190,4 +187,4 @@ class Database:
 
     def _requests(self, condition: str, *values: Any) -> Any:
         rows = self._run(f"SELECT {_COLUMNS} FROM requests WHERE {condition} ORDER BY number", *values)
-        return (Request(**dict(zip(_COLUMNS.split(", "), row, strict=True))) for row in rows)
+        return (Request(**dict(row)) for row in rows)

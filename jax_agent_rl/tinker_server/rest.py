@@ -41,7 +41,6 @@ class RestRoutes:
         checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
         return [
             ("POST", "create_session", self._create_session),
-            ("POST", "session_heartbeat", self._heartbeat),
             ("POST", "sessions/{session}/finish", self._finish),
             ("POST", "get_info", self._info),
             ("POST", "weights_info", self._weights_info),
@@ -76,9 +75,6 @@ class RestRoutes:
         note = f"{covers}; train_unembed is not supported" if covers else ""
         return web.json_response({"type": "create_session", "session_id": session, "info_message": note or None})
 
-    async def _heartbeat(self, http: web.Request) -> web.Response:
-        return web.json_response({"type": "session_heartbeat"})
-
     async def _finish(self, http: web.Request) -> web.Response:
         """Free the memory of a session's models; a request for one would restore it."""
         models = self._database.models(http.match_info["session"])
@@ -101,7 +97,7 @@ class RestRoutes:
         found = self._database.sampler(sampler)
         if found is None:
             raise Refused(404, f"there is no sampling session {sampler!r}")
-        return web.json_response({"sampler_id": sampler, "base_model": self._name, "model_path": found[0]})
+        return web.json_response({"sampler_id": sampler, "base_model": self._name, "model_path": found["path"]})
 
     def _lora_fields(self) -> dict[str, Any]:
         lora = self._settings.lora

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
@@ -19,6 +21,17 @@ from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.lora import PeftAdapter, blank_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.training import Models
+from jax_agent_rl.tinker_server.wire import (
+    BadRequest,
+    ContextScores,
+    ScoringRequest,
+    read_prompt,
+    read_targets,
+    sampling_params,
+    write_samples,
+)
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
 
 Checkpoint = tuple[str, float]
@@ -33,7 +46,9 @@ class Sampler:
         model: the base model's hyperparameters.
         params: its parameters.
         codec: of the model, for stop strings.
-        read: returns a checkpoint as the engine takes it: an adapter, or without LoRA the whole model, also of None.
+        models: reads checkpoints, and scores what was sampled.
+        database: of the server.
+        training: one thread, in which ``models`` runs.
         print_line: takes a line of progress.
     """
 
@@ -44,15 +59,18 @@ class Sampler:
         params: Params,
         codec: ChatCodec,
         *,
-        read: Callable[[str | None], Awaitable[Any]],
+        models: Models,
+        database: Database,
+        training: ThreadPoolExecutor,
         print_line: Callable[[str], None],
     ) -> None:
         self.longest = settings.max_model_len
-        self._read = read
+        self._settings, self._models, self._database, self._training = settings, models, database, training
+        self._unscored: dict[Checkpoint | None, list[tuple[ScoringRequest, asyncio.Future[ContextScores]]]] = {}
+        self._scoring: set[asyncio.Task[None]] = set()
         places = settings.max_sampled_adapters if settings.lora else 1
-        self._held: dict[str, Checkpoint | None] = {
-            f"place{number}": None for number in range(places)
-        }  # idle longest first
+        names = (f"place{number}" for number in range(places))
+        self._held: dict[str, Checkpoint | None] = dict.fromkeys(names)  # idle longest first
         self._users = dict.fromkeys(self._held, 0)
         self._changed = asyncio.Condition()
         blank = settings.lora and blank_adapter(settings.lora, model)
@@ -76,9 +94,76 @@ class Sampler:
 
     async def close(self) -> None:
         """End the engine."""
+        for task in self._scoring:
+            task.cancel()
         await self._backend.close()
 
-    async def sample(
+    async def run(self, request: Request) -> bytes:
+        """Compute a request and return its result; raise BadRequest if that is the client's fault."""
+        body = json.loads(request.body or b"{}")
+        session = self._database.sampler(request.owner)
+        path = session["path"] if session else body.get("model_path")
+        checkpoint = None
+        if path is not None:
+            if (found := self._database.checkpoint(path)) is None:
+                raise BadRequest(f"there is no checkpoint {path!r} any more")
+            checkpoint = (path, found["created"])
+        ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
+        room = self.longest - len(ids)
+        if not ids or room < 1:
+            raise BadRequest(
+                f"the prompt has {len(ids)} tokens; this server takes 1 to {self.longest - 1}; start it with "
+                "a larger max_model_len for more"
+            )
+        targets = read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size)
+        count = range(int(body.get("num_samples", 1)))
+        params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
+        outputs = await self._sample(checkpoint, request.id, ids, params)
+        prompt_top, sample_top = body.get("topk_prompt_logprobs", 0), body.get("topk_sample_logprobs", 0)
+        prompt, samples = None, []
+        if (body.get("prompt_logprobs") or prompt_top or targets is not None) and len(ids) > 1:
+            prompt = await self._score(checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets))
+        if sample_top:
+            whole = (ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs)
+            samples = await asyncio.gather(*(self._score(checkpoint, one) for one in whole))
+        return write_samples(body, len(ids), outputs, prompt, samples)
+
+    async def _score(self, checkpoint: Checkpoint | None, context: ScoringRequest) -> ContextScores:
+        """Score a context, together with all of the same checkpoint that wait for the training thread."""
+        length = len(context.ids)
+        if length > self._settings.pack_length:
+            longest = self._settings.pack_length
+            raise BadRequest(
+                f"log-probs of {length} tokens are more than the {longest} that this server computes; start it with "
+                f"pack_length={length} or more"
+            )
+        answer: asyncio.Future[ContextScores] = asyncio.get_running_loop().create_future()
+        waiting = self._unscored.setdefault(checkpoint, [])
+        waiting.append((context, answer))
+        if len(waiting) == 1:
+            task = asyncio.create_task(self._score_waiting(checkpoint))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
+        return await answer
+
+    async def _score_waiting(self, checkpoint: Checkpoint | None) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._training, int)  # returns when the thread comes to it
+        batch = self._unscored.pop(checkpoint)
+        answers = [answer for _, answer in batch]
+        try:
+            work = [context for context, _ in batch]
+            scored = await loop.run_in_executor(self._training, self._models.score, checkpoint, work)
+        except Exception as error:
+            for answer in answers:
+                if not answer.done():  # cancelled
+                    answer.set_exception(error)
+            return
+        for answer, scores in zip(answers, scored, strict=True):
+            if not answer.done():
+                answer.set_result(scores)
+
+    async def _sample(
         self,
         checkpoint: Checkpoint | None,
         request_id: str,
@@ -136,7 +221,9 @@ class Sampler:
         return next(holding, next((place for place in self._held if not self._users[place]), None))
 
     async def _load(self, place: str, checkpoint: Checkpoint | None) -> None:
-        weights = await self._read(None if checkpoint is None else checkpoint[0])
+        path = None if checkpoint is None else checkpoint[0]
+        read: Any = self._models.adapter if self._adapters else self._models.merged
+        weights = await asyncio.get_running_loop().run_in_executor(self._training, read, path)
         update: dict[str, Any] = {"payload": weights}
         if self._adapters:
             update = {"payload": {}, "partial": True, "adapters": {place: weights}}

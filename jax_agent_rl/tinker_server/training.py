@@ -136,22 +136,21 @@ class Models:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _forward_backward(self, model: str, request: Request) -> bytes:
-        batch = read_batch(parse_batch(request.body or b"")[2], pack_length=self._settings.pack_length)
+        message = parse_batch(request.body or b"")
+        data, columns, constants = read_batch(message, pack_length=self._settings.pack_length)
         learner = self._learners[model]
-        if batch.forward_only:
-            result = ForwardBackward(loss=0.0, logprobs=learner.forward(batch.data))
+        if message.forward_only:
+            result = ForwardBackward(loss=0.0, logprobs=learner.forward(data))
         else:
-            result = learner.forward_backward(batch.data, loss=batch.loss, **batch.constants)
-        return write_batch_result(result, batch.columns)
+            result = learner.forward_backward(data, loss=message.loss_fn, **constants)
+        return write_batch_result(result, columns)
 
     def _optim_step(self, model: str, request: Request) -> bytes:
         body = _body(request)
         if "adam_params" not in body:
             raise BadRequest("only AdamW is computed: send adam_params")
-        names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-        applied = self._learners[model].optim_step(
-            AdamParams(**{name: float(body["adam_params"][name]) for name in names})
-        )
+        numbers = AdamParams(**{name: float(body["adam_params"][name]) for name in vars(AdamParams())})
+        applied = self._learners[model].optim_step(numbers)
         self._updates[model] += 1
         metrics = {"grad_norm:mean": applied.norm, "finite:mean": float(applied.finite)}
         return _reply("optim_step", metrics=metrics)

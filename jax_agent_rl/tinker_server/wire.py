@@ -60,38 +60,26 @@ class ContextScores:
     targets: np.ndarray | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardRequest:
-    """A request of ``forward`` or ``forward_backward``.
-
-    Attributes:
-        data: a sequence for each datum. If the loss is not ``cross_entropy``, or the data differ in their targets per
-            token: for each of these; those of a datum share their context.
-        columns: of each datum, targets per token; None: its tensors have no such axis.
-        loss: its name.
-        constants: of the loss.
-        forward_only: no gradient is wanted.
-    """
-
-    data: list[TrainingSequence]
-    columns: list[int | None]
-    loss: str
-    constants: dict[str, float]
-    forward_only: bool
-
-
-def parse_batch(body: bytes) -> tuple[str, int, pb.ForwardBackwardRequest]:
-    """Return model, number and message of a request; raise BadRequest if it is none."""
+def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
+    """Return the message of a ``forward`` or ``forward_backward``; raise BadRequest if it is none."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except Exception as error:  # protobuf's DecodeError differs between its implementations
         raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from error
-    return message.model_id, message.seq_id, message
+    return message
 
 
-def read_batch(message: pb.ForwardBackwardRequest, *, pack_length: int) -> ForwardRequest:
-    """Convert a request; raise BadRequest if the server, whose packed rows have this length, does not compute it."""
+def read_batch(
+    message: pb.ForwardBackwardRequest, *, pack_length: int
+) -> tuple[list[TrainingSequence], list[int | None], dict[str, float]]:
+    """Convert a request; raise BadRequest if the server, whose packed rows have this length, does not compute it.
+
+    Returns:
+        A sequence for each datum; if the loss is not ``cross_entropy``, or the data differ in their targets per token,
+        for each of these, those of a datum in one context. Of each datum its targets per token, None if its tensors
+        have no such axis. And the constants of the loss.
+    """
     if message.loss_fn == "stable_reinforce":
         raise BadRequest(f"{STABLE_REINFORCE}; there are {', '.join(LOSSES)}")
     if message.loss_fn not in LOSSES:
@@ -118,13 +106,7 @@ def read_batch(message: pb.ForwardBackwardRequest, *, pack_length: int) -> Forwa
         columns.append(count)
     if message.loss_fn != "cross_entropy" or len({sequence.per_token for sequence in data}) > 1:
         data = [column for sequence in data for column in sequence.columns()]
-    return ForwardRequest(
-        data=data,
-        columns=columns,
-        loss=message.loss_fn,
-        constants=constants or dict(message.loss_fn_config),
-        forward_only=message.forward_only,
-    )
+    return data, columns, constants or dict(message.loss_fn_config)
 
 
 def _read_datum(datum: pb.Datum, loss: str) -> tuple[TrainingSequence, int | None]:
@@ -218,7 +200,7 @@ def write_batch_result(result: ForwardBackward, columns: Sequence[int | None]) -
 
     Args:
         result: of each sequence.
-        columns: see :class:`ForwardRequest`.
+        columns: see :func:`read_batch`.
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = result.loss

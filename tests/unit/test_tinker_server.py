@@ -30,9 +30,8 @@ from jax_agent_rl.config.loading import build_tree  # noqa: E402
 from jax_agent_rl.config.servers import TinkerServerSettings  # noqa: E402
 from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
-from jax_agent_rl.tinker_server.app import TinkerServer  # noqa: E402
+from jax_agent_rl.tinker_server.app import TinkerServer, open_server  # noqa: E402
 from jax_agent_rl.tinker_server.database import Database, Request  # noqa: E402
-from jax_agent_rl.tinker_server.serve import open_server  # noqa: E402
 from tests.tiny_chat import CONFIG, params, tokenizer  # noqa: E402
 
 RANK = 4
