@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jax_agent_rl.agreement.hypotheses import HYPOTHESES, Attempt, Hypothesis, tensor_search
+from jax_agent_rl.agreement.hypotheses import HYPOTHESES, PER_CONTEXT, Attempt, tensor_search
 from jax_agent_rl.agreement.inspection import (
     MAX_IDS,
     Samples,
@@ -79,16 +79,16 @@ def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineV
     findings += [_check_tensors(engine, faults), layers := _check_layers(subject, engine)]
     attempts: list[tuple[Cause, Attempt]] = []
     done = "the engine has other tensors" if faults else None
-    for hypothesis in HYPOTHESES:
+    for cause in HYPOTHESES:
         if done is not None:
-            findings.append(HypothesisResult(hypothesis.cause, "not tested", done))
+            findings.append(HypothesisResult(cause, "not tested", done))
             continue
-        finding, best = search.test(hypothesis)
+        finding, best = search.test(cause)
         findings.append(finding)
         if best is not None:
-            attempts.append((hypothesis.cause, best))
+            attempts.append((cause, best))
             if search.is_over(best):
-                done = f"{hypothesis.cause} explains everything"
+                done = f"{cause} explains everything"
     explaining = search.explaining(attempts)
     if not faults and not explaining and not engine.tensors:
         attempts = list(tensor_search(subject))
@@ -191,7 +191,7 @@ def _check_layers(subject: DiagnosisSubject, engine: EngineView) -> HypothesisRe
         return HypothesisResult("layers", "not tested", "the engine's activations cannot be read from here")
     own = learner_outputs(subject.model, subject.params, subject.dtype, ids)
     if (fault := first_difference(theirs, own, precision=engine.precision)) is not None:
-        return HypothesisResult("layers", "found", fault.detail)
+        return HypothesisResult("layers", "found", fault)
     detail = f"the embeddings and all {len(own) - 1} layers agree on a prefilled context of {len(ids)} ids"
     return HypothesisResult("layers", "ruled out", detail)
 
@@ -225,19 +225,19 @@ class _Search:
         found = [(cause, attempt) for cause, attempt in attempts if self.explains(attempt)]
         return sorted(found, key=lambda each: self.left(each[1]).mean)
 
-    def test(self, hypothesis: Hypothesis) -> tuple[HypothesisResult, Attempt | None]:
+    def test(self, cause: Cause) -> tuple[HypothesisResult, Attempt | None]:
         attempts = []
-        for attempt in hypothesis.attempts(self.subject):
+        for attempt in HYPOTHESES[cause](self.subject):
             attempts.append(attempt)
             if self.is_over(attempt):
                 break
         if not attempts:
-            return HypothesisResult(hypothesis.cause, "not tested", "there is nothing to try"), None
-        mixed = hypothesis.per_context
+            return HypothesisResult(cause, "not tested", "there is nothing to try"), None
+        mixed = cause in PER_CONTEXT
         best = self._mix(attempts) if mixed else min(attempts, key=lambda attempt: self.left(attempt).mean)
         verdict = "explains" if self.explains(best) else "ruled out"
         tried = f"best of {len(attempts)} settings" if len(attempts) > 1 else "best setting"
-        return HypothesisResult(hypothesis.cause, verdict, f"{tried}: the engine {best.label}", self.left(best)), best
+        return HypothesisResult(cause, verdict, f"{tried}: the engine {best.label}", self.left(best)), best
 
     def _mix(self, attempts: Sequence[Attempt]) -> Attempt:
         """Combine the best attempt for each context, named after the most frequent one."""

@@ -7,7 +7,7 @@ padding, how long a cached prefix) may be chosen for each; what does not (a temp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,21 +49,6 @@ class Attempt:
 
 
 Attempts = Iterator[Attempt]
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A cause and its settings.
-
-    Attributes:
-        cause: the cause.
-        attempts: yields the attempts for a subject; none where the model has no such setting.
-        per_context: whether the best attempt is chosen for each context.
-    """
-
-    cause: Cause
-    attempts: Callable[[DiagnosisSubject], Attempts]
-    per_context: bool = False
 
 
 def token_drift(subject: DiagnosisSubject) -> Attempts:
@@ -316,20 +301,22 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-HYPOTHESES: Sequence[Hypothesis] = (
-    Hypothesis(Cause.TEMPERATURE, temperature),
-    Hypothesis(Cause.TRUNCATED_SUPPORT, truncated_support),
-    Hypothesis(Cause.STALE_VERSION, stale_version),
-    Hypothesis(Cause.STALE_PREFIX, stale_prefix, per_context=True),
-    Hypothesis(Cause.TOKEN_DRIFT, token_drift),
-    Hypothesis(Cause.POSITION, position, per_context=True),
-    Hypothesis(Cause.PADDING, padding, per_context=True),
-    Hypothesis(Cause.ROTARY, rotary),
-    Hypothesis(Cause.WINDOW, window),
-    Hypothesis(Cause.EXPERTS, experts),
-    Hypothesis(Cause.DTYPE, dtype),
-)
-"""In the order in which they are tried, cheap ones first."""
+HYPOTHESES: dict[Cause, Callable[[DiagnosisSubject], Attempts]] = {
+    Cause.TEMPERATURE: temperature,
+    Cause.TRUNCATED_SUPPORT: truncated_support,
+    Cause.STALE_VERSION: stale_version,
+    Cause.STALE_PREFIX: stale_prefix,
+    Cause.TOKEN_DRIFT: token_drift,
+    Cause.POSITION: position,
+    Cause.PADDING: padding,
+    Cause.ROTARY: rotary,
+    Cause.WINDOW: window,
+    Cause.EXPERTS: experts,
+    Cause.DTYPE: dtype,
+}
+"""In the order in which they are tried, cheap ones first. A model without such settings makes no attempts."""
+PER_CONTEXT = frozenset({Cause.STALE_PREFIX, Cause.POSITION, Cause.PADDING})
+"""Causes whose best attempt is chosen for each context."""
 
 
 def tensor_search(subject: DiagnosisSubject) -> Iterator[tuple[Cause, Attempt]]:

@@ -136,41 +136,6 @@ ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
 """Largest error of activations, as a part of their size; 0.1 in coarser precisions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerFault:
-    """The first layer that differs.
-
-    Attributes:
-        layer: its number; -1 for the embeddings.
-        parts: those of ``keys``, ``values`` and ``hidden`` that differ.
-        difference: the largest one, as a part of the activations' size.
-    """
-
-    layer: int
-    parts: tuple[str, ...]
-    difference: float
-
-    @property
-    def detail(self) -> str:
-        """The fault in words."""
-        if self.layer < 0:
-            return f"the embeddings differ already, by {self.difference:.1%} of their size"
-        before = "the embeddings agree" if not self.layer else f"the embeddings and layers 0 to {self.layer - 1} agree"
-        match "keys" in self.parts, "values" in self.parts:
-            case True, True:
-                what = "its keys and values differ: their weights, or the norm before them"
-            case True, False:
-                what = "its keys differ and its values do not: rotary settings, positions, or the keys' weights"
-            case False, True:
-                what = "its values differ and its keys do not: the values' weights"
-            case _:
-                what = (
-                    "its keys and values agree and its output does not: queries, window, output projection, or what "
-                    "follows"
-                )
-        return f"{before}; layer {self.layer} is the first that differs, by {self.difference:.1%} of its size: {what}"
-
-
 def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids: Sequence[int]) -> list[LayerOutput]:
     """Return the outputs of the learner's layers for a context."""
     count = len(token_ids)
@@ -188,10 +153,8 @@ def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids:
     ]
 
 
-def first_difference(
-    engine: Sequence[LayerOutput], learner: Sequence[LayerOutput], *, precision: str
-) -> LayerFault | None:
-    """Return the first layer whose output differs between engine and learner; None if none does.
+def first_difference(engine: Sequence[LayerOutput], learner: Sequence[LayerOutput], *, precision: str) -> str | None:
+    """Describe the first layer whose output differs between engine and learner; None if none does.
 
     Args:
         engine: outputs of the engine's layers, embeddings first.
@@ -210,8 +173,23 @@ def first_difference(
         }
         parts = tuple(name for name, value in differences.items() if not value <= slack)
         if parts:
-            return LayerFault(layer=i - 1, parts=parts, difference=max(differences[part] for part in parts))
+            return _describe_layer(i - 1, parts, max(differences[part] for part in parts))
     return None
+
+
+def _describe_layer(layer: int, parts: Sequence[str], difference: float) -> str:
+    """Describe the first layer that differs (-1: the embeddings), by its ``keys``, ``values`` and ``hidden``."""
+    if layer < 0:
+        return f"the embeddings differ already, by {difference:.1%} of their size"
+    before = "the embeddings agree" if not layer else f"the embeddings and layers 0 to {layer - 1} agree"
+    what = {
+        (True, True): "its keys and values differ: their weights, or the norm before them",
+        (True, False): "its keys differ and its values do not: rotary settings, positions, or the keys' weights",
+        (False, True): "its values differ and its keys do not: the values' weights",
+        (False, False): "its keys and values agree and its output does not: queries, window, output projection, or "
+        "what follows",
+    }["keys" in parts, "values" in parts]
+    return f"{before}; layer {layer} is the first that differs, by {difference:.1%} of its size: {what}"
 
 
 def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | None:
