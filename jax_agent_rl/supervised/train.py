@@ -135,7 +135,7 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
         NonFiniteError: gradients were not finite several times in a row.
     """
     with Interruption(console.print, exit_within) as interruption:
-        run = _open(config, resume, console)
+        run = _Run(config, resume, console)
         interruption.training_begins()
         work = asyncio.ensure_future(asyncio.to_thread(run.run, resume))
         try:
@@ -149,44 +149,32 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
     return run.conclude()
 
 
-def _open(config: SftConfig, resume: bool, console: Console) -> _Run:
-    """Read rows and model."""
-    wanted = Path(config.run_dir)
-    folder = RunDir(newest_run(wanted) if resume else free_folder(wanted))
-    print_line(console, f"run folder: {folder.path}")
-    start = config.model.model_copy(update={"path": resolve_model(config.model.path)})
-    config = config.model_copy(update={"run_dir": str(folder.path), "model": start})
-    template = config.agent
-    codec = ChatCodec.from_pretrained(start.path, tool_format=template.tool_format, tool_prompt=template.tool_prompt)
-    encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
-    read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples
-    rows = read(config.data.train)
-    heldout = read(config.data.eval) if config.data.eval else []
-    model, params = load_hf(start.path)
-    learner_config = LearnerConfig(**dict(config.learner))
-    learner = SequenceLearner(model, params, config=learner_config, reference=isinstance(config, DpoConfig))
-    method: Sft | Dpo = Sft(learner=learner)
-    if isinstance(config, DpoConfig):
-        method = Dpo(learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
-    folder.write_json(folder.config, {"command": type(method).__name__.lower(), **config.model_dump(mode="json")})
-    return _Run(config, folder, method, rows, heldout, console)
-
-
 class _Run:
-    """A run in progress."""
+    """A run in progress, whose rows and model are read."""
 
-    def __init__(
-        self,
-        config: SftConfig,
-        folder: RunDir,
-        method: Any,
-        rows: Sequence[Any],
-        heldout: Sequence[Any],
-        console: Console,
-    ) -> None:
+    def __init__(self, config: SftConfig, resume: bool, console: Console) -> None:
+        wanted = Path(config.run_dir)
+        folder = RunDir(newest_run(wanted) if resume else free_folder(wanted))
+        print_line(console, f"run folder: {folder.path}")
+        start = config.model.model_copy(update={"path": resolve_model(config.model.path)})
+        config = config.model_copy(update={"run_dir": str(folder.path), "model": start})
+        template = config.agent
+        codec = ChatCodec.from_pretrained(
+            start.path, tool_format=template.tool_format, tool_prompt=template.tool_prompt
+        )
+        encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
+        read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples
+        rows = read(config.data.train)
+        heldout = read(config.data.eval) if config.data.eval else []
+        model, params = load_hf(start.path)
+        learner_config = LearnerConfig(**dict(config.learner))
+        learner = SequenceLearner(model, params, config=learner_config, reference=isinstance(config, DpoConfig))
+        method: Any = Sft(learner=learner)
+        if isinstance(config, DpoConfig):
+            method = Dpo(learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
+        folder.write_json(folder.config, {"command": type(method).__name__.lower(), **config.model_dump(mode="json")})
         self._config, self._folder, self._console = config, folder, console
-        self._learner: SequenceLearner = method.learner
-        self._method, self._heldout = method, heldout
+        self._learner, self._method, self._heldout = learner, method, heldout
         self.stopping = threading.Event()
         self._cursor = DataCursor(rows, seed=config.seed)
         trainer = config.trainer
