@@ -3,14 +3,13 @@
 ::
 
     learner            the update, stage by stage; its docstring draws the pipeline
-    scoring            pack groups into mini-batches; forward passes over them
-      batch            packed rows that share prefixes; image_packing: their images
-      teachers         frozen models of other folders that score the same rows
+    scoring            pack groups into mini-batches; forward passes over them, also those of teachers
+      packing          rows that share prefixes (batch); image_packing: their images
       scored_batch     trajectories as the advantage estimators see them
     experience         what each token contributes: advantages/, correction, comparison with the engine
     losses/            policy losses by name, KL, token weights
     programs           everything that is compiled, from shapes alone
-      objective        the policy's loss; linear_logprobs: its log-probs; critic: values and their loss
+      objective        the losses of policy and critic; linear_logprobs: log-probs
       parameterization trained and frozen parameters, adapters, mixed precision
     sequence_learner   training on given sequences instead of groups: one call each for forward, gradient and update
     optimized_params   parameters with their optimizer: gradients and updates

@@ -1,4 +1,4 @@
-"""Trajectories to packed rows in which every common token is computed once.
+"""Packed rows in which every common token is computed once (``packing`` makes them of trajectories).
 
 A row is a forest of tokens in depth-first order. Trajectories that begin alike (one prompt, one few-shot prefix, one
 tree of branches) share nodes; a node's position is its depth, and it attends to its ancestors::
@@ -29,13 +29,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jax_agent_rl.learner.image_packing import ImagePacker, ImagePacking, RowImages
-from jax_agent_rl.learner.routed_experts import pack_routed
-from jax_agent_rl.learner.rows import Member, assign_rows
-from jax_agent_rl.learner.support_packing import RowSupports, row_supports
-from jax_agent_rl.types import Support, Trajectory
+from jax_agent_rl.learner.image_packing import RowImages
+from jax_agent_rl.types import Support
+from jax_agent_rl.utils.sampling_support import decode_supports, mask_words
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
+UNKNOWN_EXPERT = -1  # in ``Batch.routed_experts``: the router chooses itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,12 @@ class Batch:
         term_sequence: int32 [R, K]: which of the row's sequences; terms of one are contiguous.
         terms: float32 [R, K] each, by name, 0 at padding. ``weight`` is what a term weighs in the loss; a term of
             weight 0 is not trained on.
-        places: for each trajectory given to :func:`pack`, where its sequences lie.
+        places: for each trajectory given to :func:`~jax_agent_rl.learner.packing.pack`, where its sequences lie.
         images: of the rows; None for a text model.
         routed_experts: int16 [R, T, L, k], experts of nodes by the engine's choice, -1 where unknown; None without any.
-        supports: of the targets; None if no draw was restricted.
+        supports: of each row's valid targets in order, None where all ids were left; None if no draw was restricted.
+            They stay encoded until a micro-batch is made: their masks take V / 8 bytes a target.
+        vocab_size: V, of the supports.
         candidates: int32 [R, M, k], ids to score at each target beside its own, and float32 [R, M, k], the log-probs
             that a reference gives them; None without any.
     """
@@ -88,12 +89,23 @@ class Batch:
     places: tuple[tuple[Place, ...], ...]
     images: RowImages | None = None
     routed_experts: np.ndarray | None = None
-    supports: RowSupports | None = None
+    supports: tuple[tuple[Support | None, ...], ...] | None = None
+    vocab_size: int = 0
     candidates: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens that are computed."""
+        return int(np.count_nonzero(self.copies))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that would be computed without prefix sharing."""
+        return int(self.copies.sum())
 
     def with_terms(self, **values: Sequence[np.ndarray]) -> Batch:
         """Add named numbers of the terms: for each trajectory one per sampled token, [S], or several, [S, k]."""
@@ -107,13 +119,9 @@ class Batch:
         """
         shape = (*self.target_id.shape, ids[0].shape[1])
         all_ids, all_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        for places, own_ids, own_logprobs in zip(self.places, ids, logprobs, strict=True):
-            begin = 0
-            for place in places:
-                targets = self.term_target[place.row, place.terms]
-                own = slice(begin, begin + len(targets))
-                all_ids[place.row, targets], all_logprobs[place.row, targets] = own_ids[own], own_logprobs[own]
-                begin = own.stop
+        for number, place, own in self._spans():
+            at = place.row, self.term_target[place.row, place.terms]
+            all_ids[at], all_logprobs[at] = ids[number][own], logprobs[number][own]
         return replace(self, candidates=(all_ids, all_logprobs))
 
     def gather_terms(self, values: np.ndarray) -> list[np.ndarray]:
@@ -132,12 +140,10 @@ class Batch:
 
     def gather_states(self, values: np.ndarray) -> list[np.ndarray]:
         """Gather numbers of nodes [R, T] into float64 [L + 1] per trajectory: before every id, after the last."""
+        per_place = [[values[p.row, p.path] for p in places] for places in self.places]
         return [
-            np.concatenate([*(values[p.row, p.path[:-1]] for p in places), values[last.row, last.path[-1:]]]).astype(
-                np.float64
-            )
-            for places in self.places
-            for last in places[-1:]
+            np.concatenate([*(states[:-1] for states in parts), parts[-1][-1:]]).astype(np.float64)
+            for parts in per_place
         ]
 
     def micro_batches(self, rows: int, *, lengths: int = 1) -> Iterator[dict[str, np.ndarray]]:
@@ -148,7 +154,9 @@ class Batch:
             lengths: number of row lengths, evenly spaced: each slice has the shortest that holds its rows. Those of a
                 vision model have their whole length.
         """
-        arrays = {name: getattr(self, name) for name in _LAYOUT} | {f"term_{k}": v for k, v in self.terms.items()}
+        arrays = {name: getattr(self, name) for name in empty_rows(0, 0)} | {
+            f"term_{k}": v for k, v in self.terms.items()
+        }
         if self.routed_experts is not None:
             arrays["routed_experts"] = self.routed_experts
         if self.candidates is not None:
@@ -159,14 +167,14 @@ class Batch:
             part = {name: value[begin : begin + rows] for name, value in arrays.items()}
             missing = rows - len(part["token_ids"])
             if missing:
-                empty = _empty_rows(missing, length)
+                empty = empty_rows(missing, length)
                 nothing = {name: np.zeros((missing, *value.shape[1:]), value.dtype) for name, value in part.items()}
                 part = {name: np.concatenate([value, (nothing | empty)[name]]) for name, value in part.items()}
             if used is not None:
                 need = max(1, -(-int(used[begin : begin + rows].max()) * lengths // length))
                 part = {name: value[:, : value.shape[1] // lengths * need] for name, value in part.items()}
-            if self.supports:
-                part |= self.supports.micro_batch(begin, rows, part["target_id"].shape[1])
+            if self.supports is not None:
+                part["target_support"] = self._support_masks(begin, part["target_id"].shape)
             yield part | (self.images.micro_batch(begin, rows) if self.images else {})
 
     def _used(self) -> np.ndarray:
@@ -177,110 +185,30 @@ class Batch:
             used[place.row] = max(used[place.row], -(-place.terms.stop // TERMS_PER_TOKEN))
         return used
 
+    def _support_masks(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the supports' bits from a row on, uint32 [*shape, ceil(V / 32)]; all are set where there is none."""
+        assert self.supports is not None
+        masks = np.full((*shape, mask_words(self.vocab_size)), 0xFFFFFFFF, np.uint32)
+        for mask, supports in zip(masks, self.supports[begin : begin + shape[0]], strict=False):
+            mask[: len(supports)] = decode_supports(supports, self.vocab_size)
+        return masks
+
     def _scatter(self, per_trajectory: Sequence[np.ndarray]) -> np.ndarray:
         values = np.zeros((*self.term_target.shape, *np.shape(per_trajectory[0])[1:]), np.float32)
-        for places, own in zip(self.places, per_trajectory, strict=True):
-            begin = 0
-            for place in places:
-                end = begin + place.terms.stop - place.terms.start
-                values[place.row, place.terms] = own[begin:end]
-                begin = end
+        for number, place, own in self._spans():
+            values[place.row, place.terms] = per_trajectory[number][own]
         return values
 
-
-_LAYOUT = (
-    "token_ids",
-    "positions",
-    "subtree_end",
-    "copies",
-    "target_parent",
-    "target_id",
-    "target_valid",
-    "term_target",
-    "term_sequence",
-)
+    def _spans(self) -> Iterator[tuple[int, Place, slice]]:
+        """Yield, for each sequence, its trajectory's number, its place, and its part of the trajectory's terms."""
+        for number, places in enumerate(self.places):
+            ends = itertools.accumulate(place.terms.stop - place.terms.start for place in places)
+            for place, end in zip(places, ends, strict=True):
+                yield number, place, slice(end - (place.terms.stop - place.terms.start), end)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """Savings of prefix sharing: ``tokens`` without it, ``nodes`` computed, ``rows`` used."""
-
-    tokens: int
-    nodes: int
-    rows: int
-
-
-def pack(
-    trajectories: Sequence[Trajectory],
-    *,
-    pack_length: int,
-    share_prefixes: bool = True,
-    image_packing: ImagePacking | None = None,
-    vocab_size: int | None = None,
-    targets: Sequence[np.ndarray] | None = None,
-) -> tuple[Batch, Sharing]:
-    """Pack sequences into rows: each goes where it shares the longest prefix, else into the first row with room.
-
-    Args:
-        trajectories: in order.
-        pack_length: tokens of a row.
-        share_prefixes: compute common prefixes once.
-        image_packing: how rows hold images; None for a text model.
-        vocab_size: of the model; None if no draw was restricted.
-        targets: of each trajectory, ids that are scored in place of its own ones, int32 [S], or, as the batch's
-            candidates, [S, k]; none may have segments or supports.
-
-    Raises:
-        ValueError: a sequence is longer than a row (nothing is ever truncated), or has images of more patches; or
-            there are supports, and no ``vocab_size``.
-    """
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    for sequence in sequences:
-        length = len(sequence.prompt_ids) + len(sequence.response_ids)
-        if length > pack_length:
-            raise ValueError(
-                f"trajectory {sequence.trajectory_id} has {length} tokens, a row {pack_length}; "
-                f"set learner.pack_length >= {length}"
-            )
-    packer = ImagePacker(image_packing, sequences) if image_packing else None
-    ids = packer.keys if packer else [np.asarray(s.prompt_ids + s.response_ids, np.int32) for s in sequences]
-    # Terms of one node may have other supports or ids: as many targets as terms then have to fit a row.
-    own_targets = targets is not None or any(s.restricted for s in sequences)
-    room = pack_length * (1 if own_targets else TERMS_PER_TOKEN)
-    rows = assign_rows(ids, [sum(s.loss_mask) for s in sequences], pack_length, room, share_prefixes, packer)
-    arrays = _empty_rows(len(rows), pack_length)
-    per_token = targets[0].shape[1:] if targets else ()
-    scored = np.zeros((len(rows), pack_length, *per_token), np.int32) if per_token else None
-    places: dict[int, Place] = {}
-    paths, supports = [], []
-    for index, row in enumerate(rows):
-        paths.append(_fill_nodes(arrays, index, row))
-        own = None if scored is None else scored[index]
-        placed, of_targets = _fill_terms(arrays, index, row, paths[-1], sequences, targets, own)
-        places |= placed
-        supports.append(of_targets)
-    images = None
-    if packer:
-        members = [[member.which for member in row] for row in rows]
-        images = packer.lay_out(arrays["token_ids"], arrays["positions"], members, paths)
-        arrays |= {name: packer.ids(arrays[name]) for name in ("token_ids", "target_id")}
-    nodes = sum(member.new for row in rows for member in row)
-    in_order = (places[which] for which in range(len(sequences)))
-    of_trajectories = tuple(tuple(next(in_order) for _ in trajectory.sequences) for trajectory in trajectories)
-    located = [
-        (index, m.which, path) for index, row in enumerate(rows) for m, path in zip(row, paths[index], strict=True)
-    ]
-    routed = pack_routed(sequences, located, arrays["token_ids"].shape)
-    kept = row_supports(supports, vocab_size)
-    made = None if scored is None else (scored, np.zeros(scored.shape, np.float32))
-    batch = Batch(
-        **arrays, terms={}, places=of_trajectories, images=images, routed_experts=routed, supports=kept, candidates=made
-    )
-    return batch, Sharing(tokens=sum(map(len, ids)), nodes=nodes, rows=len(rows))
-
-
-def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
-    """Layout of rows that hold nothing but padding."""
+def empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
+    """Return the layout, by name, of rows that hold nothing but padding."""
     nodes = ("token_ids", "positions", "copies", "target_parent", "target_id")
     terms = ("term_target", "term_sequence")
     return {
@@ -289,108 +217,3 @@ def _empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
         "subtree_end": np.tile(np.arange(1, length + 1, dtype=np.int32), (rows, 1)),
         "target_valid": np.zeros((rows, length), bool),
     }
-
-
-def _fill_nodes(arrays: dict[str, np.ndarray], index: int, row: Sequence[Member]) -> list[np.ndarray]:
-    """Write the nodes of one row, depth first; return each member's path as node numbers, int64 [n]."""
-    branches: list[list[int]] = [[] for _ in row]
-    for k, member in enumerate(row):
-        if member.owner >= 0:
-            branches[member.owner].append(k)
-    sizes = _subtree_sizes(row)
-    starts = _depth_first(row, branches)
-    paths: list[np.ndarray] = []
-    for m, member in enumerate(row):
-        own = slice(starts[m], starts[m] + member.new)
-        arrays["token_ids"][index, own] = member.ids[member.common :]
-        arrays["positions"][index, own] = np.arange(member.common, len(member.ids))
-        end = np.full(member.new, own.stop, np.int32)
-        for k in branches[m]:
-            end[: row[k].common - member.common] += sizes[k]
-        arrays["subtree_end"][index, own] = end
-        before = paths[member.owner][: member.common] if member.common else np.zeros(0, np.int64)
-        paths.append(np.concatenate([before, np.arange(own.start, own.stop)]))
-        arrays["copies"][index, paths[-1]] += 1
-    return paths
-
-
-def _subtree_sizes(row: Sequence[Member]) -> list[int]:
-    """Nodes of each member's chain and of all that branches off it."""
-    sizes = [member.new for member in row]
-    for m in reversed(range(len(row))):  # an owner stands before those it owns
-        if row[m].owner >= 0:
-            sizes[row[m].owner] += sizes[m]
-    return sizes
-
-
-def _depth_first(row: Sequence[Member], branches: Sequence[Sequence[int]]) -> list[int]:
-    """Return each member's first new node. A chain is followed to its end before its branches, deepest first."""
-    starts = [0] * len(row)
-    count = 0
-    stack = [m for m, member in enumerate(row) if member.owner < 0][::-1]
-    while stack:
-        m = stack.pop()
-        starts[m] = count
-        count += row[m].new
-        stack += sorted(branches[m], key=lambda k: (-row[k].common, k), reverse=True)
-    return starts
-
-
-def _fill_terms(
-    arrays: dict[str, np.ndarray],
-    index: int,
-    row: Sequence[Member],
-    paths: Sequence[np.ndarray],
-    sequences: Sequence[Trajectory],
-    targets: Sequence[np.ndarray] | None,
-    scored: np.ndarray | None,
-) -> tuple[dict[int, Place], tuple[Support | None, ...]]:
-    """Write the terms of one row, member by member, and the targets in order of first use; also return their supports.
-
-    Terms of one node that were drawn from different supports, or that score different ids, have a target each. If each
-    scores k ids, ``target_id`` is the first of them, and all are written to ``scored`` [M, k].
-    """
-    places: dict[int, Place] = {}
-    nodes, parents, ids, numbers = [], [], [], []
-    supports: list[Support | None] = []
-    count = 0
-    for number, (member, path) in enumerate(zip(row, paths, strict=True)):
-        sequence = sequences[member.which]
-        at = np.flatnonzero(sequence.loss_mask) + len(sequence.prompt_ids)
-        nodes.append(path[at])
-        parents.append(path[at - 1])
-        ids.append(arrays["token_ids"][index, path[at]] if targets is None else targets[member.which])
-        drawn_from = sequence.supports
-        supports += [drawn_from[i] for i in at - len(sequence.prompt_ids)]
-        numbers.append(np.full(len(at), number))
-        places[member.which] = Place(
-            row=index,
-            terms=slice(count, count + len(at)),
-            path=path[len(sequence.prompt_ids) - 1 :],
-        )
-        count += len(at)
-    node, parent, all_ids = np.concatenate(nodes), np.concatenate(parents), np.concatenate(ids)
-    if targets is None:
-        distinct = {support: number for number, support in enumerate(dict.fromkeys(supports))}
-        kind = np.array([distinct[s] for s in supports], np.int64)
-    else:
-        axis = None if scored is None else 0
-        node, kind = parent, np.unique(all_ids, axis=axis, return_inverse=True)[1].reshape(-1)
-    first, target = _first_seen(node + arrays["token_ids"].shape[1] * kind)
-    arrays["target_parent"][index, : len(first)] = parent[first]
-    arrays["target_id"][index, : len(first)] = all_ids[first] if scored is None else all_ids[first, 0]
-    if scored is not None:
-        scored[: len(first)] = all_ids[first]
-    arrays["target_valid"][index, : len(first)] = True
-    arrays["term_target"][index, :count] = target
-    arrays["term_sequence"][index, :count] = np.concatenate(numbers)
-    return places, tuple(supports[i] for i in first)
-
-
-def _first_seen(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first index of each distinct value, in that order, and every value's number in that order."""
-    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    return first[order], number[inverse]

@@ -19,7 +19,7 @@ import json
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,13 @@ class Checkpointer:
         """Steps of all complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
-    @property
-    def latest_step(self) -> int | None:
-        """The newest complete checkpoint."""
-        return self._manager.latest_step()
-
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
         """Start saving ``state`` (a pytree of arrays) and ``progress`` (JSON); return once the arrays are copied.
 
         Raises:
             CheckpointError: this or an earlier save could not be written. Complete checkpoints are intact.
         """
-        try:
+        with self._writing():
             if self._shared is not None:
                 self._shared.agree()  # what follows takes all processes
             if self._manager.latest_step() == step:
@@ -93,17 +88,14 @@ class Checkpointer:
             notes = ocp.args.JsonSave(_sealed(progress, _manifest(state)))
             arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=notes)
             self._manager.save(step, args=arguments, force=True)
-        except (OSError, ValueError) as error:
-            raise self._write_failed(error) from error
 
     def check(self) -> None:
         """Raise CheckpointError if a save in the background has failed, on any process; never wait."""
-        try:
-            self._check_others()
+        with self._writing():
+            if self._shared is not None:
+                self._shared.check()
             if not self._manager.is_saving_in_progress():
                 self._manager.wait_until_finished()  # at once; only this tells of what its threads met
-        except (OSError, ValueError) as error:
-            raise self._write_failed(error) from error
 
     def wait(self) -> None:
         """Wait until every started save is on disk.
@@ -111,11 +103,10 @@ class Checkpointer:
         Raises:
             CheckpointError: a save failed. Complete checkpoints are intact.
         """
-        try:
-            self._check_others()
+        with self._writing():
+            if self._shared is not None:
+                self._shared.check()
             self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise self._write_failed(error) from error
 
     def written(self) -> str:
         """Return the progress of the save in the background, e.g. ``0.9 of 1.6 GB written``; empty if none runs."""
@@ -218,20 +209,23 @@ class Checkpointer:
         )
         return CheckpointError(f"checkpoint {step} in {self._folder} is damaged ({_brief(error)}); {offer}")
 
-    def _check_others(self) -> None:
-        if self._shared is not None:
-            self._shared.check()
-
-    def _write_failed(self, error: Exception) -> CheckpointError:
-        # Orbax may remember a step whose commit failed; this way it only knows what is on disk.
-        if self._shared is None:
-            self._manager = self._open()
-        else:  # opening waits for all processes, and there is no going on
-            self._shared.fail(error)
-            self._manager.reload()
-        kept = self.latest_step
-        intact = f"checkpoint {kept} is intact; free space, then --resume" if kept is not None else "there is none yet"
-        return CheckpointError(f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}")
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Tell which checkpoint is intact if one could not be written."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            # Orbax may remember a step whose commit failed; this way it only knows what is on disk.
+            if self._shared is None:
+                self._manager = self._open()
+            else:  # opening waits for all processes, and there is no going on
+                self._shared.fail(error)
+                self._manager.reload()
+            kept = self._manager.latest_step()
+            intact = "there is none yet" if kept is None else f"checkpoint {kept} is intact; free space, then --resume"
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}"
+            ) from error
 
 
 def located(folder: Path | str) -> Path | epath.Path:
@@ -286,7 +280,7 @@ def _sealed(progress: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
 
 def _manifest(state: Any) -> dict[str, dict[str, Any]]:
     leaves = _leaves(state)
-    sums = jax.device_get(_summing(_everywhere(leaves.values()))(leaves))
+    sums = jax.device_get(_checksums(_everywhere(leaves.values()))(leaves))
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(sums[name])}
         for name, leaf in leaves.items()
@@ -294,18 +288,14 @@ def _manifest(state: Any) -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def _summing(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-    return jax.jit(_checksums, out_shardings=everywhere)
+def _checksums(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    return jax.jit(lambda arrays: {name: _checksum(x) for name, x in arrays.items()}, out_shardings=everywhere)
 
 
 def _everywhere(leaves: Iterable[jax.Array]) -> NamedSharding | None:
     """Return a sharding that every process can read; None if the arrays lie on no mesh."""
     meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
     return NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-
-
-def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _checksum(array) for name, array in arrays.items()}
 
 
 @jax.jit  # arrays of one shape (parameters and their moments) share a trace

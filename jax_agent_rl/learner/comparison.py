@@ -22,14 +22,6 @@ from jax_agent_rl.types import Trajectory, Turn
 INFINITE = 1e4
 """Nats that stand for an infinite gap, in sums that have to stay finite."""
 
-Statistics = Mapping[str, Mapping[str, Any]]
-ReadStatistics = Callable[[Statistics], None]
-"""Takes the statistics of a policy update before it is applied."""
-
-
-def ignore_statistics(statistics: Statistics) -> None:
-    """Read nothing."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -54,7 +46,7 @@ class Comparison:
         return cls(tokens=len(sizes), mean=float(sizes.mean()), largest=float(sizes.max()))
 
     @classmethod
-    def from_statistics(cls, statistics: Statistics) -> Comparison:
+    def from_statistics(cls, statistics: Mapping[str, Mapping[str, Any]]) -> Comparison:
         """Return what a policy update's own pass found, see ``learner.objective.policy_loss``."""
         tokens, total = (float(statistics["sum"][name]) for name in ("compared", "compared_gap"))
         mean = total / tokens if tokens else 0.0
@@ -67,28 +59,12 @@ class AgreementCheck:
 
     Attributes:
         since: the first policy version whose parameters are those that the update begins with.
-        inspect: takes the comparison; what it raises ends the update before anything has changed.
+        inspect: takes the comparison, of the scoring pass or, without one, of the first update's; what it
+            raises ends the update before anything has changed.
     """
 
     since: int
     inspect: Callable[[Comparison], None]
-
-    def before_update(self, comparison: Comparison | None) -> ReadStatistics:
-        """Inspect now if a pass has scored the tokens; else the returned function does, with the first update's pass.
-
-        Args:
-            comparison: of the scoring pass; None without one.
-        """
-        if comparison is not None:
-            self.inspect(comparison)
-            return ignore_statistics
-        left = [self.inspect]  # later updates are of parameters that the engine does not have
-
-        def read(statistics: Statistics) -> None:
-            while left:
-                left.pop()(Comparison.from_statistics(statistics))
-
-        return read
 
 
 UNCHECKED = AgreementCheck(since=0, inspect=lambda comparison: None)

@@ -7,7 +7,7 @@ sampled tokens. Float64 numpy, over the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,9 +100,22 @@ def reject(
         low, high = _limits(estimator, bound)
         for i, (delta, mask) in enumerate(zip(deltas, active, strict=True)):
             if mask.any():
-                value = _over(level, _estimate(estimator, delta), mask)
+                value = _LEVELS[level](_ESTIMATORS[estimator](delta), mask)
                 kept[i] &= (value >= low) & (value <= high)
     return kept
+
+
+_ESTIMATORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "k1": lambda delta: -delta,
+    "k2": lambda delta: delta**2 / 2,
+    "k3": lambda delta: np.exp(delta) - 1 - delta,
+}
+_LEVELS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": lambda values, mask: values[mask].sum(),
+    "seq_mean": lambda values, mask: values[mask].mean(),
+    "seq_max": lambda values, mask: values[mask].max(),
+}
 
 
 def _limits(estimator: str, bound: float | Bounds) -> tuple[float, float]:
@@ -111,26 +124,6 @@ def _limits(estimator: str, bound: float | Bounds) -> tuple[float, float]:
         return -np.inf, bound
     low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
     return float(np.log(low)), float(np.log(high))
-
-
-def _estimate(estimator: str, delta: np.ndarray) -> np.ndarray:
-    match estimator:
-        case "k1":
-            return -delta
-        case "k2":
-            return delta**2 / 2
-    return np.exp(delta) - 1 - delta
-
-
-def _over(level: str, values: np.ndarray, mask: np.ndarray) -> np.ndarray | float:
-    match level:
-        case "token":
-            return values
-        case "seq_sum":
-            return values[mask].sum()
-        case "seq_mean":
-            return values[mask].mean()
-    return values[mask].max()
 
 
 def mismatch(old: PerTerm, rollout: PerTerm, active: Sequence[np.ndarray]) -> dict[str, float]:

@@ -124,7 +124,9 @@ def build_experience(
     old = rollout if config.rollout_correction.bypass_mode else scores.old
     candidates: Any = scores.ref if config.kl.top_k else None
     ref: Any = None if config.kl.top_k else scores.ref
-    distances = _distances(old, ref, config)
+    distances = []
+    if old is not None and ref is not None:
+        distances = [kl_forward(config.kl.estimator, o, r) for o, r in zip(old, ref, strict=True)]
     if config.kl.where == "reward":
         for rewards, at, distance in zip(samples.rewards, sampled, distances, strict=True):
             rewards[at] -= kl_coef * distance
@@ -214,12 +216,6 @@ def _weights(config: AlgorithmConfig, active: PerTerm, segments: Sequence[Sequen
     cuts = (np.split(mask, np.cumsum(lengths)[:-1]) for mask, lengths in zip(active, segments, strict=True))
     weights = iter(term_weights(config.loss_agg_mode, list(itertools.chain(*cuts)), config.loss_scale_factor))
     return [np.concatenate(list(itertools.islice(weights, len(lengths)))) for lengths in segments]
-
-
-def _distances(old: PerTerm | None, ref: PerTerm | None, config: AlgorithmConfig) -> PerTerm:
-    if old is None or ref is None:
-        return []
-    return [kl_forward(config.kl.estimator, o, r) for o, r in zip(old, ref, strict=True)]
 
 
 def _at(per_token: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PerTerm:

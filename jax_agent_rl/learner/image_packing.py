@@ -9,7 +9,7 @@ rows without images are those of a model of text.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -126,9 +126,10 @@ def _arrays(
     """Add the rows' patches [R, P, patch_dim] and their layout."""
     layouts = [layout(vision, [image.grid for image in row], size) for row in rows]
     stacked = Layout(*map(np.stack, zip(*layouts, strict=True)))
+    none = np.zeros((0, vision.patch_dim), np.float32)
     return {
         **arrays,
-        "patches": np.stack([_padded(_joined(vision, row), size, 0.0) for row in rows]),
+        "patches": np.stack([_padded(np.concatenate([none, *(x.patches for x in row)]), size, 0.0) for row in rows]),
         **{f"patch_{name}": value for name, value in stacked._asdict().items()},
     }
 
@@ -178,24 +179,19 @@ class ImagePacker:
         self._there[row, self._members[which]] = True
 
     def lay_out(
-        self,
-        keys: np.ndarray,
-        positions: np.ndarray,
-        members: Sequence[Sequence[int]],
-        paths: Sequence[Sequence[np.ndarray]],
+        self, keys: np.ndarray, positions: np.ndarray, located: Iterable[tuple[int, int, np.ndarray]]
     ) -> RowImages:
         """Return the images of finished rows.
 
         Args:
             keys: int32 [R, T], nodes; names where images stand.
             positions: int32 [R, T], as of text.
-            members: for each row its sequences.
-            paths: for each of those its nodes, int64 [n].
+            located: row, number and nodes int64 [n] of each sequence.
         """
         index = np.full(keys.shape, -1, np.int32)
         rope = np.repeat(positions[..., None], 3, axis=2)
         images = []
-        for row, (sequences, nodes) in enumerate(zip(members, paths, strict=True)):
+        for row in range(len(keys)):
             there = np.flatnonzero(self._there[row])
             begin = np.zeros(len(self._first), np.int64)  # of each image's features among the row's
             begin[there] = np.cumsum(self._features[there]) - self._features[there]
@@ -203,9 +199,9 @@ class ImagePacker:
             names = -1 - keys[row, multimodal]
             image = self._of(names)
             index[row, multimodal] = begin[image] + names - self._first[image]
-            for which, path in zip(sequences, nodes, strict=True):
-                rope[row, path] = self._shown[which].positions
             images.append(tuple(self._images[number] for number in there))
+        for row, which, path in located:
+            rope[row, path] = self._shown[which].positions
         return RowImages(images=tuple(images), feature_index=index, rope_positions=rope, packing=self._packing)
 
     def ids(self, keys: np.ndarray) -> np.ndarray:
@@ -233,11 +229,6 @@ def _show(vision_processor: VisionProcessor, sequence: Trajectory) -> Multimodal
     except ValueError as error:
         raise ValueError(f"trajectory {sequence.trajectory_id}: {error}") from None
     return replace(multimodal, ids=ids)
-
-
-def _joined(vision: VisionConfig, images: Sequence[ProcessedImage]) -> np.ndarray:
-    """Concatenate the images' patches, float32 [P, patch_dim]."""
-    return np.concatenate([np.zeros((0, vision.patch_dim), np.float32), *(image.patches for image in images)])
 
 
 def _padded(array: np.ndarray, length: int, value: float) -> np.ndarray:

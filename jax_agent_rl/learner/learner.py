@@ -2,7 +2,7 @@
 
 ::
 
-    groups ─► pack ────► mini-batches of packed rows, whole prompts each                 scoring.Scorer, batch
+    groups ─► pack ────► mini-batches of packed rows, whole prompts each                 scoring.Scorer, packing
            ─► score ───► old and reference log-probs, values (only what is read)         scoring.Scorer
            ─► build ───► Experience: advantages, corrections, active tokens (numpy)      experience
            ─► for each epoch and mini-batch, the critic first, then the policy:
@@ -11,7 +11,7 @@
                 apply ─────► clip, update; a non-finite gradient changes nothing         optimizer
            ─► UpdateResult                                                               metrics
 
-``programs`` compiles what the stages run: the losses of ``objective`` and ``critic``, and the scoring passes.
+``programs`` compiles what the stages run: the losses of ``objective`` and the scoring passes.
 Micro-batches have a fixed shape, so another number of trajectories compiles nothing.
 """
 
@@ -23,7 +23,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,7 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, ignore_statistics
-from jax_agent_rl.learner.critic import critic_params
+from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, Comparison
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
@@ -44,16 +43,14 @@ from jax_agent_rl.learner.experience import (
     score_contexts,
 )
 from jax_agent_rl.learner.image_packing import image_packing
-from jax_agent_rl.learner.losses.covariance import SELECTORS, select_terms
-from jax_agent_rl.learner.losses.kl import AdaptiveKL
-from jax_agent_rl.learner.metrics import UpdateRecord, UpdateResult, step_metrics
-from jax_agent_rl.learner.optimized_params import HostState, LearnerState, OptimizedParams
+from jax_agent_rl.learner.losses.kl import adapt_kl_coef
+from jax_agent_rl.learner.losses.policy import SELECTORS, select_terms
+from jax_agent_rl.learner.metrics import UpdateRecord, UpdateResult, replay_metrics, step_metrics
+from jax_agent_rl.learner.optimized_params import HostState, LearnerState, OptimizedParams, all_or_nothing
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
-from jax_agent_rl.learner.parameterization import Parameterization
+from jax_agent_rl.learner.parameterization import Parameterization, critic_params
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.routed_experts import replay_metrics
-from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Weights
-from jax_agent_rl.learner.teachers import Teacher, score_by_teachers
+from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Teacher, score_by_teachers
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
@@ -102,13 +99,13 @@ class Learner:
         self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._score_by = score_by
-        self._before: HostState | None = None
-        self._inspect = ignore_statistics
+        self.state_before: HostState | None = None
+        self._uninspected: Callable[[Comparison], None] | None = None  # takes the statistics of the next policy update
         self._warmup_steps = self._critic_config.critic_warmup if algorithm.adv_estimator == "gae" else 0
         self._rate = learning_rate(config, None if total_steps is None else total_steps - self._warmup_steps)
         images = image_packing(vision_processor, config)
         policy = Parameterization.policy(model, params, config, mesh=self._mesh)
-        self._programs = LearnerPrograms.of(
+        self._programs = LearnerPrograms(
             model,
             policy,
             algorithm=algorithm,
@@ -135,7 +132,7 @@ class Learner:
     @property
     def state(self) -> LearnerState:
         """The state to checkpoint: after the last :meth:`update` that is final. The next one donates its buffers."""
-        if (before := self._before) is not None:
+        if (before := self.state_before) is not None:
             return before.on_device()
         numbers = (np.float32(self._kl_coef), np.int32(self._steps), np.int32(self._nonfinite_in_a_row))
         scalars = (place(x, replicated(self._mesh)) for x in numbers)
@@ -231,17 +228,21 @@ class Learner:
         """
         begin, cancellation = time.perf_counter(), cancellation or StepCancellation()
         minis, experience = self._prepare(groups, masked=masked, since=check.since)
-        self._inspect = check.before_update(experience.comparison(self._objective.bypass))
-        with self._all_or_nothing(len(minis), cancellation):
+        comparison = experience.comparison(self._objective.bypass)
+        if comparison is not None:
+            check.inspect(comparison)
+        self._uninspected = check.inspect if comparison is None else None
+        is_single = len(minis) * self._config.ppo_epochs == 1 and self._critic is None
+        with contextlib.nullcontext() if is_single else all_or_nothing(self, cancellation):
             policy, critic = self._optimize(minis, experience, tick, cancellation)
         self._steps += 1
         skipped = not all(record.finite for record in (*policy, *critic))
-        self._control_kl(experience, skipped)
-        metrics = step_metrics(policy, critic, [m.sharing for m in minis], seconds=time.perf_counter() - begin)
+        batches = [mini.batch for mini in minis]
+        metrics = step_metrics(policy, critic, batches, seconds=time.perf_counter() - begin)
         if self._programs.model.experts is not None:
-            metrics |= replay_metrics([mini.batch for mini in minis])
+            metrics |= replay_metrics(batches)
         return UpdateResult(
-            metrics=metrics | experience.metrics | self._kl_metrics(experience),
+            metrics=metrics | experience.metrics | self._control_kl(experience, skipped),
             skipped=skipped,
             rejected=experience.inactive(groups).difference(masked),
             tokens=experience.by_trajectory(groups),
@@ -269,33 +270,14 @@ class Learner:
         if self._score_by is not None:
             old = score_contexts(groups, functools.partial(self._score_by, self.params))
         elif not (self._objective.on_policy or self._objective.bypass):
-            old = self._logprobs(minis, self._policy.weights)
+            old = [x for mini in minis for x in self._scorer.logprobs(self._policy.weights, mini.batch)]
         if self._reference is not None:
             ref = [x for mini in minis for x in self._scorer.reference(self._reference, mini.batch)]
         if self._critic is not None:
             values = [v for mini in minis for v in self._scorer.values(self._critic.weights, mini.batch)]
         return Scores(old=old, ref=ref, values=values)
 
-    def _logprobs(self, minis: Sequence[MiniBatch], weights: Weights) -> PerTerm:
-        return [x for mini in minis for x in self._scorer.logprobs(weights, mini.batch)]
-
     # --- terms, gradients, apply --------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self, minis: int, cancellation: StepCancellation) -> Iterator[None]:
-        """Undo a step's updates if one fails; where there are several, host memory keeps the state before them."""
-        if minis * self._config.ppo_epochs == 1 and self._critic is None:
-            yield
-            return
-        self._before = HostState.of(self.state)
-        try:
-            with cancellation.revocable():
-                yield
-        except BaseException:
-            self.state = self._before.on_device()
-            raise
-        finally:
-            self._before = None
 
     def _optimize(
         self,
@@ -329,7 +311,7 @@ class Learner:
         policy, critic = mini_batch_terms(experience, mini.members, self._algorithm, kl_coef=self._kl_coef)
         if self._algorithm.policy_loss.loss_mode in SELECTORS:
             policy["chosen"] = select_terms(
-                self._logprobs([mini], self._policy.weights),
+                self._scorer.logprobs(self._policy.weights, mini.batch),
                 policy,
                 experience.active[mini.members],
                 self._objective.loss,
@@ -354,8 +336,9 @@ class Learner:
             model.gradients([arrays | balance])
         micro_batches = (arrays | balance for arrays in self._scorer.micro_batches(batch))
         gradients, statistics = model.gradients(micro_batches, tick)
-        if is_policy:
-            self._inspect(statistics)
+        if is_policy and self._uninspected is not None:  # later updates are of parameters that the engine does not have
+            inspect, self._uninspected = self._uninspected, None
+            inspect(Comparison.from_statistics(statistics))
         applied = model.apply(gradients, self._steps - self._warmup_steps * is_policy, cancellation)
         self._count_nonfinite(applied.finite, applied.norm)
         return [UpdateRecord(statistics=statistics, **vars(applied))]
@@ -375,15 +358,15 @@ class Learner:
 
     # --- KL to the reference ------------------------------------------------------------------------------------
 
-    def _control_kl(self, experience: Experience, skipped: bool) -> None:
+    def _control_kl(self, experience: Experience, skipped: bool) -> dict[str, float]:
+        """Adapt the coefficient to what the step measured, and return metrics."""
         kl = self._algorithm.kl
-        if kl.controller == "adaptive" and not skipped and np.isfinite(experience.kl):
-            controller = AdaptiveKL(target=kl.target, horizon=kl.horizon)
-            # Rounded to what a checkpoint keeps, so that a resumed run goes on with the very same number.
-            self._kl_coef = float(np.float32(controller.next(self._kl_coef, experience.kl, len(experience.active))))
-
-    def _kl_metrics(self, experience: Experience) -> dict[str, float]:
-        if self._algorithm.kl.where == "none":
+        if kl.where == "none":
             return {}
+        if kl.controller == "adaptive" and not skipped and np.isfinite(experience.kl):
+            count = len(experience.active)
+            coef = adapt_kl_coef(self._kl_coef, experience.kl, count, target=kl.target, horizon=kl.horizon)
+            # Rounded to what a checkpoint keeps, so that a resumed run goes on with the very same number.
+            self._kl_coef = float(np.float32(coef))
         measured = {"kl_reference": experience.kl} if np.isfinite(experience.kl) else {}
         return measured | {"kl_coef": self._kl_coef}

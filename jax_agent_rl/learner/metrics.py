@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jax_agent_rl.learner.batch import Sharing
+from jax_agent_rl.learner.batch import UNKNOWN_EXPERT, Batch
+from jax_agent_rl.learner.optimized_params import Applied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,30 +30,34 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateRecord:
-    """One optimizer update: summed statistics, the gradient's norm, whether it was finite, and the learning rate."""
+class UpdateRecord(Applied):
+    """One optimizer update with its summed statistics."""
 
     statistics: dict
-    norm: float
-    finite: bool
-    rate: float
 
 
 def step_metrics(
-    policy: Sequence[UpdateRecord], critic: Sequence[UpdateRecord], sharing: Sequence[Sharing], *, seconds: float
+    policy: Sequence[UpdateRecord], critic: Sequence[UpdateRecord], batches: Sequence[Batch], *, seconds: float
 ) -> dict[str, float]:
     """Return one flat record over all updates of a step; a model that was not trained has no metrics."""
-    tokens, nodes = sum(s.tokens for s in sharing), sum(s.nodes for s in sharing)
+    tokens, nodes = sum(b.num_tokens for b in batches), sum(b.num_nodes for b in batches)
     shared = {
         "batch_tokens": float(tokens),
         "computed_tokens": float(nodes),
         "sharing_factor": tokens / nodes,
-        "rows": float(sum(s.rows for s in sharing)),
+        "rows": float(sum(b.num_rows for b in batches)),
         "learner_seconds": seconds,
         "learner_tokens_per_second": tokens / seconds,
         "computed_tokens_per_second": nodes / seconds,
     }
     return _policy(policy) | _critic(critic) | shared
+
+
+def replay_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """Return ``router_replay_share``: of the computed tokens, those that took the engine's experts."""
+    arrays = (batch.routed_experts for batch in batches)
+    known = sum(int((array[..., 0, 0] != UNKNOWN_EXPERT).sum()) for array in arrays if array is not None)
+    return {"router_replay_share": known / sum(batch.num_nodes for batch in batches)}
 
 
 def _policy(records: Sequence[UpdateRecord]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -24,7 +24,7 @@ from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.learner.optimized_params import HostState, LearnerState
+from jax_agent_rl.learner.optimized_params import HostState, LearnerState, all_or_nothing
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
@@ -45,13 +45,13 @@ class MultiAdapterLearner:
     def __init__(self, learner: Learner, lora: LoraConfig, names: Sequence[str]) -> None:
         self._lora = lora
         self._learners = {name: learner.twin() for name in sorted(set(names))}
-        self._before: dict[str, HostState] | None = None
+        self.state_before: HostState | None = None
 
     @property
     def state(self) -> dict[str, LearnerState]:
         """The state to checkpoint, by adapter: after the last :meth:`update` that is final."""
-        if (before := self._before) is not None:
-            return {name: state.on_device() for name, state in before.items()}
+        if (before := self.state_before) is not None:
+            return before.on_device()
         return {name: learner.state for name, learner in self._learners.items()}
 
     @state.setter
@@ -107,29 +107,14 @@ class MultiAdapterLearner:
         shares = by_adapter(groups)
         cancellation = cancellation or StepCancellation()
         results = {}
-        with self._all_or_nothing(shares.keys(), cancellation):
+        # A single one is undone by its learner.
+        with contextlib.nullcontext() if len(shares) == 1 else all_or_nothing(self, cancellation):
             for name, share in shares.items():
                 own = {t.trajectory_id for group in share for t in group.trajectories}.intersection(masked)
                 results[name] = self._learners[name].update(
                     share, masked=own, tick=tick, cancellation=cancellation, check=check
                 )
         return combined(results)
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self, names: Collection[str], cancellation: StepCancellation) -> Iterator[None]:
-        """Undo the updates of all adapters if one fails; a single one is undone by its learner."""
-        if len(names) == 1:
-            yield
-            return
-        self._before = {name: HostState.of(learner.state) for name, learner in self._learners.items()}
-        try:
-            with cancellation.revocable():
-                yield
-        except BaseException:
-            self.state = {name: state.on_device() for name, state in self._before.items()}
-            raise
-        finally:
-            self._before = None
 
 
 def by_adapter(groups: Sequence[Group]) -> dict[str, list[Group]]:

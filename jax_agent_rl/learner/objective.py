@@ -1,4 +1,7 @@
-"""The differentiable part: packed rows to a weighted policy loss. Shapes: R rows, T tokens, M targets, K terms."""
+"""The differentiable part: packed rows to the weighted losses of policy and critic.
+
+Shapes: R rows, T tokens, M targets, K terms, D hidden.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from jax_agent_rl.learner.image_packing import encode_images
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs, linear_top_k
 from jax_agent_rl.learner.losses import LossConfig, Terms, find_policy_loss
 from jax_agent_rl.learner.losses.kl import kl_penalty, top_k_kl
+from jax_agent_rl.learner.losses.policy import changed
 from jax_agent_rl.learner.optimized_params import Arrays, Statistics
+from jax_agent_rl.learner.parameterization import Critic
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.moe import load_balancing_loss
 from jax_agent_rl.models.sharding import ROWS, constrain
@@ -284,7 +289,8 @@ def policy_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tu
         total += jnp.sum(batch["term_kl_weight"] * distance)
     balance = router_balance(batch, load)
     total += objective.router_aux_loss_coef * sum(balance.values())
-    gap = jnp.where(active, jnp.abs(terms.rollout_logprob - _learner_logprob(objective, terms)), 0.0)
+    own = terms.logprob if objective.bypass else terms.old_logprob  # in bypass mode the old ones are the rollout's own
+    gap = jnp.where(active, jnp.abs(terms.rollout_logprob - own), 0.0)
     compared = active & (batch["term_comparable"] > 0) & ~jnp.isnan(gap)
     same_weights = jnp.where(compared, jnp.minimum(gap, INFINITE), 0.0)
     statistics = {
@@ -321,6 +327,54 @@ def _terms(objective: ObjectiveConfig, batch: Arrays, logprob: jax.Array, active
     )
 
 
-def _learner_logprob(objective: ObjectiveConfig, terms: Terms) -> jax.Array:
-    """Return the log-probs to compare the rollout's with; in bypass mode the old ones are the rollout's own."""
-    return terms.logprob if objective.bypass else terms.old_logprob
+# --- the critic's loss ------------------------------------------------------------------------------------------------
+
+
+def state_values(critic: Critic, batch: Arrays, *, remat: str, mesh: Mesh | None = None) -> jax.Array:
+    """Return the value of the state after every token, float32 [R, T]."""
+    images = encode_images(critic, batch, remat=remat, mesh=mesh)
+    rows = (batch["token_ids"], batch["positions"], batch["subtree_end"])
+    hidden, _ = critic(*rows, images=images, remat=remat, mesh=mesh)  # [R, T, D]
+    return jnp.einsum("rtd,d->rt", hidden, critic.value_head[...], preferred_element_type=jnp.float32)
+
+
+def value_loss(
+    critic: Critic, batch: Arrays, *, cliprange: float, remat: str, mesh: Mesh | None = None
+) -> tuple[jax.Array, Statistics]:
+    """Return the micro-batch's share of the clipped value loss, and statistics for :class:`UpdatePrograms`.
+
+    The value of a term is that of the state its token was sampled in, its parent's.
+    """
+    values = state_values(critic, batch, remat=remat, mesh=mesh)
+    parents = jnp.take_along_axis(batch["target_parent"], batch["term_target"], axis=1)
+    term_values = jnp.take_along_axis(values, parents, axis=1)
+    weight, returns = batch["term_weight"], batch["term_returns"]
+    active = weight > 0
+    loss, clipped = clipped_value(term_values, batch["term_old_value"], returns, cliprange)
+    total = jnp.sum(jnp.where(active, weight * loss, 0.0))
+    statistics = {
+        "sum": {
+            "loss": total,
+            "terms": jnp.sum(active, dtype=jnp.float32),
+            "clipped": jnp.sum(jnp.where(active, clipped, 0.0)),
+            "value": jnp.sum(jnp.where(active, term_values, 0.0)),
+            "returns": jnp.sum(jnp.where(active, returns, 0.0)),
+            "squared_returns": jnp.sum(jnp.where(active, jnp.square(returns), 0.0)),
+            "squared_error": jnp.sum(jnp.where(active, jnp.square(term_values - returns), 0.0)),
+        },
+        "max": {},
+    }
+    return total, jax.lax.stop_gradient(statistics)
+
+
+def clipped_value(
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, cliprange: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return ``max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2`` per term, and 1.0 where clipping raises it.
+
+    References: PPO's value clipping, as in Engstrom et al. 2020, Implementation Matters, arXiv 2005.12729.
+    """
+    plain = jnp.square(values - returns)
+    clipped = jnp.square(jnp.clip(values, old_values - cliprange, old_values + cliprange) - returns)
+    loss = jnp.maximum(plain, clipped)
+    return loss / 2, changed(loss, plain)

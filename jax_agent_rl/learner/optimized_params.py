@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -279,36 +280,50 @@ class LearnerState:
     nonfinite: jax.Array
 
 
-@dataclass(frozen=True)
 class HostState:
-    """A copy of the learner's state in host memory, for rollback: what of each array is on devices of this process.
+    """A copy of a learner's state in host memory, for rollback: what of each array is on devices of this process.
 
-    Attributes:
-        arrays: of each array of the state, its shape, its sharding, and its shards by their bounds.
-        tree: the state's structure.
+    Args:
+        state: may be donated afterwards.
     """
 
-    arrays: list[tuple[tuple[int, ...], jax.sharding.Sharding, dict[_Bounds, np.ndarray]]]
-    tree: Any
+    def __init__(self, state: Any) -> None:
+        leaves, self._tree = jax.tree.flatten(state)
+        # Of each array its shape, its sharding, and its shards by their bounds.
+        self._arrays = [
+            (x.shape, x.sharding, {_bounds(shard.index): np.array(shard.data) for shard in x.addressable_shards})
+            for x in leaves
+        ]
 
-    @classmethod
-    def of(cls, state: LearnerState) -> HostState:
-        """Copy a state, which may then be donated."""
-        leaves, tree = jax.tree.flatten(state)
-        shards = [{_bounds(shard.index): np.array(shard.data) for shard in x.addressable_shards} for x in leaves]
-        return cls([(x.shape, x.sharding, own) for x, own in zip(leaves, shards, strict=True)], tree)
-
-    def on_device(self) -> LearnerState:
+    def on_device(self) -> Any:
         """Place the state on its devices again."""
         places = [
             jax.make_array_from_callback(shape, sharding, lambda index, shards=shards: shards[_bounds(index)])
-            for shape, sharding, shards in self.arrays
+            for shape, sharding, shards in self._arrays
         ]
-        return jax.tree.unflatten(self.tree, places)
+        return jax.tree.unflatten(self._tree, places)
 
 
-_Bounds = tuple[tuple[int | None, int | None], ...]
-
-
-def _bounds(index: tuple[slice, ...] | None) -> _Bounds:
+def _bounds(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None], ...]:
     return tuple((part.start, part.stop) for part in index or ())
+
+
+class Undoable(Protocol):
+    """A learner whose updates can be undone: ``state_before`` is its state before those that may be, else None."""
+
+    state: Any
+    state_before: HostState | None
+
+
+@contextlib.contextmanager
+def all_or_nothing(learner: Undoable, cancellation: StepCancellation) -> Iterator[None]:
+    """Undo the updates made within if one fails; host memory keeps the state before them."""
+    learner.state_before = before = HostState(learner.state)
+    try:
+        with cancellation.revocable():
+            yield
+    except BaseException:
+        learner.state = before.on_device()
+        raise
+    finally:
+        learner.state_before = None

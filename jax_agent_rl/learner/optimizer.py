@@ -133,19 +133,16 @@ def _muon_or_adamw(path: Any, x: Any) -> str:
     return "muon" if in_layers and x.ndim > 2 else "adamw"
 
 
-def parameter_path(path: Any) -> str:
-    """Return a parameter's path as text: ``layers.q``."""
-    return ".".join(str(entry.key) for entry in path)
-
-
 def is_decayed(path: Any, config: OptimizerSection) -> bool:
     """Return whether weight decay applies to the parameter of a path."""
-    return not any(re.search(pattern, parameter_path(path)) for pattern in config.no_weight_decay)
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return not any(re.search(pattern, name) for pattern in config.no_weight_decay)
 
 
 def check_patterns(config: OptimizerSection, params: Params) -> None:
     """Raise ConfigError for a pattern of ``no_weight_decay`` that was set and matches no parameter."""
-    paths = [parameter_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    named = jax.tree_util.tree_leaves_with_path(params)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
     for pattern in config.no_weight_decay if config.changed("no_weight_decay") else ():
         if not any(re.search(pattern, path) for path in paths):
             raise ConfigError(
@@ -207,20 +204,12 @@ def undo_update(state: TrainState, config: OptimizerSection, *, rate: float) -> 
     """
     if not int(state.updates) or config.optimizer != "adamw":
         return None
-    (moments,) = (x for x in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(x))
-    direction = _direction(moments, config)
+    adam: Any = optax.tree.get(state.opt_state, "ScaleByAdamState")
+    first = optax.tree.bias_correction(adam.mu, config.adam_b1, adam.count)
+    second = optax.tree.bias_correction(adam.nu, config.adam_b2, adam.count)
 
-    def back(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
-        return (x + rate * step) / (1 - rate * config.weight_decay * is_decayed(path, config))
+    def back(path: Any, x: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
+        direction = mu / (jnp.sqrt(nu) + config.adam_eps)
+        return (x + rate * direction) / (1 - rate * config.weight_decay * is_decayed(path, config))
 
-    return jax.tree_util.tree_map_with_path(back, state.params, direction)
-
-
-def _is_adam(x: Any) -> bool:
-    return isinstance(x, optax.ScaleByAdamState)
-
-
-def _direction(moments: optax.ScaleByAdamState, config: OptimizerSection) -> Any:
-    count = jnp.asarray(moments.count, jnp.float32)
-    first, second = 1 - config.adam_b1**count, 1 - config.adam_b2**count
-    return jax.tree.map(lambda mu, nu: (mu / first) / (jnp.sqrt(nu / second) + config.adam_eps), moments.mu, moments.nu)
+    return jax.tree_util.tree_map_with_path(back, state.params, first, second)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,25 +10,38 @@ import optax
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
+from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.critic import Critic, state_values, value_loss
 from jax_agent_rl.learner.objective import (
     ObjectiveConfig,
     objective_config,
     policy_loss,
     router_loads,
+    state_values,
     term_logprobs,
     top_logprobs,
+    value_loss,
 )
-from jax_agent_rl.learner.optimized_params import Arrays, Statistics, UpdatePrograms, View, bind
-from jax_agent_rl.learner.parameterization import Parameterization, compute_model
+from jax_agent_rl.learner.optimized_params import Arrays, Loss, Statistics, UpdatePrograms, View, bind
+from jax_agent_rl.learner.parameterization import Critic, Parameterization, compute_model
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import replicated
 
 
-@dataclass(frozen=True, kw_only=True)
 class LearnerPrograms:
     """The jitted functions of a learner.
+
+    Args:
+        model: the model's hyperparameters.
+        policy: what is trained; arrays or shapes.
+        algorithm: losses and corrections.
+        config: batching, precision and the policy's optimizer.
+        temperature: the rollout's.
+        mesh: of the learner; its devices need not be present.
+        rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.optimizer`.
+        scored: old log-probs come from elsewhere.
+        vocab_size: of the policy, if this model is another; None: the model's.
+        loss: the policy's.
 
     Attributes:
         objective: what they compute.
@@ -40,23 +52,13 @@ class LearnerPrograms:
         likeliest: the same with ``count=algorithm.kl.top_k``.
         route: the same as score to the tokens each expert was chosen by, float32 [E].
         values: of the critic's weights, to the value of the state after every token, float32 [R, T].
+
+    Raises:
+        ConfigError: a router is to be balanced in a model without experts.
     """
 
-    model: DecoderConfig
-    vocab_size: int
-    config: LearnerConfig
-    mesh: Mesh
-    objective: ObjectiveConfig
-    policy: UpdatePrograms
-    score: Any
-    top: Any
-    likeliest: Any
-    route: Any
-    values: Any
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: DecoderConfig,
         policy: Parameterization,
         *,
@@ -68,62 +70,29 @@ class LearnerPrograms:
         scored: bool = False,
         vocab_size: int | None = None,
         loss: Callable[[ObjectiveConfig, Any, Arrays], tuple[jax.Array, Statistics]] = policy_loss,
-    ) -> LearnerPrograms:
-        """Return the programs of one configuration.
-
-        Args:
-            model: the model's hyperparameters.
-            policy: what is trained; arrays or shapes.
-            algorithm: losses and corrections.
-            config: batching, precision and the policy's optimizer.
-            temperature: the rollout's.
-            mesh: of the learner; its devices need not be present.
-            rate: the policy's learning rate, see :mod:`~jax_agent_rl.learner.optimizer`.
-            scored: old log-probs come from elsewhere.
-            vocab_size: of the policy, if this model is another; None: the model's.
-            loss: the policy's.
-
-        Raises:
-            ConfigError: a router is to be balanced in a model without experts.
-        """
+    ) -> None:
         if config.router_aux_loss_coef and model.experts is None:
             raise ConfigError(
                 f"learner.router_aux_loss_coef={config.router_aux_loss_coef}, but a {model.family} model has no "
                 "experts to balance; leave it out"
             )
-        split = _model_mesh(mesh)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        objective = objective_config(algorithm, config, temperature, split, scored=scored, on_cpu=on_cpu)
-        everywhere = replicated(mesh)
+        self.model, self.config, self.mesh = model, config, mesh
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
+        split, on_cpu = _model_mesh(mesh), mesh.devices.flat[0].platform == "cpu"
+        self.objective = objective_config(algorithm, config, temperature, split, scored=scored, on_cpu=on_cpu)
 
-        def reading(program: Callable[..., Any], view: View) -> Any:
+        def reading(program: Callable[..., Any], view: View, **options: Any) -> Any:
             """Jit a program of (trained, frozen) weights and a batch; every process gets the whole result."""
-            return jax.jit(bind(_read, program, view), out_shardings=everywhere)
+            return jax.jit(bind(_read, program, view), out_shardings=replicated(mesh), **options)
 
-        values = bind(state_values, remat=objective.remat, mesh=split)
-        vocab_size = model.vocab_size if vocab_size is None else vocab_size
-        top = bind(top_logprobs, objective, vocab_size)
-        return cls(
-            model=model,
-            vocab_size=vocab_size,
-            config=config,
-            mesh=mesh,
-            objective=objective,
-            policy=UpdatePrograms(
-                policy.params,
-                view=policy.view,
-                shardings=policy.shardings,
-                everywhere=everywhere,
-                optimizer=config,
-                rate=rate,
-                loss=bind(loss, objective),
-            ),
-            score=reading(bind(term_logprobs, objective), policy.view),
-            top=jax.jit(bind(_read, top, policy.view), static_argnames="count", out_shardings=everywhere),
-            likeliest=reading(bind(top, count=objective.kl_top_k), policy.view),
-            route=reading(bind(router_loads, objective), policy.view),
-            values=reading(values, bind(compute_model, Critic.graphdef(model), config.compute_dtype)),
-        )
+        self.policy = self._update(policy, config, rate=rate, loss=bind(loss, self.objective))
+        top = bind(top_logprobs, self.objective, self.vocab_size)
+        self.score = reading(bind(term_logprobs, self.objective), policy.view)
+        self.top = reading(top, policy.view, static_argnames="count")
+        self.likeliest = reading(bind(top, count=self.objective.kl_top_k), policy.view)
+        self.route = reading(bind(router_loads, self.objective), policy.view)
+        values = bind(state_values, remat=self.objective.remat, mesh=split)
+        self.values = reading(values, bind(compute_model, Critic.graphdef(model), config.compute_dtype))
 
     def critic(self, critic: Parameterization, config: CriticConfig, *, rate: optax.Schedule) -> UpdatePrograms:
         """Return the critic's update.
@@ -133,15 +102,19 @@ class LearnerPrograms:
             config: the critic's optimizer.
             rate: the critic's learning rate.
         """
-        loss = bind(
-            value_loss, cliprange=config.cliprange_value, remat=self.objective.remat, mesh=_model_mesh(self.mesh)
-        )
+        split, remat = _model_mesh(self.mesh), self.objective.remat
+        loss = bind(value_loss, cliprange=config.cliprange_value, remat=remat, mesh=split)
+        return self._update(critic, config, rate=rate, loss=loss)
+
+    def _update(
+        self, trained: Parameterization, optimizer: OptimizerSection, *, rate: optax.Schedule, loss: Loss
+    ) -> UpdatePrograms:
         return UpdatePrograms(
-            critic.params,
-            view=critic.view,
-            shardings=critic.shardings,
+            trained.params,
+            view=trained.view,
+            shardings=trained.shardings,
             everywhere=replicated(self.mesh),
-            optimizer=config,
+            optimizer=optimizer,
             rate=rate,
             loss=loss,
         )

@@ -7,6 +7,7 @@ were sampled, which is another where sub-agents answered between two turns of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class ScoredBatch:
 
 
 def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
-    """Lays out scored groups.
+    """Lay out scored groups.
 
     Args:
         groups: of the step.
@@ -110,17 +111,11 @@ def trained_lengths(
         masked: ids of trajectories that have none.
         segment_weight: ``algorithm.segment_weight``, what a sequence is.
     """
-    return [
-        [
-            length
-            for group in part
-            for t in group.trajectories
-            if t.trajectory_id not in masked
-            for lengths in (segment_lengths(t),)
-            for length in ([sum(lengths)] if segment_weight == "session" else lengths)
-        ]
-        for part in mini_batches(groups, num_minibatches)
-    ]
+    updates = []
+    for part in mini_batches(groups, num_minibatches):
+        trained = [segment_lengths(t) for g in part for t in g.trajectories if t.trajectory_id not in masked]
+        updates.append(list(map(sum, trained)) if segment_weight == "session" else list(itertools.chain(*trained)))
+    return updates
 
 
 def segment_lengths(trajectory: Trajectory) -> list[int]:

@@ -110,7 +110,7 @@ class SequenceLearner:
         self.model = model
         self._mesh = make_mesh(config.mesh)
         policy = Parameterization.policy(model, params, config, mesh=self._mesh)
-        self._programs = LearnerPrograms.of(
+        self._programs = LearnerPrograms(
             model,
             policy,
             algorithm=AlgorithmConfig(),
@@ -262,7 +262,8 @@ class SequenceLearner:
             raise ValueError(f"sequences of one batch have {found} targets per token; make them equal")
         targets = [s.token_ids[s.loss_mask] if s.targets is None else s.targets for s in data]
         are_own = all(sequence.targets is None for sequence in data)
-        return self._scorer.pack_one([s.trajectory(n) for n, s in enumerate(data)], None if are_own else targets)
+        trajectories = [s.trajectory(n) for n, s in enumerate(data)]
+        return self._scorer.pack_one(trajectories, targets=None if are_own else targets)
 
 
 def sequence_loss(objective: ObjectiveConfig, model: Decoder, batch: Arrays) -> tuple[jax.Array, Statistics]:

@@ -43,8 +43,7 @@ class TrainingSequence:
                 f"{'among' if self.loss_mask[0] else 'not among'} them"
             )
         shape = (self.num_scored,) if self.targets is None else (self.num_scored, *np.shape(self.targets)[1:])
-        for name in ("targets", "weight", "advantage", "old_logprob", "ratio_mask"):
-            values = getattr(self, name)
+        for name, values in self._per_target().items():
             if values is not None and np.shape(values) != shape:
                 of_each = f" with {self.per_token} targets each" if self.per_token else ""
                 raise ValueError(
@@ -61,13 +60,15 @@ class TrainingSequence:
         """K; None if each token has one target."""
         return None if self.targets is None or self.targets.ndim == 1 else self.targets.shape[1]
 
+    def _per_target(self) -> dict[str, np.ndarray | None]:
+        return {name: x for name, x in vars(self).items() if name not in ("token_ids", "loss_mask")}
+
     def columns(self) -> list[TrainingSequence]:
         """Return a sequence for each of the K targets per token, or itself if there is one."""
         if self.per_token is None:
             return [self]
-        values = {name: getattr(self, name) for name in ("targets", "weight", "advantage", "old_logprob", "ratio_mask")}
         return [
-            replace(self, **{name: None if x is None else x[:, column] for name, x in values.items()})
+            replace(self, **{name: None if x is None else x[:, column] for name, x in self._per_target().items()})
             for column in range(self.per_token)
         ]
 

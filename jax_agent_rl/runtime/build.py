@@ -19,10 +19,10 @@ from jax_agent_rl.data.dataset import RowOutlines
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import find_estimator
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.critic import critic_shapes
 from jax_agent_rl.learner.learner import Learner, ScoreContexts
 from jax_agent_rl.learner.losses import find_policy_loss
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
+from jax_agent_rl.learner.parameterization import critic_shapes
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings

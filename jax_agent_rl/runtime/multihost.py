@@ -238,11 +238,6 @@ class LeadingCheckpointer:
         """See :attr:`Checkpointer.steps`."""
         return self._own.steps
 
-    @property
-    def latest_step(self) -> int | None:
-        """See :attr:`Checkpointer.latest_step`."""
-        return self._own.latest_step
-
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
         """See :meth:`Checkpointer.save`."""
         with self._channel.command("save", {"step": step, "progress": progress}):

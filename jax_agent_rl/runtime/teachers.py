@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.kl import first_teacher
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.learner.teachers import Teacher
+from jax_agent_rl.learner.scoring import Teacher
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import check_files, load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings

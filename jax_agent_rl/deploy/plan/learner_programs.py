@@ -16,16 +16,15 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
-from jax_agent_rl.learner.batch import pack
-from jax_agent_rl.learner.critic import critic_params
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import blanks, image_packing
-from jax_agent_rl.learner.losses.covariance import SELECTORS
+from jax_agent_rl.learner.losses.policy import SELECTORS
 from jax_agent_rl.learner.optimized_params import UpdatePrograms
 from jax_agent_rl.learner.optimizer import TrainState, learning_rate
-from jax_agent_rl.learner.parameterization import Parameterization
+from jax_agent_rl.learner.packing import pack
+from jax_agent_rl.learner.parameterization import Parameterization, critic_params
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.teachers import teacher_programs
+from jax_agent_rl.learner.scoring import teacher_programs
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
@@ -43,7 +42,7 @@ def add_learner(made: Inventory, config: Config, model: DecoderConfig, mesh: Mes
     learner, algorithm, steps = config.learner, config.algorithm, config.trainer.steps
     params = describe(model.parameter_shapes(), parameter_shardings(mesh, model.parameter_shapes()))
     policy = Parameterization.policy(model, params, learner, mesh=mesh)
-    programs = LearnerPrograms.of(
+    programs = LearnerPrograms(
         model,
         policy,
         algorithm=algorithm,
@@ -219,7 +218,7 @@ def micro_batches(config: Config, model: DecoderConfig, *, rows: int, scored: bo
     images = image_packing(VisionProcessor.of(model, config.model.path, pixels=config.model.pixels), learner)
     group = make_group("g", (3, 4), [as_sampled(_SAMPLED)] * 2)
     trajectories = group.trajectories
-    batch, _ = pack(
+    batch = pack(
         trajectories, pack_length=learner.pack_length, share_prefixes=learner.share_prefixes, image_packing=images
     )
     with_critic = algorithm.adv_estimator == "gae"

@@ -2,13 +2,13 @@
 
 ::
 
-    outcome.py   one number per trajectory, within its group     grpo dr_grpo rloo opo grpo_passk
-    step.py      compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
-                 with a running mean per role                    rae
-                 with a critic                                   gae
-    turns.py     per turn                                        gigpo mt_grpo
-    trees.py     along trees of branches                         tree_grpo treerl arpo
-    (none)       0: what is learned from is the KL to a teacher  none
+    within_group.py  one number per trajectory                       grpo dr_grpo rloo opo grpo_passk
+                     one per turn                                    gigpo mt_grpo
+                     along trees of branches                         tree_grpo treerl arpo
+    step.py          compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
+                     with a running mean per role                    rae
+                     with a critic                                   gae
+    (none)           0: what is learned from is the KL to a teacher  none
 
 The functions in those files are the mathematics, on plain arrays; the adapters here read trajectories and config.
 """
@@ -23,8 +23,7 @@ import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import step, trees, turns
-from jax_agent_rl.learner.advantages.outcome import OUTCOME_ESTIMATORS
+from jax_agent_rl.learner.advantages import step, within_group
 from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, all_turns, turn_rewards, turn_spans
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, inherited
 from jax_agent_rl.types import Trajectory
@@ -52,12 +51,24 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATORS.get(name) or load_installed("advantages", name)
 
 
-def _outcome(name: str, samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    totals, lengths = samples.totals, np.array([mask.sum() for mask in samples.masks])
-    advantages = np.zeros(len(totals))
-    for group in samples.members:
-        advantages[group] = OUTCOME_ESTIMATORS[name](totals[group], lengths[group])
+def _per_trajectory(samples: ScoredBatch, one: Callable[[np.ndarray], np.ndarray]) -> Advantages:
+    """Spread one number per trajectory over its tokens; ``one`` takes the indices of a group's trajectories."""
+    advantages = np.zeros(len(samples.trajectories))
+    for members in samples.members:
+        advantages[members] = one(members)
     return Advantages(advantages=samples.broadcast(advantages))
+
+
+def _outcome(
+    estimator: Callable[[np.ndarray], np.ndarray], samples: ScoredBatch, config: AlgorithmConfig
+) -> Advantages:
+    totals = samples.totals
+    return _per_trajectory(samples, lambda members: estimator(totals[members]))
+
+
+def _opo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    totals, lengths = samples.totals, np.array([mask.sum() for mask in samples.masks])
+    return _per_trajectory(samples, lambda members: within_group.opo(totals[members], lengths[members]))
 
 
 def _in_time(estimator: Estimator) -> Estimator:
@@ -80,30 +91,6 @@ def _in_time(estimator: Estimator) -> Estimator:
 
 def _take(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [array[at] for array, at in zip(arrays, places, strict=True)]
-
-
-def _reinforce_plus_plus(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return Advantages(advantages=step.reinforce_plus_plus(samples.rewards, samples.masks, config.gamma))
-
-
-def _reinforce_plus_plus_baseline(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return Advantages(advantages=step.reinforce_plus_plus_baseline(samples.totals, samples.members, samples.masks))
-
-
-def _remax(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return Advantages(advantages=step.remax(samples.rewards, samples.masks, samples.greedy))
-
-
-def _rae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return Advantages(advantages=samples.broadcast(samples.totals - samples.baselines))
-
-
-def _none(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return Advantages(advantages=[np.zeros(len(mask)) for mask in samples.masks])
-
-
-def _gpg(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return Advantages(advantages=samples.broadcast(step.gpg(samples.totals, samples.members)))
 
 
 def _gdpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
@@ -142,9 +129,9 @@ def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
     def one(group: np.ndarray) -> list[np.ndarray]:
         members = [samples.trajectories[i] for i in group]
-        return turns.gigpo(
+        return within_group.gigpo(
             samples.totals[group],
-            [_per_turn(samples.trajectories[i], samples.rewards[i]) for i in group],
+            [np.array([samples.rewards[i][span].sum() for span in turn_spans(samples.trajectories[i])]) for i in group],
             [_observations(t) for t in members],
             gamma=gigpo.gamma,
             step_advantage_w=gigpo.step_advantage_w,
@@ -171,17 +158,12 @@ def _observations(trajectory: Trajectory) -> list[tuple[int, ...]]:
     return [shown[i] for i in np.argsort(whens, kind="stable")]
 
 
-def _per_turn(trajectory: Trajectory, rewards_L: np.ndarray) -> np.ndarray:
-    """Token rewards summed over each turn and what the world appended to it if that is trained on."""
-    return np.array([rewards_L[span].sum() for span in turn_spans(trajectory)])
-
-
 def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     def one(group: np.ndarray) -> list[np.ndarray]:
         members = [samples.trajectories[i] for i in group]
         scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
         firsts = [next((k + 1 for k, turn in enumerate(all_turns(t)) if turn.tool_calls), 0) for t in members]
-        pairs = turns.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
+        pairs = within_group.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
         return [
             np.where(np.arange(len(all_turns(t))) < first, *pair)
             for t, first, pair in zip(members, firsts, pairs, strict=True)
@@ -191,21 +173,11 @@ def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 
 def _tree_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    advantages, totals = np.zeros(len(samples.trajectories)), samples.totals
-    for group in samples.members:
-        advantages[group] = trees.tree_grpo(totals[group], [samples.trajectories[i].tree_id for i in group])
-    return Advantages(advantages=samples.broadcast(advantages))
+    totals, ids = samples.totals, np.array([t.tree_id for t in samples.trajectories])
+    return _per_trajectory(samples, lambda members: within_group.tree_grpo(totals[members], ids[members]))
 
 
-def _treerl(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return _by_nodes(samples, trees.treerl)
-
-
-def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return _by_nodes(samples, functools.partial(trees.arpo, hard=config.shared_tokens == "hard"))
-
-
-def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, trees.Paths], list[np.ndarray]]) -> Advantages:
+def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, within_group.Paths], list[np.ndarray]]) -> Advantages:
     """Spread per-node numbers of each group's graph over the nodes' tokens and what was appended after them."""
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
     for group in samples.members:
@@ -230,18 +202,26 @@ def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    **{name: functools.partial(_outcome, name) for name in OUTCOME_ESTIMATORS},
-    "none": _none,
-    "rae": _rae,
-    "gpg": _gpg,
+    **{
+        estimator.__name__: functools.partial(_outcome, estimator)
+        for estimator in (within_group.grpo, within_group.dr_grpo, within_group.rloo, within_group.grpo_passk)
+    },
+    "opo": _opo,
+    "none": lambda x, config: Advantages(advantages=[np.zeros(len(mask)) for mask in x.masks]),
+    "rae": lambda x, config: Advantages(advantages=x.broadcast(x.totals - x.baselines)),
+    "gpg": lambda x, config: Advantages(advantages=x.broadcast(step.gpg(x.totals, x.members))),
     "gdpo": _gdpo,
-    "remax": _in_time(_remax),
-    "reinforce_plus_plus": _in_time(_reinforce_plus_plus),
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": _in_time(lambda x, config: Advantages(advantages=step.remax(x.rewards, x.masks, x.greedy))),
+    "reinforce_plus_plus": _in_time(
+        lambda x, config: Advantages(advantages=step.reinforce_plus_plus(x.rewards, x.masks, config.gamma))
+    ),
+    "reinforce_plus_plus_baseline": lambda x, config: Advantages(
+        advantages=step.reinforce_plus_plus_baseline(x.totals, x.members, x.masks)
+    ),
     "gae": _in_time(_gae),
     "gigpo": _gigpo,
     "mt_grpo": _mt_grpo,
     "tree_grpo": _tree_grpo,
-    "treerl": _treerl,
-    "arpo": _arpo,
+    "treerl": lambda x, config: _by_nodes(x, within_group.treerl),
+    "arpo": lambda x, config: _by_nodes(x, functools.partial(within_group.arpo, hard=config.shared_tokens == "hard")),
 }

@@ -1,4 +1,4 @@
-"""Estimators that compare over the whole step or use a critic, not only the group."""
+"""Estimators that compare over the whole step or use a critic, on plain arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jax_agent_rl.learner.advantages.outcome import grpo
+from jax_agent_rl.learner.advantages.within_group import grpo
 from jax_agent_rl.learner.scored_batch import PerToken
 
 VARIANCE_EPSILON = 1e-8
@@ -53,11 +53,16 @@ def reinforce_plus_plus_baseline(
 
     References: Hu et al. 2025, REINFORCE++, arXiv 2501.03262.
     """
+    return whiten([value * mask for value, mask in zip(_centred(totals, members), masks, strict=True)], masks)
+
+
+def _centred(totals: np.ndarray, members: Sequence[np.ndarray]) -> np.ndarray:
+    """Return ``S - mean`` of each group, float64 [N]; a group of one keeps S."""
     centred = totals.astype(np.float64, copy=True)
     for group in members:
         if len(group) > 1:
             centred[group] -= totals[group].mean()
-    return whiten([value * mask for value, mask in zip(centred, masks, strict=True)], masks)
+    return centred
 
 
 def remax(rewards: PerToken, masks: Sequence[np.ndarray], greedy: np.ndarray) -> PerToken:
@@ -96,11 +101,7 @@ def gpg(totals: np.ndarray, members: Sequence[np.ndarray]) -> np.ndarray:
 
     References: Chu et al. 2025, GPG, arXiv 2504.02546.
     """
-    advantages = totals.astype(np.float64, copy=True)
-    for group in members:
-        if len(group) > 1:
-            advantages[group] -= totals[group].mean()
-    return advantages * len(totals) / max(1, np.count_nonzero(totals))
+    return _centred(totals, members) * len(totals) / max(1, np.count_nonzero(totals))
 
 
 def gdpo(

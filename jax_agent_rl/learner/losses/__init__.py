@@ -2,10 +2,9 @@
 
 ::
 
-    terms.py        input and output of a policy loss
     policy.py       one ratio per token: vanilla decoupled cispo gpg sapo dppo_tv dppo_kl dro
                     one ratio per trajectory: gspo geo_mean
-    covariance.py   tokens selected over the mini-batch: clip_cov kl_cov
+                    tokens selected over the mini-batch: clip_cov kl_cov
     kl.py           KL to the reference, and its controller
     aggregation.py  token weights, compared with those of verl and TRL
 """
@@ -14,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jax_agent_rl.learner.losses import covariance, policy
-from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms
+from jax_agent_rl.learner.losses import policy
+from jax_agent_rl.learner.losses.policy import LossConfig, TermLoss, Terms
 from jax_agent_rl.utils.plugins import load_installed
 
 PolicyLoss = Callable[[Terms, LossConfig], TermLoss]
@@ -28,8 +27,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": policy.cispo,
     "gpg": policy.gpg,
     "sapo": policy.sapo,
-    "clip_cov": covariance.clip_cov,
-    "kl_cov": covariance.kl_cov,
+    "clip_cov": policy.clip_cov,
+    "kl_cov": policy.kl_cov,
     "dppo_tv": policy.dppo_tv,
     "dppo_kl": policy.dppo_kl,
     "dro": policy.dro,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -69,21 +68,17 @@ def top_k_kl(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.sum(probabilities * delta, axis=-1) + jnp.exp(rest) * (rest - ref_rest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveKL:
-    """Proportional controller of the KL coefficient.
+def adapt_kl_coef(coef: float, kl: float, trajectories: int, *, target: float, horizon: int) -> float:
+    """Return the KL coefficient after a step, by a proportional controller.
 
-    Attributes:
-        target: wanted KL, nats per token.
+    Args:
+        coef: before it.
+        kl: that the step measured, nats per token.
+        trajectories: of the step.
+        target: the wanted KL.
         horizon: trajectories over which the coefficient may change by 20 %.
 
     References: Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
     """
-
-    target: float
-    horizon: int
-
-    def next(self, coef: float, kl: float, trajectories: int) -> float:
-        """Return the coefficient after a step that measured ``kl``."""
-        error = float(np.clip(kl / self.target - 1, -MAX_STEP, MAX_STEP))
-        return coef * (1 + error * trajectories / self.horizon)
+    error = float(np.clip(kl / target - 1, -MAX_STEP, MAX_STEP))
+    return coef * (1 + error * trajectories / horizon)

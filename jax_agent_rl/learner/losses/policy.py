@@ -1,13 +1,101 @@
-"""Policy losses, ``(Terms, LossConfig) -> TermLoss``. A: advantage; r: ratio to the old policy."""
+"""Policy losses, ``(Terms, LossConfig) -> TermLoss``. Shapes: R rows, K terms (sampled tokens) a row.
+
+In formulas, A is the advantage and r the ratio to the old policy.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_agent_rl.learner.losses.terms import LossConfig, TermLoss, Terms, changed, log_ratio, sequence_mean
+from jax_agent_rl.config.algorithm import PolicyLossConfig
 
 sg = jax.lax.stop_gradient
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Constants of the losses.
+
+    Attributes:
+        low: clip range below 1.
+        high: clip range above 1.
+        dual: dual clip, bound of the loss for negative advantages in units of them; None without one.
+        own: the name of the loss, and keys that single losses read.
+    """
+
+    low: float
+    high: float
+    dual: float | None
+    own: PolicyLossConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Everything a loss may look at.
+
+    Attributes:
+        logprob: float32 [R, K], of the policy that is trained; differentiable.
+        old_logprob: of the policy before this step (the proximal policy, where the rollout's is older).
+        rollout_logprob: of the policy that sampled (the behaviour policy).
+        advantage: float32 [R, K].
+        active: float32 [R, K], 1 for terms that are trained on.
+        sequence: int32 [R, K], the trajectory, or segment of one, that a term belongs to, numbered within its row.
+        chosen: float32 [R, K], 1 for terms that a covariance loss singles out.
+    """
+
+    logprob: jax.Array
+    old_logprob: jax.Array
+    rollout_logprob: jax.Array
+    advantage: jax.Array
+    active: jax.Array
+    sequence: jax.Array
+    chosen: jax.Array
+
+
+class TermLoss(NamedTuple):
+    """Float32 [R, K] each: the loss, the ratio in it, and 1 where clipping or masking changed the loss."""
+
+    loss: jax.Array
+    ratio: jax.Array
+    clipped: jax.Array
+
+
+def log_ratio(terms: Terms) -> jax.Array:
+    """Return ``log pi - log pi_old``, clamped to +-20."""
+    return jnp.clip(terms.logprob - terms.old_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_mean(values: jax.Array, terms: Terms) -> jax.Array:
+    """Average over the active terms of each sequence, at each of its terms; [R, K] to [R, K].
+
+    A sequence lies in one row as a whole, so the mean does not depend on how rows are cut into micro-batches.
+    """
+
+    def row(values: jax.Array, active: jax.Array, sequence: jax.Array) -> jax.Array:
+        total = jax.ops.segment_sum(values * active, sequence, num_segments=len(values))
+        count = jax.ops.segment_sum(active, sequence, num_segments=len(values))
+        return (total / jnp.maximum(count, 1.0))[sequence]
+
+    return jax.vmap(row)(values, terms.active, terms.sequence)
+
+
+def changed(after: jax.Array, before: jax.Array) -> jax.Array:
+    """Return 1.0 where clipping made a difference."""
+    return (after != before).astype(jnp.float32)
+
+
+def _clipped_surrogate(ratio: jax.Array, terms: Terms, config: LossConfig) -> tuple[jax.Array, jax.Array]:
+    """Return ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and ``-A r``."""
+    plain = -terms.advantage * ratio
+    return jnp.maximum(plain, -terms.advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high)), plain
 
 
 def vanilla(terms: Terms, config: LossConfig) -> TermLoss:
@@ -17,8 +105,7 @@ def vanilla(terms: Terms, config: LossConfig) -> TermLoss:
     Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
     ratio, advantage = jnp.exp(log_ratio(terms)), terms.advantage
-    plain = -advantage * ratio
-    loss = jnp.maximum(plain, -advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high))
+    loss, plain = _clipped_surrogate(ratio, terms, config)
     if config.dual is not None:
         loss = jnp.where(advantage < 0, jnp.minimum(loss, -advantage * config.dual), loss)
     return TermLoss(loss, ratio, changed(loss, plain))
@@ -32,7 +119,7 @@ def decoupled(terms: Terms, config: LossConfig) -> TermLoss:
     References: Hilton et al. 2021, Batch size-invariance, arXiv 2110.00641; Fu et al. 2025 (AReaL), arXiv 2505.24298.
     """
     surrogate = vanilla(terms, config)
-    behaviour = jnp.exp(jnp.clip(terms.old_logprob - terms.rollout_logprob, -20.0, 20.0))
+    behaviour = jnp.exp(jnp.clip(terms.old_logprob - terms.rollout_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     kept = (behaviour <= config.own.behav_imp_weight_cap).astype(jnp.float32)
     return TermLoss(surrogate.loss * behaviour * kept, surrogate.ratio, jnp.maximum(surrogate.clipped, 1 - kept))
 
@@ -119,10 +206,9 @@ def gspo(terms: Terms, config: LossConfig) -> TermLoss:
     References: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv 2507.18071.
     """
     mean = sequence_mean(terms.logprob - terms.old_logprob, terms)
-    log_s = jax.lax.stop_gradient(mean - terms.logprob) + terms.logprob
+    log_s = sg(mean - terms.logprob) + terms.logprob
     ratio = jnp.exp(jnp.minimum(log_s, GSPO_LIMIT))
-    plain = -terms.advantage * ratio
-    loss = jnp.maximum(plain, -terms.advantage * jnp.clip(ratio, 1 - config.low, 1 + config.high))
+    loss, plain = _clipped_surrogate(ratio, terms, config)
     return TermLoss(loss, ratio, changed(loss, plain))
 
 
@@ -139,3 +225,98 @@ def geo_mean(terms: Terms, config: LossConfig) -> TermLoss:
     pessimistic = sign * jnp.minimum(sign * delta, sign * clipped)
     ratio = jnp.exp(sequence_mean(pessimistic, terms))
     return TermLoss(-sequence_mean(terms.advantage, terms) * ratio, ratio, changed(pessimistic, delta))
+
+
+# --- losses that single out tokens ------------------------------------------------------------------------------------
+#
+# Tokens whose log-prob and advantage covary most cost entropy. Which ones those are is a property of the whole
+# mini-batch, so they are chosen before it is cut into micro-batches (numpy, on log-probs of the current policy). The
+# losses only look at ``Terms.chosen``.
+# References: Cui et al. 2025, The Entropy Mechanism of RL for Reasoning LMs, arXiv 2505.22617.
+
+
+def clip_cov(terms: Terms, config: LossConfig) -> TermLoss:
+    """PPO's clipped surrogate without dual clip; the chosen tokens are left out."""
+    ratio = jnp.exp(log_ratio(terms))
+    surrogate, plain = _clipped_surrogate(ratio, terms, config)
+    return TermLoss(surrogate * (1 - terms.chosen), ratio, jnp.maximum(changed(surrogate, plain), terms.chosen))
+
+
+def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
+    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the selected tokens."""
+    delta = log_ratio(terms)
+    ratio = jnp.exp(delta)
+    penalty = config.own.ppo_kl_coef * jnp.abs(delta) * terms.chosen
+    return TermLoss(-terms.advantage * ratio + penalty, ratio, terms.chosen)
+
+
+def covariances(logprobs_T: np.ndarray, advantages_T: np.ndarray) -> np.ndarray:
+    """Return ``(A - mean A)(log pi - mean log pi)`` of each of a mini-batch's T tokens, float64."""
+    return (advantages_T - advantages_T.mean()) * (logprobs_T - logprobs_T.mean())
+
+
+def choose_clip_cov(
+    logprobs_T: np.ndarray, old_T: np.ndarray, advantages_T: np.ndarray, config: LossConfig, rng: np.random.Generator
+) -> np.ndarray:
+    """Select a random ``clip_cov_ratio`` of the tokens (at least one) with covariance within the bounds; bool [T].
+
+    Tokens that PPO's clip silences anyway are not chosen.
+    """
+    covariance = covariances(logprobs_T, advantages_T)
+    ratio = np.exp(np.clip(logprobs_T - old_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    plain, clipped = -advantages_T * ratio, -advantages_T * np.clip(ratio, 1 - config.low, 1 + config.high)
+    between = (covariance > config.own.clip_cov_lb) & (covariance < config.own.clip_cov_ub) & (clipped <= plain)
+    candidates = np.flatnonzero(between)
+    count = min(len(candidates), max(1, int(config.own.clip_cov_ratio * len(covariance))))
+    return _mask(rng.choice(candidates, count, replace=False) if count else candidates, len(covariance))
+
+
+def choose_kl_cov(
+    logprobs_T: np.ndarray, old_T: np.ndarray, advantages_T: np.ndarray, config: LossConfig, rng: np.random.Generator
+) -> np.ndarray:
+    """Select the ``kl_cov_ratio`` of the tokens (at least one) with the largest covariance; bool [T]."""
+    covariance = covariances(logprobs_T, advantages_T)
+    count = max(1, int(config.own.kl_cov_ratio * len(covariance)))
+    return _mask(np.argsort(-covariance, kind="stable")[:count], len(covariance))
+
+
+def _mask(indices: np.ndarray, length: int) -> np.ndarray:
+    mask = np.zeros(length, bool)
+    mask[indices] = True
+    return mask
+
+
+SELECTORS = {"clip_cov": choose_clip_cov, "kl_cov": choose_kl_cov}
+
+
+def select_terms(
+    current: Sequence[np.ndarray],
+    terms: Mapping[str, Sequence[np.ndarray]],
+    active: Sequence[np.ndarray],
+    config: LossConfig,
+    *,
+    seed: int,
+) -> list[np.ndarray]:
+    """Select the tokens that a covariance loss treats apart, over the active ones of a whole mini-batch.
+
+    Args:
+        current: per trajectory log-probs [S] under the current policy.
+        terms: the policy's terms by name; ``old_logprob`` defaults to ``current``.
+        active: per trajectory bool [S].
+        config: of the loss; its name selects the rule.
+        seed: of the random choice.
+
+    Returns:
+        per trajectory float64 [S], 1 where selected.
+    """
+    logprob, old, advantage = (
+        np.concatenate([v[m] for v, m in zip(values, active, strict=True)])
+        for values in (current, terms.get("old_logprob", current), terms["advantage"])
+    )
+    chosen = [np.zeros(len(mask)) for mask in active]
+    if len(logprob):
+        picked = SELECTORS[config.own.loss_mode](logprob, old, advantage, config, np.random.default_rng(seed))
+        parts = np.split(picked, np.cumsum([mask.sum() for mask in active])[:-1])
+        for own, mask, part in zip(chosen, active, parts, strict=True):
+            own[mask] = part
+    return chosen

@@ -12,7 +12,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import compute
-from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
@@ -80,8 +80,8 @@ async def test_the_advantage_of_a_trajectory_is_that_of_all_its_samples():
     mask = np.concatenate([s.response_mask for s in members[0].sequences])
     np.testing.assert_allclose(good, 0.5 * mask)
     np.testing.assert_allclose(bad, -0.5 * mask)
-    batch, sharing = pack(members, pack_length=200)
-    assert sharing.tokens == sum(len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences)
+    batch = pack(members, pack_length=200)
+    assert batch.num_tokens == sum(len(s.prompt_ids) + len(s.response_ids) for t in members for s in t.sequences)
     assert [len(places) for places in batch.places] == [3, 3]
 
 

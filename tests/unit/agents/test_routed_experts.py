@@ -10,7 +10,7 @@ import pytest
 
 from jax_agent_rl.agents import ToolAgent
 from jax_agent_rl.agents.session_tree import to_trajectory
-from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
@@ -49,7 +49,7 @@ def stage(turns: int, **limits) -> AgentHarness:
 
 def assert_known(trajectories: Sequence[Trajectory], *, share_prefixes: bool = False) -> None:
     """Every id that was fed has its experts; only the last of a sequence never was."""
-    batch, _ = pack(trajectories, pack_length=250, share_prefixes=share_prefixes)
+    batch = pack(trajectories, pack_length=250, share_prefixes=share_prefixes)
     assert batch.routed_experts is not None
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     places = [place for own in batch.places for place in own]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.packing import pack
 from tests.trajectories import trajectory
 
 # Few ids and short lists, so that prefixes are shared often.
@@ -35,7 +35,7 @@ def visible_context(batch, row: int, node: int) -> list[int]:
 @settings(max_examples=150)
 def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
-    batch, sharing = pack(ts, pack_length=length, share_prefixes=share)
+    batch = pack(ts, pack_length=length, share_prefixes=share)
     batch = weighted(batch, [float(i) for i in range(len(ts))])
     found = []
     for row in range(batch.num_rows):
@@ -52,16 +52,16 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
         for k in range(len(t.response_ids))
     ]
     assert sorted(found) == sorted(wanted)
-    assert sharing.tokens == sum(len(p) + len(s) for p, s in pairs) and sharing.nodes <= sharing.tokens
+    assert batch.num_tokens == sum(len(p) + len(s) for p, s in pairs) and batch.num_nodes <= batch.num_tokens
     if not share:
-        assert sharing.nodes == sharing.tokens
+        assert batch.num_nodes == batch.num_tokens
 
 
 @given(contexts, st.booleans())
 @settings(max_examples=50)
 def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
-    batch, _ = pack(ts, pack_length=16, share_prefixes=share)
+    batch = pack(ts, pack_length=16, share_prefixes=share)
     own = [np.arange(len(t.response_ids)) + 100.0 * i for i, t in enumerate(ts)]
     for got, expected in zip(batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -73,15 +73,15 @@ def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool
 
 
 def test_inserted_tokens_are_context_but_not_targets():
-    batch, _ = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], pack_length=8)
+    batch = pack([trajectory([3, 4], [5, 6, 7], mask=[1, 0, 1])], pack_length=8)
     assert batch.target_id[0][batch.target_valid[0]].tolist() == [5, 7]
     assert [len(terms) for terms in batch.gather_terms(batch.term_target)] == [2]
 
 
 def test_a_group_with_one_prompt_pays_for_it_once():
     ts = [trajectory([3] * 256, [10 + i] * 40, index=i) for i in range(8)]
-    _, sharing = pack(ts, pack_length=1024)
-    assert (sharing.tokens, sharing.nodes, sharing.rows) == (8 * 296, 256 + 8 * 40, 1)
+    batch = pack(ts, pack_length=1024)
+    assert (batch.num_tokens, batch.num_nodes, batch.num_rows) == (8 * 296, 256 + 8 * 40, 1)
 
 
 def test_a_trajectory_longer_than_a_row_is_refused_with_the_fix():
@@ -91,7 +91,7 @@ def test_a_trajectory_longer_than_a_row_is_refused_with_the_fix():
 
 def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
     ts = [trajectory([3 + i] * 4, [9] * 4, index=i) for i in range(3)]
-    batch = weighted(pack(ts, pack_length=8)[0], [1.0] * 3)
+    batch = weighted(pack(ts, pack_length=8), [1.0] * 3)
     parts = list(batch.micro_batches(2))
     assert [p["token_ids"].shape for p in parts] == [(2, 8), (2, 8)]
     assert parts[1]["term_weight"][1].sum() == 0 and not parts[1]["target_valid"][1].any()
@@ -99,7 +99,7 @@ def test_micro_batches_are_filled_up_with_rows_that_weigh_nothing():
 
 def test_rows_that_are_not_full_are_cut():
     ts = [trajectory([3 + i] * 4, [9] * (4 - i), index=i) for i in range(3)]
-    batch = weighted(pack(ts, pack_length=16)[0], [1.0] * 3)
+    batch = weighted(pack(ts, pack_length=16), [1.0] * 3)
     whole, halved = list(batch.micro_batches(1)), list(batch.micro_batches(1, lengths=2))
     assert [p["token_ids"].shape for p in halved] == [(1, 16), (1, 8)]
     assert halved[0].keys() == whole[0].keys() and halved[1]["term_weight"].shape == (1, 16)
@@ -107,21 +107,21 @@ def test_rows_that_are_not_full_are_cut():
         kept = halved[1][name]
         np.testing.assert_array_equal(kept, value[:, : kept.shape[1]])
     assert [p["token_ids"].shape for p in batch.micro_batches(2, lengths=2)] == [(2, 16)]
-    alone = weighted(pack(ts[2:], pack_length=48)[0], [1.0])
+    alone = weighted(pack(ts[2:], pack_length=48), [1.0])
     assert [p["token_ids"].shape for p in alone.micro_batches(1, lengths=8)] == [(1, 6)]
 
 
 def test_terms_count_where_few_nodes_have_many():
     ts = [trajectory([3], [4, 5], index=i) for i in range(9)]
-    batch = weighted(pack(ts, pack_length=16)[0], [1.0] * 9)
+    batch = weighted(pack(ts, pack_length=16), [1.0] * 9)
     (arrays,) = batch.micro_batches(1, lengths=2)
     assert np.count_nonzero(batch.copies) == 3 and arrays["token_ids"].shape == (1, 16)
 
 
 def test_nodes_stand_depth_first_the_oldest_branch_first():
     ts = [trajectory([3], response, index=i) for i, response in enumerate([[4, 5, 6], [7], [4, 8], [4, 5, 9], [4, 5]])]
-    batch, sharing = pack(ts, pack_length=8)
-    assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0] and sharing.nodes == 7
+    batch = pack(ts, pack_length=8)
+    assert batch.token_ids[0].tolist() == [3, 4, 5, 6, 9, 8, 7, 0] and batch.num_nodes == 7
     assert batch.positions[0, :7].tolist() == [0, 1, 2, 3, 3, 2, 1]
     assert batch.subtree_end[0].tolist() == [7, 6, 5, 4, 5, 6, 7, 8]
     assert batch.target_id[0, :6].tolist() == [4, 5, 6, 7, 8, 9]
@@ -150,7 +150,7 @@ def test_packing_takes_work_in_proportion_to_the_trajectories():
     rng = np.random.default_rng(0)
     prompts = [[3] * 100 + rng.integers(3, 40000, 30).tolist() for _ in range(32)]
     ts = [trajectory(p, rng.integers(3, 40000, 120).tolist(), index=i) for p in prompts for i in range(8)]
-    _, sharing = pack(ts, pack_length=1024)
-    assert sharing.tokens == 256 * 250
+    batch = pack(ts, pack_length=1024)
+    assert batch.num_tokens == 256 * 250
     half, whole = (lines_executed(lambda part=part: pack(part, pack_length=1024)) for part in (ts[:128], ts))
     assert whole < 2.5 * half

@@ -11,9 +11,10 @@ from PIL import Image
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.batch import Batch, Sharing, pack
+from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.image_packing import ImagePacking, image_packing
 from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.types import Group, Trajectory
 from tests.tiny import TINY, tiny_params
 from tests.tiny_vision import (
@@ -32,7 +33,7 @@ FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, 12, 8)
 CLIP = [picture(seed) for seed in range(4, 7)]
 
 
-def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256) -> tuple[Batch, Sharing]:
+def packed(*trajectories: Trajectory, share: bool = True, row_patches: int = 256) -> Batch:
     rows = ImagePacking(vision_processor=vision_processor(), row_patches=row_patches)
     return pack(trajectories, pack_length=96, share_prefixes=share, image_packing=rows)
 
@@ -47,11 +48,11 @@ def family(*answers: tuple[Image.Image, int]) -> list[Trajectory]:
 
 def test_equal_pictures_are_one_and_others_are_not():
     same = Image.fromarray(np.asarray(FIRST))  # another object
-    batch, sharing = packed(*family((FIRST, 10), (same, 11), (SECOND, 12)))
+    batch = packed(*family((FIRST, 10), (same, 11), (SECOND, 12)))
     (own,) = batch.images.images
     assert len(own) == 2 and batch.num_rows == 1
     # Prompt, sampled ids and the start of a picture; then twice four placeholders and an end; three last ids.
-    assert sharing.nodes == 5 + 2 * 5 + 3
+    assert batch.num_nodes == 5 + 2 * 5 + 3
     arrays = next(batch.micro_batches(1))
     multimodal = arrays["feature_index"][0]
     assert sorted(multimodal[multimodal >= 0].tolist()) == list(range(8))
@@ -59,7 +60,7 @@ def test_equal_pictures_are_one_and_others_are_not():
 
 
 def test_one_picture_in_two_places_is_looked_at_once():
-    batch, _ = packed(seeing_trajectory(PROMPT, ([7], {"image": [FIRST, FIRST]}), ([9], {})))
+    batch = packed(seeing_trajectory(PROMPT, ([7], {"image": [FIRST, FIRST]}), ([9], {})))
     (own,) = batch.images.images
     index = batch.images.feature_index
     assert len(own) == 1 and index[index >= 0].tolist() == [0, 1, 2, 3] * 2
@@ -71,7 +72,7 @@ def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_
         seeing_trajectory(PROMPT, ([7], {"image": [WIDE]}), ([8, 9], {"image": [FIRST]}), ([9], {}), index=1),
         seeing_trajectory(PROMPT, ([7, 8], {}), index=2),
     ]
-    batch, _ = packed(*ts)
+    batch = packed(*ts)
     for t, (place,) in zip(ts, batch.places, strict=True):
         expected = (
             vision_processor()
@@ -82,7 +83,7 @@ def test_rotary_positions_of_shared_nodes_are_those_of_every_trajectory_through_
 
 
 def test_a_placeholder_that_was_sampled_is_text():
-    batch, _ = packed(seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {})))
+    batch = packed(seeing_trajectory(PROMPT, ([*[IMAGE] * 4, VIDEO], {"image": [FIRST]}), ([IMAGE], {})))
     index, ids = batch.images.feature_index[0], batch.token_ids[0]
     assert np.flatnonzero(index >= 0).tolist() == [8, 9, 10, 11]
     assert ids[2:7].tolist() == [*[IMAGE] * 4, VIDEO] and batch.target_id[0, :6].tolist() == [
@@ -94,7 +95,7 @@ def test_a_placeholder_that_was_sampled_is_text():
 
 def test_rows_take_no_more_patches_than_they_may():
     ts = family((FIRST, 10), (SECOND, 11), (picture(9), 12))
-    batch, _ = packed(*ts, row_patches=32)
+    batch = packed(*ts, row_patches=32)
     assert [len(row) for row in batch.images.images] == [2, 1]
     assert {arrays["patches"].shape for arrays in batch.micro_batches(1)} == {(1, 32, 24), (1, 16, 24)}
     with pytest.raises(ValueError, match=r"g-0 shows images of 16 patches, a row takes 8; set learner.row_patches >="):
@@ -105,7 +106,7 @@ def test_rows_take_no_more_patches_than_they_may():
 def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
     rows = image_packing(vision_processor(), LearnerConfig(pack_length=length))
     most = [FIRST] * ((length - 3) // 6)  # each takes 4 ids between two
-    batch, _ = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], pack_length=length, image_packing=rows)
+    batch = pack([seeing_trajectory([5], ([7], {"image": most}), ([9], {}))], pack_length=length, image_packing=rows)
     others = [picture(100 + i) for i in range(len(most))]
     pack([seeing_trajectory([5], ([7], {"image": others}), ([9], {}))], pack_length=length, image_packing=rows)
     assert rows.sizes[-1] >= 16 * len(others) and len(batch.images.images[0]) == 1
@@ -113,13 +114,13 @@ def test_by_default_a_row_takes_all_that_its_tokens_can_show(length: int):
 
 def test_rows_without_pictures_are_those_of_a_model_of_text():
     text = seeing_trajectory(PROMPT, ([7, 8], {}), index=5)
-    seeing, plain = packed(text)[0], pack([text], pack_length=96)[0]
+    seeing, plain = packed(text), pack([text], pack_length=96)
     assert next(seeing.micro_batches(1)).keys() == next(plain.micro_batches(1)).keys()
 
 
 def test_a_window_of_history_shows_what_stands_in_it():
     turns = [([7], {"image": [FIRST]}), ([8], {"image": [SECOND]}), ([9], {"image": [WIDE]}), ([10], {})]
-    batch, _ = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
+    batch = packed(seeing_trajectory(PROMPT, *turns, history_window=1))
     multimodal = [sum(i >= 0 for i in index) for index in batch.images.feature_index]
     # prompt | 7 a 8, prompt a 7... : each context has its own pictures, of 4, 4 and 6 ids
     assert sum(multimodal) == 4 + 4 + 6 and batch.token_ids[batch.images.feature_index >= 0].tolist() == [IMAGE] * 14

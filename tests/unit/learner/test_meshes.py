@@ -65,7 +65,7 @@ WORK = """
 import sys, json, numpy as np, jax
 from dataclasses import replace
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.batch import pack
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.learner.objective import objective_config, policy_loss
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, row_sharding
 from jax_agent_rl.models.config import Experts
@@ -84,7 +84,7 @@ def work(model, mesh):
     places = parameter_shardings(mesh, model.parameter_shapes())
     params = jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape, np.float32, sharding=place),
                           model.parameter_shapes(), places, is_leaf=lambda x: isinstance(x, tuple))
-    batch, _ = pack(random_groups(0)[0].trajectories, pack_length=512)
+    batch = pack(random_groups(0)[0].trajectories, pack_length=512)
     nothing = [np.zeros(sum(t.loss_mask)) for t in random_groups(0)[0].trajectories]
     batch = batch.with_terms(weight=nothing, advantage=nothing, rollout_logprob=nothing, comparable=nothing)
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_sharding(mesh))

@@ -7,10 +7,10 @@ import pytest
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.learner import OptimizerSection
-from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.objective import objective_config, scored_terms
 from jax_agent_rl.learner.optimized_params import OptimizedParams, UpdatePrograms
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import Decoder
@@ -53,7 +53,7 @@ def test_parameters_optimizer_and_logprobs_are_float32_in_either(dtype: str):
     for path, x in jax.tree_util.tree_leaves_with_path(made.state):
         assert x.dtype in (jnp.float32, jnp.int32), jax.tree_util.keystr(path)
     objective = objective_config(AlgorithmConfig(), LearnerConfig(), 1.0)
-    (arrays,) = pack(random_groups(0)[0].trajectories, pack_length=64)[0].micro_batches(1)
+    (arrays,) = pack(random_groups(0)[0].trajectories, pack_length=64).micro_batches(1)
     model = Decoder.from_params(TINY, compute_params(made.params, dtype))
     logprob, entropy, *_ = scored_terms(objective, model, arrays, arrays["term_sequence"] >= 0)
     assert logprob.dtype == entropy.dtype == jnp.float32

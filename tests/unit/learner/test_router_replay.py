@@ -14,8 +14,8 @@ import pytest
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.moe import route
 from jax_agent_rl.rollout.protocol import GenerateRequest
@@ -183,12 +183,12 @@ def test_a_shared_node_takes_the_choice_of_the_first_sequence_that_knows_one():
         output = replace(turn.output, routed_experts=RoutedExperts.of(start, array))
         return replace(made, turns=(replace(turn, output=output),))
 
-    batch, _ = pack([with_experts(first, 1, [1, 2]), with_experts(second, 0, [3, 4, 5, 6])], pack_length=8)
+    batch = pack([with_experts(first, 1, [1, 2]), with_experts(second, 0, [3, 4, 5, 6])], pack_length=8)
     assert batch.token_ids[0].tolist()[:6] == [5, 6, 7, 8, 9, 10]
     assert batch.routed_experts is not None
     assert batch.routed_experts[0, :, 0, 0].tolist() == [3, 1, 2, 6, -1, -1, -1, -1]
 
 
 def test_batches_without_them_have_no_such_array():
-    batch, _ = pack([trajectory([5, 6], [8, 9])], pack_length=8)
+    batch = pack([trajectory([5, 6], [8, 9])], pack_length=8)
     assert batch.routed_experts is None and "routed_experts" not in next(batch.micro_batches(2))

@@ -9,8 +9,8 @@ import pytest
 
 from jax_agent_rl.collect.filters import select
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.batch import pack
 from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.types import DropReason, Group, Trajectory
 from tests.tiny import TINY, tiny_params
 from tests.trajectories import trajectory
@@ -41,7 +41,7 @@ def test_segments_share_the_advantage_and_the_weight_of_their_trajectory(mode: s
 
 
 def test_numbers_of_a_trajectory_are_those_of_its_contexts_in_order():
-    batch, _ = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], pack_length=8)
+    batch = pack([in_two_pieces(), trajectory([5, 60], [70], index=3)], pack_length=8)
     own = [np.arange(5.0), np.array([9.0])]
     for got, expected in zip(batch.gather_terms(batch.with_terms(x=own).terms["x"]), own, strict=True):
         np.testing.assert_array_equal(got, expected)

@@ -114,7 +114,7 @@ async def test_the_gradient_of_a_compacted_session_with_sub_agents_is_that_of_it
     learner = Learner(CONFIG, params(), algorithm=algorithm, config=config, temperature=1.0)
     (mini,), experience = learner._prepare([group])
     # a prefix that several contexts share is computed once
-    assert (mini.sharing.nodes, mini.sharing.tokens) == (len(prefixes), sum(map(len, whole)))
+    assert (mini.batch.num_nodes, mini.batch.num_tokens) == (len(prefixes), sum(map(len, whole)))
     batch, _ = learner._with_terms(mini, experience)
     gradients, _ = learner._policy.gradients(learner._scorer.micro_batches(batch))
     for name, got in gradient_of(jax.device_get(gradients)).items():

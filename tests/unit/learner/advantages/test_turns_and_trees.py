@@ -7,9 +7,7 @@ import pytest
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner.advantages import compute
-from jax_agent_rl.learner.advantages.outcome import grpo
-from jax_agent_rl.learner.advantages.trees import arpo, tree_grpo, treerl
-from jax_agent_rl.learner.advantages.turns import anchor_groups, gigpo
+from jax_agent_rl.learner.advantages.within_group import anchor_groups, arpo, gigpo, grpo, tree_grpo, treerl
 from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Fork

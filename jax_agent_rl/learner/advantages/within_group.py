@@ -1,0 +1,253 @@
+"""Estimators within a group (the trajectories of one prompt), on plain arrays. Shapes: G trajectories of one group.
+
+Float64 numpy: groups are small, and exactness is worth more than speed.
+
+Nodes and paths of trees, whose branches share their beginnings, are those of
+:class:`~jax_agent_rl.trajectory_graph.TrajectoryGraph`; plain chains, which share nothing, are trees, too::
+
+    t1 = a ─ b ─ c          nodes (turns)      paths   t1 = [0 1 2]
+    t2 = a ─ b ─ d          a b c d  e                 t2 = [0 1 3]
+    t3 = e                  0 1 2 3  4                 t3 = [4]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+import numpy as np
+
+EPSILON = 1e-6
+
+
+def grpo(rewards_G: np.ndarray) -> np.ndarray:
+    """``(S - mean) / (std + 1e-6)`` with the unbiased standard deviation.
+
+    A group of one has mean 0 and deviation 1, so its advantage is (up to epsilon) its reward.
+
+    References: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300 (equation for outcome supervision).
+    """
+    if len(rewards_G) == 1:
+        return rewards_G / (1 + EPSILON)
+    return (rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=1) + EPSILON)
+
+
+def dr_grpo(rewards_G: np.ndarray) -> np.ndarray:
+    """``S - mean``: no division, so easy and hard prompts are not weighted up.
+
+    References: Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783.
+    """
+    return rewards_G - rewards_G.mean()
+
+
+def rloo(rewards_G: np.ndarray) -> np.ndarray:
+    """Reward minus the mean of the *others*: ``n / (n - 1) * (S - mean)``; a group of one keeps its reward.
+
+    References: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740.
+    """
+    count = len(rewards_G)
+    if count == 1:
+        return rewards_G.copy()
+    return (rewards_G - rewards_G.mean()) * count / (count - 1)
+
+
+def opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
+    """Reward minus its length-weighted mean, the baseline of least variance; a group of one keeps its reward.
+
+    Args:
+        rewards_G: float64 [G].
+        lengths_G: sampled tokens of each.
+
+    References: Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
+    """
+    if len(rewards_G) == 1:
+        return rewards_G.copy()
+    return rewards_G - np.average(rewards_G, weights=lengths_G)
+
+
+def grpo_passk(rewards_G: np.ndarray) -> np.ndarray:
+    """Only the best gets an advantage: its lead over the second, by the standard deviation. The first of equals.
+
+    References: Tang et al. 2025, Optimizing LMs for Inference Time Objectives, arXiv 2503.19595.
+    """
+    advantages_G = np.zeros(len(rewards_G))
+    if len(rewards_G) > 1:
+        second, best = np.sort(rewards_G)[-2:]
+        advantages_G[rewards_G.argmax()] = (best - second) / (rewards_G.std(ddof=1) + EPSILON)
+    return advantages_G
+
+
+# --- one advantage per turn -------------------------------------------------------------------------------------------
+
+Observation = tuple[int, ...]
+
+
+def anchor_groups(observations: Sequence[Observation], similarity: float) -> np.ndarray:
+    """Assign numbers to steps by what the agent saw before them: equal numbers for the same anchor, int [steps].
+
+    Args:
+        observations: ids the world showed before each step (the prompt before the first).
+        similarity: 1 takes equal ids only; below, a step joins the first anchor whose ``difflib`` ratio to it is at
+            least this.
+
+    References: Feng et al. 2025, GiGPO, arXiv 2505.10978, equation 6.
+    """
+    numbers: dict[Observation, int] = {}
+    anchors: list[Observation] = []
+    for observation in observations:
+        if observation in numbers:
+            continue
+        near = (i for i, anchor in enumerate(anchors) if similarity < 1 and _alike(anchor, observation, similarity))
+        number = next(near, len(anchors))
+        if number == len(anchors):
+            anchors.append(observation)
+        numbers[observation] = number
+    return np.array([numbers[o] for o in observations], np.int64)
+
+
+def _alike(a: Observation, b: Observation, similarity: float) -> bool:
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    return matcher.quick_ratio() >= similarity and matcher.ratio() >= similarity
+
+
+def gigpo(
+    totals_G: np.ndarray,
+    turn_rewards: Sequence[np.ndarray],
+    observations: Sequence[Sequence[Observation]],
+    *,
+    gamma: float,
+    step_advantage_w: float,
+    divide_by_std: bool,
+    similarity: float,
+) -> list[np.ndarray]:
+    """Episode advantage plus step advantage, of one group.
+
+    ``A = A_episode + w A_step`` with ``A_episode = (S - mean) / F`` over the group and ``A_step = (G - mean) / F`` over
+    the steps that start from the same observation, where ``G_t = r_t + gamma G_{t+1}`` over turns. ``F`` is the
+    standard deviation or 1. The only step of its anchor has no step advantage.
+
+    Args:
+        totals_G: float64 [G].
+        turn_rewards: per trajectory one per turn; the last turn's includes the final reward.
+        observations: per trajectory what each turn was sampled after.
+        gamma: discount factor over turns.
+        step_advantage_w: w.
+        divide_by_std: F is the standard deviation, not 1.
+        similarity: see :func:`anchor_groups`.
+
+    Returns:
+        per trajectory float64 [turns].
+
+    References: Feng et al. 2025, arXiv 2505.10978, equations 3 to 8.
+    """
+    returns = [_returns(rewards, gamma) for rewards in turn_rewards]
+    counts = [len(r) for r in returns]
+    anchors = anchor_groups([o for per_turn in observations for o in per_turn], similarity)
+    flat, steps = np.concatenate(returns), np.zeros(sum(counts))
+    for anchor in np.unique(anchors):
+        same = anchors == anchor
+        if same.sum() > 1:
+            steps[same] = _normalize(flat[same], divide_by_std)
+    # A group of one is its own mean here (GRPO's rule, mean 0, would let it keep its reward).
+    episode = np.repeat(_normalize(totals_G, divide_by_std), counts)
+    return np.split(episode + step_advantage_w * steps, np.cumsum(counts)[:-1])
+
+
+def _returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    returns, after = np.zeros(len(rewards)), 0.0
+    for t in reversed(range(len(rewards))):
+        after = returns[t] = rewards[t] + gamma * after
+    return returns
+
+
+def _normalize(values: np.ndarray, divide_by_std: bool) -> np.ndarray:
+    centred = values - values.mean()
+    return centred / (values.std(ddof=1) + EPSILON) if divide_by_std and len(values) > 1 else centred
+
+
+def mt_grpo(
+    outcomes_G: np.ndarray, turn_scores_G: np.ndarray, result_turns: Sequence[int], coef: float
+) -> list[np.ndarray]:
+    """``A_outcome + c A_turn`` up to the turn whose tool result came first, ``A_outcome`` after it; of one group.
+
+    Args:
+        outcomes_G: final rewards.
+        turn_scores_G: what the turns with tool calls earned.
+        result_turns: for each trajectory how many turns it took to the first tool result, that one counted; 0: none.
+        coef: c.
+
+    Returns:
+        per trajectory float64 [2]: the advantage before and after that result.
+
+    References: Zeng et al. 2025, Turn-Level Credit Assignment, arXiv 2505.11821.
+    """
+    outcome, turn = grpo(outcomes_G), grpo(turn_scores_G)
+    return [
+        np.array([outcome[i] + coef * turn[i] if result else outcome[i], outcome[i]])
+        for i, result in enumerate(result_turns)
+    ]
+
+
+# --- along trees of branches ------------------------------------------------------------------------------------------
+
+Paths = Sequence[Sequence[int]]
+"""For each trajectory the numbers of its nodes."""
+
+
+def tree_grpo(rewards_G: np.ndarray, trees_G: Sequence[str] | np.ndarray) -> np.ndarray:
+    """GRPO over all of the prompt plus GRPO within each tree, float64 [G]; a tree of one leaf adds nothing.
+
+    Args:
+        rewards_G: float64 [G].
+        trees_G: which tree each trajectory is of (``Trajectory.tree_id``).
+
+    References: Ji et al. 2025, Tree Search for LLM Agent RL, arXiv 2509.21240.
+    """
+    advantages = grpo(rewards_G)
+    ids = np.asarray(trees_G)
+    for tree_id in np.unique(ids):
+        tree = ids == tree_id
+        if tree.sum() > 1:
+            advantages[tree] += grpo(rewards_G[tree])
+    return advantages
+
+
+def treerl(rewards_G: np.ndarray, paths: Paths) -> list[np.ndarray]:
+    """Credit of every node: its value plus what it gained over its parent, float64 [nodes of the path] each.
+
+    A leaf's reward is what it has over the mean of the other leaves; the value V of a node is the mean over the leaves
+    below it, that of the prompt over all. The credit is ``(V(n) + (V(n) - V(parent))) / sqrt(L(n))``, L(n) being the
+    number of those leaves: so many trajectories train on the node.
+
+    References: Hou et al. 2025, TreeRL, arXiv 2506.11902.
+    """
+    leaves = rloo(rewards_G)
+    values, shared = _node_means(leaves, paths), np.bincount(np.concatenate([np.asarray(path) for path in paths]))
+    credits = []
+    for path in paths:
+        own = values[np.asarray(path)]
+        parents = np.concatenate([[leaves.mean()], own[:-1]])
+        credits.append((2 * own - parents) / np.sqrt(shared[np.asarray(path)]))
+    return credits
+
+
+def arpo(rewards_G: np.ndarray, paths: Paths, *, hard: bool) -> list[np.ndarray]:
+    """GRPO; with ``hard``, a node common to several trajectories has the mean of their advantages.
+
+    Returns:
+        per trajectory float64 [nodes of its path].
+
+    References: Dong et al. 2025, Agentic Reinforced Policy Optimization, arXiv 2507.19849.
+    """
+    advantages = grpo(rewards_G)
+    if hard:
+        means = _node_means(advantages, paths)
+        return [means[np.asarray(path)] for path in paths]
+    return [np.full(len(path), a) for a, path in zip(advantages, paths, strict=True)]
+
+
+def _node_means(leaves_G: np.ndarray, paths: Paths) -> np.ndarray:
+    """For every node the mean over the trajectories that go through it."""
+    nodes = np.concatenate([np.asarray(path, np.int64) for path in paths])
+    of_leaf = np.repeat(leaves_G, [len(path) for path in paths])
+    return np.bincount(nodes, weights=of_leaf) / np.bincount(nodes)
