@@ -43,6 +43,7 @@ BENCHMARKS = {  # by script: its arguments
     "service": "",
     "async_rollout": "",
     "agent_modes": "--repeats 1",
+    "scaling": "",
     "prefix_routing": "",
     "weight_publication": "",
     "tool_server": "--seconds 60",

@@ -165,7 +165,7 @@ def _write_slots(
             number, width = len(found) // per_step, buffer.shape[axis + 1]
             for i in range(per_step):
                 slot = step * per_step + i
-                begin = pl.multiple_of(within[slot] // width * width, width)
+                begin = pl.multiple_of(jax.lax.div(within[slot], width) * width, width)
                 place = whole.at[(at[slot], *[slice(None)] * (axis - 1), pl.ds(begin, width))]
                 mine, ready = buffer.at[turn, i], done.at[int(write), turn, number, i]
                 found.append(pltpu.make_async_copy(*((mine, place) if write else (place, mine)), ready))
