@@ -101,7 +101,7 @@ class UpdatePrograms:
             bind(_accumulate, loss, view),
             donate_argnums=(2,),
             out_shardings=(shardings, everywhere),
-            compiler_options=_exchange_options(everywhere),
+            compiler_options=_exchange_options(everywhere.mesh),
         )
         self.apply = jax.jit(
             bind(apply_update, optimizer, rate),
@@ -128,9 +128,8 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 """Options of gradients by kind of device: sparse cores exchange weights and gradients beside the products."""
 
 
-def _exchange_options(everywhere: NamedSharding) -> dict[str, Any]:
-    devices = everywhere.mesh.devices
-    return COMPILER_OPTIONS.get(devices.flat[0].device_kind, {}) if devices.size > 1 else {}
+def _exchange_options(mesh: Any) -> dict[str, Any]:
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].device_kind, {}) if mesh.size > 1 else {}
 
 
 class OptimizedParams:
