@@ -26,7 +26,7 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, Trajectory, Turn
-from jax_agent_rl.utils.startup import ignore_absent_tpus
+from jax_agent_rl.utils.process import ignore_absent_tpus
 
 ROOT = Path(__file__).parents[1]
 KEEP_MEMORY = re.findall("^KEEP_MEMORY=(.*)", (ROOT / "launch" / "local.sh").read_text(), re.MULTILINE)[0]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import KINDS
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.validation import did_you_mean
 
 GIB = 1 << 30
 Platform = Literal["cpu", "cuda", "tpu", "other"]

@@ -71,7 +71,7 @@ class TrajectoryGraph:
         paths, ends = [], []
         for which, trajectory in enumerate(trajectories):
             path, end = [], []
-            for piece in _pieces(trajectory, cuts):
+            for piece in sorted(_laid_out(trajectory, cuts), key=lambda piece: piece.when):
                 number = numbers.setdefault(piece.context, len(found))
                 if number == len(found):
                     found.append(piece)
@@ -177,10 +177,6 @@ def _fork_context(trajectory: Trajectory) -> tuple[int, ...]:
     for turn in trajectory.turns[: fork.turns]:
         ids += turn.output.token_ids + turn.appended_ids
     return ids + trajectory.turns[fork.turns].output.token_ids[: fork.tokens]
-
-
-def _pieces(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> list[_Piece]:
-    return sorted(_laid_out(trajectory, cuts), key=lambda piece: piece.when)
 
 
 def _laid_out(trajectory: Trajectory, cuts: set[tuple[int, ...]]) -> Iterator[_Piece]:

@@ -17,128 +17,47 @@ A worked example, two turns (ids invented, one id per word)::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_agent_rl.routed_experts import RoutedExperts as RoutedExperts
-from jax_agent_rl.routed_experts import join_routed as join_routed
-from jax_agent_rl.sampling_params import SamplingParams as SamplingParams
-from jax_agent_rl.trajectory_parts import DropReason as DropReason
-from jax_agent_rl.trajectory_parts import FinishReason as FinishReason
-from jax_agent_rl.trajectory_parts import Fork as Fork
-from jax_agent_rl.trajectory_parts import PauseMode as PauseMode
-from jax_agent_rl.trajectory_parts import StopReason as StopReason
-from jax_agent_rl.trajectory_parts import ToolCallRecord as ToolCallRecord
-from jax_agent_rl.trajectory_parts import join_media as join_media
+from jax_agent_rl.errors import DropReason as DropReason
+from jax_agent_rl.errors import FinishReason as FinishReason
+from jax_agent_rl.generation import PauseMode as PauseMode
+from jax_agent_rl.generation import SamplingParams as SamplingParams
+from jax_agent_rl.generation import StopReason as StopReason
+from jax_agent_rl.generation import TokenOutput as TokenOutput
+from jax_agent_rl.generation import TokenScores as TokenScores
+from jax_agent_rl.replay import RoutedExperts as RoutedExperts
+from jax_agent_rl.replay import Support as Support
+from jax_agent_rl.replay import join_routed as join_routed
 from jax_agent_rl.validation import digest_ids as digest_ids
 
-Support = str
-"""The ids that one restricted draw was made from, encoded by :mod:`jax_agent_rl.utils.sampling_support`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenOutput:
-    """Result of one generation: ids, never text.
+class ToolCallRecord:
+    """One tool call of a turn, for rewards, metrics and display.
 
     Attributes:
-        token_ids: sampled ids, the stop token included.
-        log_probs: natural-log probability of each id under the distribution it was sampled from.
-        policy_versions: version of the weights that produced each id.
-        stop_reason: why it ended.
-        stop_match: the stop string (or the stop id, as text) that ended it, else None.
-        context_digest: :func:`digest_ids` of the prompt plus ``token_ids`` as the engine saw them.
-        cached_tokens: prompt ids whose KV was reused instead of computed.
-        num_preempted: times the request lost its slot and was recomputed.
-        constrained: for each id whether a grammar kept it from being sampled freely, so that it carries no loss; empty
-            if none was, or if the supports say what it was sampled from.
-        routed_experts: of the context's positions that were asked for and fed, see ``Capabilities.routed_experts``.
-        supports: for each id the support of its draw, over which its log-prob is normalized; None: all ids. Empty if
-            none was restricted, see ``Capabilities.sampling_replay``.
+        name: tool name the model wrote ("" when the call could not be decoded).
+        arguments: decoded arguments, or None when they could not be decoded.
+        observation: text the model read back (after truncation).
+        error: None, or the kind: ``malformed``, ``unknown_tool``, ``bad_arguments``, ``timeout``,
+            ``raised``, ``over_parallel_limit``, ``invalid_action`` (no tool of the tool server took it).
+        reward: reward the tool itself gave.
+        seconds: wall time of the call.
+        call_id: the id the model gave the call, in formats that have one.
+        media: images and videos it returned, by kind: ``{"image": (…,)}``.
     """
 
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    policy_versions: tuple[int, ...]
-    stop_reason: StopReason
-    stop_match: str | None = None
-    context_digest: str
-    cached_tokens: int = 0
-    num_preempted: int = 0
-    constrained: tuple[bool, ...] = ()
-    routed_experts: RoutedExperts | None = None
-    supports: tuple[Support | None, ...] = ()
-
-    def __post_init__(self) -> None:
-        n = len(self.token_ids)
-        values = (
-            self.log_probs,
-            self.policy_versions,
-            self.constrained or self.token_ids,
-            self.supports or self.token_ids,
-        )
-        if any(len(of_ids) != n for of_ids in values):
-            counts = "{} log-probs, {} versions, {} grammar marks, {} supports".format(*map(len, values))
-            raise ValueError(f"TokenOutput has {n} ids, {counts}")
-
-    @property
-    def loss_mask(self) -> tuple[int, ...]:
-        """1 for each id that carries loss: those sampled freely."""
-        return tuple(int(not mark) for mark in self.constrained) or (1,) * len(self.token_ids)
-
-    def then(self, rest: TokenOutput) -> TokenOutput:
-        """Return this (aborted) output joined with its resumption, per-token versions kept.
-
-        >>> a = TokenOutput(token_ids=(5,), log_probs=(-1.0,), policy_versions=(1,),
-        ...                 stop_reason=StopReason.ABORTED, context_digest="x")
-        >>> b = TokenOutput(token_ids=(2,), log_probs=(-0.5,), policy_versions=(2,),
-        ...                 stop_reason=StopReason.EOS, context_digest="y")
-        >>> a.then(b).policy_versions
-        (1, 2)
-        """
-        parts = (self, rest)
-        marks = [part.constrained or (False,) * len(part.token_ids) for part in parts]
-        supports = [part.supports or (None,) * len(part.token_ids) for part in parts]
-        return replace(
-            rest,
-            token_ids=self.token_ids + rest.token_ids,
-            log_probs=self.log_probs + rest.log_probs,
-            policy_versions=self.policy_versions + rest.policy_versions,
-            cached_tokens=self.cached_tokens,
-            num_preempted=self.num_preempted + rest.num_preempted,
-            constrained=sum(marks, ()) if self.constrained or rest.constrained else (),
-            routed_experts=join_routed(self.routed_experts, rest.routed_experts),
-            supports=sum(supports, ()) if self.supports or rest.supports else (),
-        )
-
-    def first(self, count: int, **changes: Any) -> TokenOutput:
-        """Return the first ``count`` ids with their values, and ``changes`` of other fields; the digest is void."""
-        routed = self.routed_experts
-        return replace(
-            self,
-            token_ids=self.token_ids[:count],
-            log_probs=self.log_probs[:count],
-            policy_versions=self.policy_versions[:count],
-            constrained=self.constrained[:count],
-            routed_experts=routed and routed.until(routed.end - max(0, len(self.token_ids) - count)),
-            supports=self.supports[:count],
-            **{"context_digest": "", **changes},
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenScores:
-    """Log-probs of given ids under a model, at temperature 1 over the whole vocabulary.
-
-    Attributes:
-        log_probs: of each scored id.
-        top_ids: for each, the likeliest ids at its position, the likeliest first; empty unless asked for.
-        top_log_probs: theirs.
-    """
-
-    log_probs: tuple[float, ...]
-    top_ids: tuple[tuple[int, ...], ...] = ()
-    top_log_probs: tuple[tuple[float, ...], ...] = ()
+    name: str
+    arguments: Mapping[str, Any] | None
+    observation: str
+    error: str | None = None
+    reward: float = 0.0
+    seconds: float = 0.0
+    call_id: str | None = None
+    media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +83,34 @@ class Turn:
     learn_appended: bool = False
     number: int | None = None
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """Where a trajectory branched off another one of its tree.
+
+    The inherited ids are equal one by one and never sampled again::
+
+        parent  = [20 21 2] [30 31 32] [40 41 2]
+        fork    = turns 1, tokens 1
+        branch  = [20 21 2] [30 31 32] [40] + [50 2]        newly sampled: 50 2
+
+    Attributes:
+        tree_id: the first trajectory of the tree.
+        parent_id: the trajectory it branched off.
+        turns: number of whole inherited turns, with what was appended to them.
+        tokens: number of inherited ids of the turn after those.
+    """
+
+    tree_id: str
+    parent_id: str
+    turns: int
+    tokens: int = 0
+
+    @property
+    def at_prompt(self) -> bool:
+        """Whether it inherits the prompt alone: a new chain that counts as part of the tree."""
+        return self.turns == self.tokens == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,3 +323,16 @@ class Group:
     @property
     def rewards(self) -> tuple[float, ...]:
         return tuple(t.reward for t in self.trajectories)
+
+
+def join_media(parts: Iterable[Mapping[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+    """Join images and videos from several mappings into one by kind, in order.
+
+    >>> join_media([{"image": ("a",)}, {}, {"image": ("b",), "video": ("c",)}])
+    {'image': ('a', 'b'), 'video': ('c',)}
+    """
+    joined: dict[str, tuple[Any, ...]] = {}
+    for part in parts:
+        for kind, items in part.items():
+            joined[kind] = joined.get(kind, ()) + tuple(items)
+    return joined

@@ -1,12 +1,15 @@
-"""Checks of values from outside (JSON, user code) that no type checker has seen, and the digest of ids.
+r"""Checks of values from outside (JSON, user code) that no type checker has seen, and the digest of ids.
 
 Each check raises a ``ValueError`` that names the field, its value and the expected kind. Numbers may be numpy's.
+JSON can spell one half of a surrogate pair (``"\ud83d"``), and models do, but nothing can encode it.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
+import re
 from array import array
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
@@ -72,3 +75,35 @@ def digest_ids(ids: Sequence[int]) -> str:
     proves, per generation, that no token drifted.
     """
     return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a question with the nearest known name and a trailing space; empty if none is near.
+
+    >>> did_you_mean("tool_agnet", ["tool_agent", "search_agent"])
+    "did you mean 'tool_agent'? "
+    """
+    near = nearest(name, known)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def nearest(name: str, known: Collection[str]) -> list[str]:
+    """Return up to three similar known names, the most similar first."""
+    return difflib.get_close_matches(name, known)
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Return whether the text holds a lone surrogate."""
+    return _SURROGATE.search(text) is not None
+
+
+def replace_lone_surrogates(text: str) -> str:
+    r"""Replace each lone surrogate by a question mark.
+
+    >>> replace_lone_surrogates("one \ud83d two")
+    'one ? two'
+    """
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -25,12 +25,12 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.replay import decode_supports
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Support, TokenOutput, Trajectory
-from jax_agent_rl.utils.sampling_support import decode_supports
 from tests.tiny import TINY, tiny_params
 
 LONGEST = 512

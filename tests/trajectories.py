@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_agent_rl.replay import encode_supports
 from jax_agent_rl.tracing import Span, Trace
 from jax_agent_rl.types import (
     FinishReason,
@@ -19,7 +20,6 @@ from jax_agent_rl.types import (
     Trajectory,
     Turn,
 )
-from jax_agent_rl.utils.sampling_support import encode_supports
 
 
 def trajectory(

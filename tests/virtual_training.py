@@ -16,13 +16,12 @@ from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext, derive_seed, register_agent
 from jax_agent_rl.agents.turn_loop import Responder, TurnLoopAgent, run_turns
 from jax_agent_rl.collect.collector import RolloutCollector
-from jax_agent_rl.collect.deadlines import NO_LIMITS, TimeLimits
+from jax_agent_rl.collect.open_group import NO_LIMITS, TimeLimits
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.client import LLMServerClient
-from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.runtime.placement import FleetMetrics
+from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.simulate.engine import SimulatedEngine

@@ -29,7 +29,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.types import Fork, SamplingParams, Trajectory
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.validation import did_you_mean
 
 
 class AgentLoop(ABC):

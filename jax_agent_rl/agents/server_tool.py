@@ -42,7 +42,7 @@ from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.base import truncate_text
 from jax_agent_rl.tools.client import Lockstep, ServerObservation, ToolEnvironment, ToolServerClient, observation_url
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.utils.network import JsonService, bearer
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
@@ -323,7 +323,7 @@ def _server(limits: AgentConfig) -> ToolServerClient:
             "server_tool_agent would never call a tool: set agent.action_stop_tokens (e.g. '</python>'), "
             "agent.enable_mtrl=true, or agent.min_turns"
         )
-    settings = ServiceSettings(
+    service = JsonService(
         url=observation_url(limits.tool_server_url),
         url_key="agent.tool_server_url",
         timeout=limits.tool_call_timeout,
@@ -332,5 +332,6 @@ def _server(limits: AgentConfig) -> ToolServerClient:
         backoff=2.0,
         headers=bearer(limits.tool_server_token_env, key="agent.tool_server_token_env"),
         token_hint="set agent.tool_server_token_env to the environment variable that holds it",
+        error=ToolServerError,
     )
-    return ToolServerClient(JsonService(settings, error=ToolServerError))
+    return ToolServerClient(service)

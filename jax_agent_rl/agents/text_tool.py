@@ -49,7 +49,7 @@ from jax_agent_rl.tools.client import (
 )
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import FinishReason, TokenOutput, ToolCallRecord, Trajectory
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.utils.network import JsonService, bearer
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ class RateLimiter:
 
 
 def _service(config: ToolClientConfig | SearchConfig, url: str, *, section: str) -> JsonService:
-    settings = ServiceSettings(
+    return JsonService(
         url=url,
         url_key=f"{section}.server_url",
         timeout=config.timeout,
@@ -282,8 +282,8 @@ def _service(config: ToolClientConfig | SearchConfig, url: str, *, section: str)
         retry_delay=config.retry_delay,
         headers=bearer(config.token_env, key=f"{section}.token_env"),
         token_hint=f"set {section}.token_env to the environment variable that holds it",
+        error=ToolServerError,
     )
-    return JsonService(settings, error=ToolServerError)
 
 
 class ToolClient:
@@ -358,7 +358,7 @@ class SearchClient:
             return [_contents(passage) for passage in found][: self._topk]
         except (TypeError, KeyError, ValueError) as error:
             raise ToolServerError(
-                f"{self._service.settings.url} gave a wrong answer ({type(error).__name__}: {error}): "
+                f"{self._service.url} gave a wrong answer ({type(error).__name__}: {error}): "
                 f"{answer!r:.200}; expected {{result: [[{{document: {{contents}}}}]]}}"
             ) from None
 

@@ -24,8 +24,8 @@ from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.layers import embed, rms_norm, rope_tables
 from jax_agent_rl.models.tree_kernel import TreeMask
+from jax_agent_rl.replay import decode_supports
 from jax_agent_rl.types import Support
-from jax_agent_rl.utils.sampling_support import decode_supports
 
 TOKENS_PER_CHUNK = 32  # whose logits are in memory together
 

@@ -156,7 +156,7 @@ def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:
     """Run a trainer until it ends, or saves and ends after Ctrl-C or SIGTERM."""
     from rich.console import Console
 
-    from jax_agent_rl.utils.interrupt import exit_within
+    from jax_agent_rl.utils.process import exit_within
 
     console = Console()
     with exit_if_interrupted():
@@ -364,7 +364,7 @@ def chaos(
 def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import JaxAgentRLError
-    from jax_agent_rl.utils.startup import ignore_absent_tpus, quiet_logging
+    from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
 
     quiet_logging()
     ignore_absent_tpus()

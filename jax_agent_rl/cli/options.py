@@ -184,7 +184,7 @@ def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[
 @contextlib.contextmanager
 def exit_if_interrupted() -> Iterator[None]:
     """Exit with the status of an interruption where one leaves the block; what it interrupted has cleaned up."""
-    from jax_agent_rl.utils.interrupt import EXIT_CODE
+    from jax_agent_rl.utils.process import EXIT_CODE
 
     try:
         yield
@@ -198,7 +198,7 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     Raises:
         typer.Exit: it was interrupted.
     """
-    from jax_agent_rl.utils.interrupt import Interruption, InterruptStage, exit_within
+    from jax_agent_rl.utils.process import Interruption, InterruptStage, exit_within
 
     async def interruptible() -> T:
         with Interruption(print, functools.partial(exit_within, print), stage=InterruptStage.SAMPLING):

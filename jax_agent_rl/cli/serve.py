@@ -88,7 +88,7 @@ def tool_server(
     """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.tool_server.server import run
-    from jax_agent_rl.utils.interrupt import run_server
+    from jax_agent_rl.utils.process import run_server
 
     run_server(run(load_tree(settings_model("tool-server"), config, settings or []), print_line=print))
 
@@ -106,7 +106,7 @@ def tinker_server(
     """Serve the Tinker API: clients sample, compute gradients and update models through its SDK."""
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.runtime import use_compilation_cache
-    from jax_agent_rl.utils.interrupt import run_server
+    from jax_agent_rl.utils.process import run_server
 
     chosen = load_tree(settings_model("tinker-server"), config, settings or [])
     try:
@@ -226,7 +226,7 @@ def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None
 
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.policy import open_policy
-    from jax_agent_rl.utils.interrupt import run_server
+    from jax_agent_rl.utils.process import run_server
 
     use_compilation_cache()
     with open_policy(choice) as subject:

@@ -11,7 +11,7 @@
               caller
 
     trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward; no longer
-                                                                               than its deadline (``deadlines``).
+                                                                               than its deadline (``open_group``).
     group       consumes: outcomes.          produces: waves.       waits for: the slowest member of the wave.
     collect     consumes: complete groups.   produces: groups.      waits for: the next group that is complete.
 """
@@ -31,9 +31,14 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed, role_id
 from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.collect.accounting import Accounting
-from jax_agent_rl.collect.deadlines import NO_LIMITS, GroupDeadlines, TimeLimits
-from jax_agent_rl.collect.in_flight import GroupRecord
-from jax_agent_rl.collect.open_group import OpenGroup, Plan, trace_fields
+from jax_agent_rl.collect.open_group import (
+    NO_LIMITS,
+    GroupDeadlines,
+    GroupRecord,
+    OpenGroup,
+    TimeLimits,
+    trace_fields,
+)
 from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Strategy
 from jax_agent_rl.errors import ReplayError, TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
@@ -176,16 +181,16 @@ class RolloutCollector:
         """
         if group_size < 1:
             raise ValueError(f"group_size={group_size}: must be >= 1")
-        plan = Plan(
+        group = OpenGroup(
             group_id=f"{label}-{step}-{index}",
             row=row,
             group_size=group_size,
             sampling=sampling,
             seed_parts=(self._seed, label, step, index),
+            record=record or GroupRecord(),
         )
-        if self.accounting.is_open(plan.group_id):
-            raise ValueError(f"{label} trajectories of step {step} are still in flight: group {plan.group_id}")
-        group = OpenGroup(plan=plan, record=record or GroupRecord())
+        if self.accounting.is_open(group.group_id):
+            raise ValueError(f"{label} trajectories of step {step} are still in flight: group {group.group_id}")
         try:
             return await self._grow(group)
         except BaseException:
@@ -194,8 +199,7 @@ class RolloutCollector:
 
     async def _grow(self, group: OpenGroup) -> Group:
         """Run one group, wave after wave, to its end."""
-        plan = group.plan
-        growth = Growth(group_size=plan.group_size, seed=derive_seed(*plan.seed_parts))
+        growth = Growth(group_size=group.group_size, seed=derive_seed(*group.seed_parts))
         count = 0
         try:
             while starts := self._strategy.next_wave(growth):
@@ -211,7 +215,7 @@ class RolloutCollector:
         finally:
             if self._strategy.branches:  # until here, others might have branched from any of them
                 for number in range(count):
-                    self._client.end_session(f"{plan.group_id}-{number}")
+                    self._client.end_session(f"{group.group_id}-{number}")
         return self._close(group, self._strategy.select(growth))
 
     def _close(self, group: OpenGroup, kept: Sequence[Trajectory]) -> Group:
@@ -227,7 +231,7 @@ class RolloutCollector:
             "topped_up": float(sum(start.topped_up for start in starts)),
         }
         return Group(
-            group_id=group.plan.group_id,
+            group_id=group.group_id,
             trajectories=tuple(sorted(kept, key=_number)),
             dropped=dict(group.dropped),
             metrics=counts if self._strategy.branches else {},
@@ -236,19 +240,17 @@ class RolloutCollector:
 
     async def _run(self, group: OpenGroup, number: int, start: Start, deadlines: GroupDeadlines) -> Outcome:
         """Run one trajectory; count it if it is lost."""
-        trajectory_id, record = f"{group.plan.group_id}-{number}", group.record
+        trajectory_id, record = f"{group.group_id}-{number}", group.record
         if (before := record.ended.get(number)) is not None:
             deadlines.recall(survived=isinstance(before, Trajectory))
             return self._recall(group, trajectory_id, start, before)
-        with self._traced(group.plan, number) as run:
+        with self._traced(group, number) as run:
             async with AsyncExitStack() as slot:
                 with span("wait", "slot"):
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
                 group.started.add(trajectory_id)
-                record.running[number] = lambda: (
-                    self._progress(group.plan.row, trajectory_id) or record.begun.get(number)
-                )
+                record.running[number] = lambda: self._progress(group.row, trajectory_id) or record.begun.get(number)
                 result = await deadlines.limit(self._run_or_reason(group, trajectory_id, number, start))
             if run:
                 run.set(**trace_fields(result))
@@ -276,24 +278,22 @@ class RolloutCollector:
             return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
         self.accounting.start(trajectory_id)
         group.started.add(trajectory_id)
-        ids = {"trajectory_id": trajectory_id, "group_id": group.plan.group_id}
-        return Outcome(
-            trajectory_id=trajectory_id, start=start, trajectories=(replace(before, row=group.plan.row, **ids),)
-        )
+        ids = {"trajectory_id": trajectory_id, "group_id": group.group_id}
+        return Outcome(trajectory_id=trajectory_id, start=start, trajectories=(replace(before, row=group.row, **ids),))
 
     def _progress(self, row: Mapping[str, Any], trajectory_id: str) -> Prefix | None:
         """Return what a running trajectory can go on from."""
         episode = self._context.episodes.get(trajectory_id)
         return episode.progress() if episode is not None and self._agents.for_row(row).can_resume(row) else None
 
-    def _traced(self, plan: Plan, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
+    def _traced(self, group: OpenGroup, number: int) -> AbstractContextManager[OpenSpan | NoSpan]:
         if self._tracer is None:
             return NO_SPAN
-        _, _, step, sample = plan.seed_parts
+        _, _, step, sample = group.seed_parts
         return self._tracer.trajectory(
-            trajectory_id=f"{plan.group_id}-{number}",
-            group_id=plan.group_id,
-            group_size=plan.group_size,
+            trajectory_id=f"{group.group_id}-{number}",
+            group_id=group.group_id,
+            group_size=group.group_size,
             step=int(step),
             sample=int(sample),
             rollout=number,
@@ -305,9 +305,9 @@ class RolloutCollector:
     ) -> tuple[Trajectory, ...] | DropReason:
         """Return the scored trajectories, or why there is none. Only a cancellation of the task itself propagates."""
         began = time.perf_counter()
-        seed = derive_seed(*group.plan.seed_parts, number)
+        seed = derive_seed(*group.seed_parts, number)
         try:
-            sampling = replace(group.plan.sampling, seed=seed)
+            sampling = replace(group.sampling, seed=seed)
             played = await self._continue(group, trajectory_id, number, sampling)
             played = played or await self._play(group, trajectory_id, start, sampling)
             self._check_episode(trajectory_id, played)
@@ -353,11 +353,11 @@ class RolloutCollector:
         self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
         """Run a trajectory on from where an earlier process left it; nothing if that cannot be done."""
-        row, prefix = group.plan.row, group.record.begun.get(number)
+        row, prefix = group.row, group.record.begun.get(number)
         loop = self._agents.for_row(row)
         if prefix is None or not loop.can_resume(row):
             return ()
-        ids = {"trajectory_id": trajectory_id, "group_id": group.plan.group_id}
+        ids = {"trajectory_id": trajectory_id, "group_id": group.group_id}
         try:
             return [await loop.resume(prefix, row, **ids, sampling=sampling)]
         except ReplayError as error:
@@ -369,13 +369,11 @@ class RolloutCollector:
         self, group: OpenGroup, trajectory_id: str, start: Start, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
         """Run it from the prompt, or from where it branches off its parent."""
-        row, fork = group.plan.row, start.fork
+        row, fork = group.row, start.fork
         loop = self._agents.for_row(row)
         if fork is None or fork.at_prompt:
             try:
-                played = await loop.run(
-                    row, trajectory_id=trajectory_id, group_id=group.plan.group_id, sampling=sampling
-                )
+                played = await loop.run(row, trajectory_id=trajectory_id, group_id=group.group_id, sampling=sampling)
             finally:
                 for role in loop.roles:  # they do not branch: nothing will go on from here
                     self._context.as_role(role).client.end_session(role_id(trajectory_id, role))

@@ -191,8 +191,22 @@ def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> G
     """
     if not config.overlong_buffer and not config.repetition_factor:
         return group
-    shaped = tuple(_shape(t, config, max_response_length) for t in group.trajectories)
-    return replace(group, trajectories=shaped)
+    shaped = []
+    for trajectory in group.trajectories:
+        parts = {}
+        if config.overlong_buffer:
+            parts["overlong_penalty"] = overlong_penalty(
+                len(trajectory.response_ids),
+                limit=max_response_length,
+                buffer=config.overlong_buffer,
+                factor=config.overlong_factor,
+            )
+        if config.repetition_factor:
+            share = repetition(sampled_ids(trajectory), config.repetition_ngram)
+            parts["repetition_penalty"] = -config.repetition_factor * share
+        reward = trajectory.reward + sum(parts.values())
+        shaped.append(replace(trajectory, reward=reward, reward_parts={**trajectory.reward_parts, **parts}))
+    return replace(group, trajectories=tuple(shaped))
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> float:
@@ -223,19 +237,3 @@ def repetition(ids: Sequence[int], ngram: int) -> float:
 def sampled_ids(trajectory: Trajectory) -> list[int]:
     """Return the ids the policy sampled, without inserted ones."""
     return [i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
-
-
-def _shape(trajectory: Trajectory, config: ShapingConfig, limit: int) -> Trajectory:
-    penalties = {}
-    if config.overlong_buffer:
-        penalties["overlong_penalty"] = overlong_penalty(
-            len(trajectory.response_ids), limit=limit, buffer=config.overlong_buffer, factor=config.overlong_factor
-        )
-    if config.repetition_factor:
-        share = repetition(sampled_ids(trajectory), config.repetition_ngram)
-        penalties["repetition_penalty"] = -config.repetition_factor * share
-    return replace(
-        trajectory,
-        reward=trajectory.reward + sum(penalties.values()),
-        reward_parts={**trajectory.reward_parts, **penalties},
-    )

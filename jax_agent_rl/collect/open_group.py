@@ -1,38 +1,111 @@
-"""A group while its trajectories run."""
+"""A group while its trajectories run: its members, their time limits, and what a checkpoint holds of them.
+
+A resumed run continues its trajectories instead of starting again: otherwise a kill would cost the long ones more often
+than the short ones, and the rest would be biased. Members that have ended are kept whole, running ones up to their
+newest id, as far as agent and engine allow (:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`,
+:meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others start again under the same id, so with the same seed.
+
+Time limits, on the event loop's clock, decide when a group is complete::
+
+    member starts ──► runs ──► ends in time                          counts for min_group_size if it survived
+                        ├────► trajectory_timeout is over            dropped: trajectory_timeout
+                        └────► group_timeout is over since the last  dropped: straggler
+                               member started, and min_group_size
+                               members have survived
+
+So every group ends within ``trajectory_timeout`` of the start of its last member, whatever agents, tools and rewards
+wait for.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from jax_agent_rl.collect.in_flight import GroupRecord
+from pydantic import TypeAdapter
+
+from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.collect.strategies import Outcome
 from jax_agent_rl.types import DropReason, SamplingParams, Trajectory
 
+_PREFIX, _TRAJECTORY = TypeAdapter(Prefix), TypeAdapter(Trajectory)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Settings shared by the trajectories of one group."""
+
+@dataclass(kw_only=True)
+class GroupRecord:
+    """The members of a group by number.
+
+    Attributes:
+        ended: scored trajectories, and why others were dropped.
+        begun: what an earlier process had sampled of others.
+        running: for those that run, returns what they have sampled; None: they have to start again.
+    """
+
+    ended: dict[int, Trajectory | DropReason] = field(default_factory=dict)
+    begun: dict[int, Prefix] = field(default_factory=dict)
+    running: dict[int, Callable[[], Prefix | None]] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON."""
+        progress = {number: prefix for number, now in self.running.items() if (prefix := now()) is not None}
+        ended = {n: t for n, t in self.ended.items() if isinstance(t, Trajectory) and _is_plain(t)}
+        dropped = {n: str(reason) for n, reason in self.ended.items() if isinstance(reason, DropReason)}
+        begun = {number: prefix for number, prefix in self.begun.items() if number not in self.running} | progress
+        return {
+            "ended": {str(n): _TRAJECTORY.dump_python(replace(t, row={}), mode="json") for n, t in ended.items()},
+            "begun": {str(n): _PREFIX.dump_python(prefix, mode="json") for n, prefix in begun.items()},
+            "dropped": {str(n): reason for n, reason in dropped.items()},
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> GroupRecord:
+        """Return the record with this :meth:`state`."""
+        ended = {int(number): _TRAJECTORY.validate_python(member) for number, member in state["ended"].items()}
+        dropped = {int(number): DropReason(reason) for number, reason in state["dropped"].items()}
+        begun = {int(number): _PREFIX.validate_python(prefix) for number, prefix in state["begun"].items()}
+        return cls(ended=ended | dropped, begun=begun)
+
+
+def continued(state: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the members that a resumed run continues from a :meth:`GroupRecord.state`."""
+    return [int(number) for number in (*state["ended"], *state["begun"])]
+
+
+def _is_plain(trajectory: Trajectory) -> bool:
+    """Return whether JSON can hold a trajectory, and it is its episode's only one."""
+    outputs = [turn.output for turn in trajectory.turns]
+    media = trajectory.multi_modal or any(call.media for call in trajectory.tool_calls)
+    routed = any(output.routed_experts for output in outputs)
+    return trajectory.role is None and not media and not routed and not trajectory.segments
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenGroup:
+    """A group while its trajectories run.
+
+    Attributes:
+        group_id, row, group_size, sampling: see :meth:`RolloutCollector.collect_one`.
+        seed_parts: what its randomness derives from: the run's seed, label, step and index.
+        record: what its members have sampled.
+        waves: the outcomes so far.
+        started: ids of the trajectories begun.
+        dropped: members lost, by reason.
+        frozen: trajectories of roles that are not trained.
+    """
 
     group_id: str
     row: Mapping[str, Any]
     group_size: int
     sampling: SamplingParams
     seed_parts: tuple[int | str, ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class OpenGroup:
-    """A group while its trajectories run."""
-
-    plan: Plan
+    record: GroupRecord
     waves: list[list[Outcome]] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
     dropped: Counter[DropReason] = field(default_factory=Counter)
     frozen: list[Trajectory] = field(default_factory=list)
-    record: GroupRecord = field(default_factory=GroupRecord)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -57,3 +130,95 @@ def trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
         "sampled_tokens": sum(t.num_sampled for t in result),
         "messages": [{"role": m["role"], "content": m.get("content")} for m in first.messages],
     } | ({"rewards": {str(t.role): t.reward for t in result}} if first.role else {})
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLimits:
+    """Time limits in seconds.
+
+    Attributes:
+        trajectory_timeout: maximum of one trajectory, its reward included; None: unlimited.
+        min_group_size: surviving members with which a group is complete after ``group_timeout``; None: all have to end.
+        group_timeout: since the last member started.
+    """
+
+    trajectory_timeout: float | None = None
+    min_group_size: int | None = None
+    group_timeout: float = 0.0
+
+
+NO_LIMITS = TimeLimits()
+
+
+class GroupDeadlines:
+    """The time limits of the trajectories of one wave of a group.
+
+    Args:
+        limits: the limits.
+        members: number of trajectories that will start.
+    """
+
+    def __init__(self, limits: TimeLimits, members: int) -> None:
+        self._limits = limits
+        self._not_started = members
+        self._survived = 0
+        self._running: set[asyncio.Timeout] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._overdue = self._cut = False
+
+    async def limit(self, run: Coroutine[Any, Any, T | DropReason]) -> T | DropReason:
+        """Run one member, which returns a reason if it is lost, and return its result or why it was stopped."""
+        deadline = asyncio.timeout(self._limits.trajectory_timeout)
+        try:
+            async with deadline:
+                self._running.add(deadline)
+                self._start()
+                result = await run
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return DropReason.STRAGGLER if self._cut else DropReason.TRAJECTORY_TIMEOUT
+        finally:
+            self._running.discard(deadline)
+        self._survived += not isinstance(result, DropReason)
+        self._cut_stragglers()
+        return result
+
+    def recall(self, *, survived: bool) -> None:
+        """Count a member that had ended before the run was resumed."""
+        self._survived += survived
+        self._start()
+
+    def close(self) -> None:
+        """Stop the clock; all members have ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def explain(self, reason: DropReason) -> str:
+        """Return the limit that a stopped member ran past."""
+        if reason is DropReason.TRAJECTORY_TIMEOUT:
+            return f"it ran past rollout.trajectory_timeout={self._limits.trajectory_timeout:g} s"
+        return (
+            f"rollout.min_group_size={self._limits.min_group_size} others had ended after "
+            f"rollout.group_timeout={self._limits.group_timeout:g} s"
+        )
+
+    def _start(self) -> None:
+        self._not_started -= 1
+        if self._not_started == 0 and self._limits.min_group_size is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._limits.group_timeout, self._time_out)
+
+    def _time_out(self) -> None:
+        self._overdue = True
+        self._cut_stragglers()
+
+    def _cut_stragglers(self) -> None:
+        least = self._limits.min_group_size
+        if self._cut or not self._overdue or least is None or self._survived < least:
+            return
+        self._cut = True
+        for deadline in (d for d in self._running if not d.expired()):
+            deadline.reschedule(asyncio.get_running_loop().time())

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from jax_agent_rl.config.base import INSTALLED_FORMAT, SCHEMA_KEY
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.utils.text import nearest
+from jax_agent_rl.validation import nearest
 
 Schema = Mapping[str, Any]
 _NUMBER_LIMITS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))

@@ -36,7 +36,7 @@ from typing import Any
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, media_source
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.validation import did_you_mean
 
 Row = dict[str, Any]
 Source = str | bytes | list[str | bytes]

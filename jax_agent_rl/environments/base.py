@@ -37,8 +37,8 @@ from jax_agent_rl.errors import (
 )
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.utils.text import did_you_mean
 from jax_agent_rl.utils.threads import DaemonThreads, in_time
+from jax_agent_rl.validation import did_you_mean
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.formats.base import Reply

@@ -27,7 +27,7 @@ from jax_agent_rl.evaluate.export import Journal, Target, records, require_same,
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
-from jax_agent_rl.trainer.groups import training_sampling
+from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 from jax_agent_rl.utils.weight_checks import file_digest
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import DropReason, Group, Trajectory
 from jax_agent_rl.utils.files import write_atomically, writing
-from jax_agent_rl.utils.text import replace_lone_surrogates
+from jax_agent_rl.validation import replace_lone_surrogates
 
 if TYPE_CHECKING:
     import pyarrow

@@ -13,8 +13,8 @@ from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.sampling import Truncation
 from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.replay import mask_words
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.sampling_support import mask_words
 
 MAX_STOP_IDS = 8
 PREFILL_ROWS = 4  # chunks computed together: a matrix product of one short chunk mostly waits for the weights

@@ -28,7 +28,7 @@ from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, ga
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.vision.context import ImageInputs
-from jax_agent_rl.utils.sampling_support import mask_words
+from jax_agent_rl.replay import mask_words
 
 
 def decode(

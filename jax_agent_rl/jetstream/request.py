@@ -11,9 +11,9 @@ import numpy as np
 from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError, PromptTooLongError
 from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.replay import encode_supports
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, StopReason, Support, TokenOutput, digest_ids
-from jax_agent_rl.utils.sampling_support import encode_supports
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.engine import JaxEngine

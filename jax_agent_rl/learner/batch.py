@@ -30,8 +30,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jax_agent_rl.learner.image_packing import RowImages
+from jax_agent_rl.replay import decode_supports, mask_words
 from jax_agent_rl.types import Support
-from jax_agent_rl.utils.sampling_support import decode_supports, mask_words
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
 UNKNOWN_EXPERT = -1  # in ``Batch.routed_experts``: the router chooses itself

@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
-from jax_agent_rl.utils.startup import ignore_late_writes
+from jax_agent_rl.utils.process import ignore_late_writes
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 

@@ -13,7 +13,7 @@ from jax_agent_rl.errors import ConfigError, WeightUpdateError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, LogprobProbe, file_digest
 from jax_agent_rl.utils.weight_deltas import write_delta
 
@@ -49,7 +49,7 @@ class WeightFiles:
         self._config = config
         self._probe_ids = tuple(tuple(ids) for ids in probe_ids)
         self._shard_bytes = shard_bytes
-        self._folder = tempdirs.make_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
+        self._folder = make_temp_folder("jax_agent_rl-weights-", Path(folder) if folder else memory)
         self.digests: dict[str, str] = {}
         """Of the newest version's files, by name."""
         self.deltas: dict[str, str] = {}
@@ -99,7 +99,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Remove the folder."""
-        tempdirs.remove_folder(self._folder)
+        remove_temp_folder(self._folder)
 
     def _write_delta(self, path: Path, number: int, before: Mapping[str, str]) -> None:
         """Write what changed in a file, and delete the one before: memory holds one version and a file."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -146,3 +147,13 @@ def role_rewards(record: Mapping[str, Any]) -> str:
     """
     parts = {name.split("/")[1]: value for name, value in record.items() if name.endswith("/reward_mean")}
     return ", ".join(f"{role} {value:.2f}" for role, value in parts.items())
+
+
+def number_ranges(numbers: Collection[int], *, dash: str = "–") -> str:
+    """Return numbers in ascending order as text.
+
+    >>> number_ranges([8, 1, 2, 3, 5, 7])
+    '1–3, 5, 7–8'
+    """
+    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0][1]}{dash}{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)

@@ -182,32 +182,23 @@ class Fact(NamedTuple):
         )
 
 
-class TrajectorySelection(NamedTuple):
-    """The trajectories chosen for the report.
-
-    Attributes:
-        places: their positions, from 0.
-        is_full: whether requested trajectories were left out because of :data:`MAX_TOKENS`.
-    """
-
-    places: set[int]
-    is_full: bool
-
-
-def choose(facts: Sequence[Fact], limit: int) -> TrajectorySelection:
+def choose(facts: Sequence[Fact], limit: int) -> tuple[set[int], bool]:
     """Choose at most ``limit`` trajectories (0: all) of at most :data:`MAX_TOKENS`, but at least one.
 
     Every step and split has the same share: its best, its worst, and random others. Where that would be fewer than two,
     only equally spaced steps have any.
+
+    Returns:
+        Positions, from 0, and whether requested trajectories were left out because of :data:`MAX_TOKENS`.
     """
     if not limit:
-        return TrajectorySelection(set(range(len(facts))), is_full=False)
+        return set(range(len(facts))), False
     asked = fitting = min(limit, len(facts))
     places = _spread(facts, fitting)
     while fitting > 1 and (size := _tokens([facts[place] for place in places])) > MAX_TOKENS:
         fitting = max(1, min(fitting - 1, fitting * MAX_TOKENS // size))
         places = _spread(facts, fitting)
-    return TrajectorySelection(places, is_full=fitting < asked)
+    return places, fitting < asked
 
 
 def _spread(facts: Sequence[Fact], limit: int) -> set[int]:

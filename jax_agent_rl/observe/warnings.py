@@ -1,6 +1,11 @@
-"""The table of a run's warnings: what can go wrong without stopping it, from which threshold on, and the remedy.
+"""A run's warnings: what can go wrong without stopping it, from which threshold on, and the remedy.
 
-:mod:`~jax_agent_rl.observe.watch` evaluates them. The thresholds and their sources:
+::
+
+    a step's metrics ─► every Rule: value >= begins, `steps` times in a row ─► printed; counted from there on
+                                    value <  ends,   `steps` times in a row ─► over; it may begin again
+
+The thresholds and their sources:
 
 zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
     Half of the groups have equal rewards, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
@@ -36,25 +41,178 @@ recompilations >= 1 in a step
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import default_agent, report_idle_tools
-from jax_agent_rl.observe.watch import Record, Rule, RunWarning, SinceLast, SinceStart, Value
 
-SEQUENCE_RATIOS = ("gspo", "geo_mean")
-GAP_FLOOR = 0.005
+Record = Mapping[str, Any]
+"""A line of ``metrics.jsonl``, kind ``step``."""
+Value = Callable[[Record], float | None]
+"""The value a rule compares; None where a step has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A condition that should not last.
+
+    Attributes:
+        name: key of the warning.
+        value: the watched value.
+        begins: the condition holds from this value on.
+        ends: it is over below this value.
+        message: the observation, with ``{value}``.
+        advice: what to do.
+        steps: consecutive steps that it takes to begin, or to end.
+    """
+
+    name: str
+    value: Value
+    begins: float
+    ends: float
+    message: str
+    advice: str
+    steps: int = 3
+
+
+@dataclass(kw_only=True)
+class RunWarning:
+    """The state of one warning of a run.
+
+    Attributes:
+        name, message, advice: from the rule, the message with the value at which it last began.
+        first_step: the step at which it was printed; 0: before the first.
+        last_step: the last step on which it held.
+        steps: number of steps on which it held.
+        active: whether it still holds.
+    """
+
+    name: str
+    message: str
+    advice: str
+    first_step: int
+    last_step: int
+    steps: int = 1
+    active: bool = True
+
+
+class Watch:
+    """Evaluates rules on every step of a run.
+
+    Args:
+        rules: with different names; not shared with another watch, because their values may remember earlier steps.
+        print_line: takes a warning that begins.
+    """
+
+    def __init__(self, rules: Sequence[Rule], print_line: Callable[[str], None]) -> None:
+        self._rules = rules
+        self._streaks: Counter[str] = Counter()
+        self._warnings: dict[str, RunWarning] = {}  # by name, in the order of their first steps
+        self._print_line = print_line
+
+    def update(self, record: Record, *, silent: bool = False) -> None:
+        """Take a record of ``metrics.jsonl``; those of other kinds than ``step`` are ignored.
+
+        ``silent`` is for records from before a restart, whose warnings were printed then.
+        """
+        if record.get("kind") != "step":
+            return
+        for rule in self._rules:
+            value = rule.value(record)
+            if value is not None and self._begins(rule, record["step"], value) and not silent:
+                warning = self._warnings[rule.name]
+                self._print_line(f"  warning ({warning.name}): {warning.message}. What to do: {warning.advice}")
+
+    def _begins(self, rule: Rule, step: int, value: float) -> bool:
+        """Take one value; return whether the warning begins with it."""
+        warning = self._warnings.get(rule.name)
+        active = warning if warning and warning.active else None
+        changes = value < rule.ends if active else value >= rule.begins
+        self._streaks[rule.name] = self._streaks[rule.name] + 1 if changes else 0
+        if active and not changes:
+            active.last_step, active.steps = step, active.steps + 1
+        if self._streaks[rule.name] < rule.steps:
+            return False
+        self._streaks[rule.name] = 0
+        if active:
+            active.active = False
+            return False
+        self._warnings[rule.name] = RunWarning(
+            name=rule.name,
+            message=rule.message.format(value=value),
+            advice=rule.advice,
+            first_step=warning.first_step if warning else step,  # if it began before, it is one entry
+            last_step=step,
+            steps=warning.steps + 1 if warning else 1,
+        )
+        return True
+
+    def add(self, warning: RunWarning) -> None:
+        """Add a warning printed before the first step."""
+        self._warnings[warning.name] = warning
+
+    @property
+    def warnings(self) -> list[RunWarning]:
+        """All warnings so far, in the order of their first steps."""
+        return list(self._warnings.values())
+
+    @property
+    def active(self) -> list[str]:
+        """Names of the warnings that hold now."""
+        return [warning.name for warning in self.warnings if warning.active]
+
+
+class SinceStart:
+    """A metric compared with its mean over the first steps that trained on tokens; a :data:`Value`.
+
+    Args:
+        name: name of the metric.
+        compare: takes the current value and the mean of the first ones; returns the rule's value.
+        steps: number of first steps.
+    """
+
+    def __init__(self, name: str, compare: Callable[[float, float], float], *, steps: int = 3) -> None:
+        self._name, self._compare, self._steps = name, compare, steps
+        self._first: list[float] = []
+
+    def __call__(self, record: Record) -> float | None:
+        value = record.get(self._name)
+        if value is None or not record.get("trained_tokens"):
+            return None
+        if len(self._first) < self._steps:
+            self._first.append(value)
+            return None
+        return self._compare(value, sum(self._first) / self._steps)
+
+
+class SinceLast:
+    """The growth of a running total since the step before; a :data:`Value`.
+
+    A total smaller than the one before was restarted by a process that resumed the run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._before = name, 0.0
+
+    def __call__(self, record: Record) -> float | None:
+        total = record.get(self._name)
+        if total is None:
+            return None
+        before, self._before = self._before, total
+        return total - before if total >= before else total
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
     """Return the table; its advice names the keys that would help this configuration with these training rows."""
-    sequence = config.algorithm.policy_loss.loss_mode in SEQUENCE_RATIOS
+    sequence = config.algorithm.policy_loss.loss_mode in ("gspo", "geo_mean")
     clipped = 0.4 if sequence else 0.2
     table = [
         Rule(
             name="truncated",
-            value=_metric("truncated_share"),
+            value=lambda record: record.get("truncated_share"),
             begins=0.2,
             ends=0.1,
             message="{value:.0%} of the trajectories were cut off by a limit of tokens or turns",
@@ -73,7 +231,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="clipped",
-            value=_metric("clip_fraction"),
+            value=lambda record: record.get("clip_fraction"),
             begins=clipped,
             ends=clipped / 2,
             message="{value:.0%} of the " + ("sequences" if sequence else "tokens") + " were clipped: no gradient",
@@ -81,7 +239,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="logprob_gap_growing",
-            value=SinceStart("logprob_gap_mean", lambda now, start: now / max(GAP_FLOOR, start)),
+            value=SinceStart("logprob_gap_mean", lambda now, start: now / max(0.005, start)),
             begins=4.0,
             ends=2.0,
             message="engine and learner disagree {value:.1f} times as much as in the first steps",
@@ -118,11 +276,44 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
     ]
     if config.algorithm.needs_group:
-        table.append(_variance_rule(config))
+        refill = (
+            "" if config.algorithm.max_resample_rounds else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
+        )
+        table.append(
+            Rule(
+                name="zero_variance",
+                value=lambda record: record.get("zero_variance_share"),
+                begins=0.5,
+                ends=0.3,
+                message="{value:.0%} of the groups have equal rewards and teach nothing",
+                advice=f"{refill}drop rows that are always right or always wrong, raise rollout.group_size="
+                f"{config.rollout.group_size}, or give partial credit in the reward",
+            )
+        )
     if not config.trainer.staleness_bound:
-        table.append(_gap_rule(config))
+        table.append(
+            Rule(
+                name="logprob_gap",
+                value=lambda record: record.get("logprob_gap_mean") if record.get("trained_tokens") else None,
+                begins=0.05,
+                ends=0.03,
+                message="engine and learner disagree by {value:.3f} nats per token on the same weights",
+                advice=_precision_advice(config),
+            )
+        )
     if _has_tools(config, rows):
-        table.append(_unused_tools_rule())
+        table.append(
+            Rule(
+                name="tools_unused",
+                value=lambda record: float(record["tool_calls_mean"] == 0),
+                begins=1,
+                ends=1,
+                message="tools are configured and no trajectory calls one",
+                advice="look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the tools (or set "
+                "agent.default_agent), prompts must describe them (agent.tool_prompt), and the model must write calls "
+                "in the expected format (agent.tool_format; agent.action_stop_tokens of a tool server)",
+            )
+        )
     return [*table, _idle_rule(config)]
 
 
@@ -167,45 +358,6 @@ def _has_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
     return bool(config.tools.function_tool_path or config.tools.tool_config_path or named & served)
 
 
-def _metric(name: str) -> Value:
-    return lambda record: record.get(name)
-
-
-def _variance_rule(config: Config) -> Rule:
-    return Rule(
-        name="zero_variance",
-        value=_metric("zero_variance_share"),
-        begins=0.5,
-        ends=0.3,
-        message="{value:.0%} of the groups have equal rewards and teach nothing",
-        advice=_variance_advice(config),
-    )
-
-
-def _gap_rule(config: Config) -> Rule:
-    return Rule(
-        name="logprob_gap",
-        value=lambda record: record.get("logprob_gap_mean") if record.get("trained_tokens") else None,
-        begins=0.05,
-        ends=0.03,
-        message="engine and learner disagree by {value:.3f} nats per token on the same weights",
-        advice=_precision_advice(config),
-    )
-
-
-def _unused_tools_rule() -> Rule:
-    return Rule(
-        name="tools_unused",
-        value=lambda record: float(record["tool_calls_mean"] == 0),
-        begins=1,
-        ends=1,
-        message="tools are configured and no trajectory calls one",
-        advice="look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the tools (or set "
-        "agent.default_agent), prompts must describe them (agent.tool_prompt), and the model must write calls in "
-        "the expected format (agent.tool_format; agent.action_stop_tokens of a tool server)",
-    )
-
-
 def _idle_rule(config: Config) -> Rule:
     mode, own_devices = config.trainer.mode, has_own_devices(config)
     if mode == "sync":
@@ -236,14 +388,6 @@ def has_own_devices(config: Config) -> bool:
     rollout = config.rollout
     beside = rollout.backend == "jetstream" and rollout.jetstream.device_offset >= config.learner.mesh.devices
     return rollout.placement != "colocated" or rollout.backend == "remote" or beside
-
-
-def _variance_advice(config: Config) -> str:
-    refill = "" if config.algorithm.max_resample_rounds else "set algorithm.max_resample_rounds=3 (dynamic sampling), "
-    return (
-        f"{refill}drop rows that are always right or always wrong, raise rollout.group_size="
-        f"{config.rollout.group_size}, or give partial credit in the reward"
-    )
 
 
 def _precision_advice(config: Config) -> str:

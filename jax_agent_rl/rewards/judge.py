@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import Score, register_reward
 from jax_agent_rl.types import SamplingParams, TokenOutput
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
+from jax_agent_rl.utils.network import JsonService
 
 if TYPE_CHECKING:
     import httpx
@@ -149,7 +149,7 @@ class RemoteReward:
         self._slots = asyncio.Semaphore(max_concurrency)
         self._interval = 0.0 if requests_per_second is None else 1.0 / requests_per_second
         self._next_start = 0.0
-        settings = ServiceSettings(
+        self._service = JsonService(
             url=url,
             url_key="reward.remote.url",
             timeout=timeout,
@@ -160,9 +160,10 @@ class RemoteReward:
             headers=headers,
             token_hint="set it in reward.remote.headers",
             trust_env=True,
-        )
-        self._service = JsonService(
-            settings, error=RewardError, pace=self._wait_for_turn, sleep=asyncio.sleep, transport=transport
+            error=RewardError,
+            pace=self._wait_for_turn,
+            sleep=asyncio.sleep,
+            transport=transport,
         )
 
     async def __call__(

@@ -235,7 +235,7 @@ class LLMServerClient(ServerPool):
         state.aborted = True
         self.queue.cancel(request_id)
         if state.server is not None:
-            await state.server.abort(request_id)
+            await state.server.backend.abort(request_id)
         return True
 
     def partial(self, request_id: str) -> TokenOutput | None:

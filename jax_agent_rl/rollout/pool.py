@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.request_queue import RequestQueue
-from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.rollout.watchdog import watch_servers
+from jax_agent_rl.rollout.server import AsyncServer, watch_servers
 from jax_agent_rl.types import PauseMode
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class ServerPool:
         """
         servers = [AsyncServer(make(), name=name) for name, make in factories.items()]
         try:
-            await asyncio.gather(*(server.start() for server in servers))
+            await asyncio.gather(*(server.backend.start() for server in servers))
             for server in servers:
                 self.check_server(server)
             versions = {server.name: server.backend.policy_version for server in servers}
@@ -246,7 +245,7 @@ class ServerPool:
         server = AsyncServer(self._factories[name](), name=name)
         try:
             async with asyncio.timeout_at(deadline):
-                await server.start()
+                await server.backend.start()
                 self.check_server(server)
                 entered = await self._enter(server)
             if entered is not None:

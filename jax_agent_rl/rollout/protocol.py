@@ -182,7 +182,7 @@ class WeightUpdate:
             engine copies on the device and keeps no reference). ``"safetensors"``: ``payload`` is a list of
             file paths. ``"tensorstore"``: ``payload`` is the address of a version's folder, as
             ``models.stored`` writes it. ``"object_store"``: a
-            :class:`~jax_agent_rl.rollout.ray.weights.StoredWeights`. ``"cuda_ipc"``: Hugging Face names to arrays of
+            :class:`~jax_agent_rl.rollout.object_store.StoredWeights`. ``"cuda_ipc"``: Hugging Face names to arrays of
             this process on one GPU of the machine. ``"broadcast"``: the same on one device, which are sent while the
             engine takes the update. ``"mesh"``: None; every process of the
             learner keeps a copy of this version for its engine.
@@ -236,42 +236,33 @@ class Health:
     kv_used_share: float | None = None
 
 
+def _counter(help: str, default: Any = 0) -> Any:
+    """Return a field with its description for Prometheus."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendMetrics:
-    """Counters since ``start``; take differences for rates.
+    """Counters since ``start``, each with its description; take differences for rates.
 
-    Attributes:
-        generated_tokens: ids sampled.
-        prefill_tokens: prompt ids computed.
-        cached_tokens: prompt ids reused from the prefix cache.
-        requests_finished: by any stop reason.
-        busy_seconds: time the engine was computing.
-        prefill_seconds: part of ``busy_seconds`` spent on prompts.
-        recompilations: programs compiled since warm-up ended; 0 in a healthy run.
-        weight_update_seconds: time spent taking weights.
-        slot_steps: slots of every decode step, idle ones included, so that
-            ``(generated_tokens - accepted_tokens) / slot_steps`` is the occupancy; 0 if not counted.
-        drafts: drafts verified by speculative decoding, each of one request.
-        draft_tokens: ids in them.
-        accepted_tokens: of these ids, those that were sampled.
-        offloaded_pages: pages of the KV cache copied to host memory.
-        restored_pages: pages of the KV cache copied back.
+    The occupancy of the decode slots is ``(generated_tokens - accepted_tokens) / slot_steps``. A draft is of one
+    request. ``recompilations`` are 0 in a healthy run, ``slot_steps`` where they are not counted.
     """
 
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    requests_finished: int = 0
-    busy_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    recompilations: int = 0
-    weight_update_seconds: float = 0.0
-    slot_steps: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    offloaded_pages: int = 0
-    restored_pages: int = 0
+    generated_tokens: int = _counter("Ids sampled.")
+    prefill_tokens: int = _counter("Prompt ids computed.")
+    cached_tokens: int = _counter("Prompt ids reused from the prefix cache.")
+    requests_finished: int = _counter("Requests that ended, by any stop reason.")
+    busy_seconds: float = _counter("Time the engine was computing.", 0.0)
+    prefill_seconds: float = _counter("Part of busy_seconds spent on prompts.", 0.0)
+    recompilations: int = _counter("Programs compiled since warm-up ended.")
+    weight_update_seconds: float = _counter("Time spent taking weights.", 0.0)
+    slot_steps: int = _counter("Slots of every decode step, idle ones included.")
+    drafts: int = _counter("Drafts verified by speculative decoding.")
+    draft_tokens: int = _counter("Drafted ids verified.")
+    accepted_tokens: int = _counter("Drafted ids that were sampled.")
+    offloaded_pages: int = _counter("Pages of the KV cache copied to host memory.")
+    restored_pages: int = _counter("Pages of the KV cache copied back from host memory.")
 
     def since(self, before: BackendMetrics) -> BackendMetrics:
         """Return the differences to an earlier reading; ``recompilations`` stays the total."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
@@ -66,6 +66,7 @@ Receive = Callable[[WeightUpdate], AbstractAsyncContextManager[WeightUpdate]]
 """Yields an update in the form the engine takes, valid within the context."""
 
 
+@dataclass(eq=False)
 class TransportBackend:
     """A backend that takes weights of one kind, in place of those its engine takes.
 
@@ -76,25 +77,22 @@ class TransportBackend:
         passes: kinds that go to the engine as they are.
     """
 
-    def __init__(
-        self, backend: RolloutBackend, kind: str, receive: Receive, *, passes: frozenset[str] = frozenset()
-    ) -> None:
-        self._backend = backend
-        self._passes = passes
-        self._kind = kind
-        self._receive = receive
+    backend: RolloutBackend
+    kind: str
+    receive: Receive
+    passes: frozenset[str] = frozenset()
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self._backend.capabilities, weight_payloads=frozenset({self._kind}))
+        return replace(self.backend.capabilities, weight_payloads=frozenset({self.kind}))
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind in self._passes:
-            return await self._backend.update_weights(update)
-        if update.kind != self._kind:
-            raise WeightUpdateError(f"this engine takes weights of kind {self._kind!r}, got {update.kind!r}")
-        async with self._receive(update) as received:
-            await self._backend.update_weights(received)
+        if update.kind in self.passes:
+            return await self.backend.update_weights(update)
+        if update.kind != self.kind:
+            raise WeightUpdateError(f"this engine takes weights of kind {self.kind!r}, got {update.kind!r}")
+        async with self.receive(update) as received:
+            await self.backend.update_weights(received)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self.backend, name)

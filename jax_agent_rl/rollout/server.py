@@ -1,14 +1,19 @@
-"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, weight updates and metrics."""
+"""One engine as the rollout sees it: a :class:`RolloutBackend`, its running requests, weight updates and metrics.
+
+The watchdog notices engines that died while idle, or that accept requests and never answer them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast
 
-from jax_agent_rl.errors import BackendError, EngineDiedError, WeightUpdateError
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -55,7 +60,8 @@ class AsyncServer:
         self._idle.set()
         self._waits: set[asyncio.Timeout] = set()
         self._abandoned = ""
-        self._updating = False
+        self.updating = False
+        """Whether it is taking weights, so that its requests stand still."""
         self.has_answered = False
         """Whether it has ever finished a request."""
 
@@ -64,22 +70,11 @@ class AsyncServer:
         """Ids of the requests that are inside the backend."""
         return frozenset(self._running)
 
-    @property
-    def updating(self) -> bool:
-        """Whether it is taking weights, so that its requests stand still."""
-        return self._updating
-
-    async def start(self) -> None:
-        await self.backend.start()
-
-    async def close(self) -> None:
-        await self.backend.close()
-
     async def close_quietly(self, *, timeout: float | None = None) -> None:
         """Close a server that may be in any state, within ``timeout`` seconds; log what fails."""
         try:
             async with asyncio.timeout(timeout):
-                await self.close()
+                await self.backend.close()
         except Exception as error:
             logger.warning("server %s failed to close: %r", self.name, error)
 
@@ -156,10 +151,6 @@ class AsyncServer:
                     return chunk.final
         raise BackendError(f"request {request.request_id!r} ended without a result")
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request with ``StopReason.ABORTED``; False if it is not here."""
-        return await self.backend.abort(request_id)
-
     async def evacuate(self) -> None:
         """Abort all requests, so that the client resumes them elsewhere; does nothing if the backend cannot abort."""
         if self.backend.capabilities.abort:
@@ -190,12 +181,12 @@ class AsyncServer:
                 f"server {self.name} takes weights in {self.backend.capabilities.weight_dtype}, but those of version "
                 f"{update.version} are rounded to {update.dtype}: it joined after they were made; it gets the next ones"
             )
-        self._updating = True
+        self.updating = True
         try:
             async with self._until_abandoned():
                 await self._take(update, mode or self._gentlest_pause())
         finally:
-            self._updating = False
+            self.updating = False
 
     async def _take(self, update: WeightUpdate, mode: PauseMode | None) -> None:
         if mode is None:
@@ -215,34 +206,15 @@ class AsyncServer:
         return next((mode for mode in (PauseMode.ABORT, PauseMode.WAIT) if mode in capabilities.pause_modes), None)
 
 
-COUNTED = {
-    "generated_tokens": "Ids sampled.",
-    "prefill_tokens": "Prompt ids computed.",
-    "cached_tokens": "Prompt ids reused from the prefix cache.",
-    "requests_finished": "Requests that ended, by any stop reason.",
-    "busy_seconds": "Time the engine was computing.",
-    "prefill_seconds": "Part of busy_seconds spent on prompts.",
-    "recompilations": "Programs compiled since warm-up ended.",
-    "weight_update_seconds": "Time spent taking weights.",
-    "slot_steps": "Slots of every decode step, idle ones included.",
-    "drafts": "Drafts verified by speculative decoding.",
-    "draft_tokens": "Drafted ids verified.",
-    "accepted_tokens": "Drafted ids that were sampled.",
-    "offloaded_pages": "Pages of the KV cache copied to host memory.",
-    "restored_pages": "Pages of the KV cache copied back from host memory.",
-}
-"""Description of every field of :class:`~jax_agent_rl.rollout.protocol.BackendMetrics`."""
-
-
 def engine_families(
     metrics: BackendMetrics, health: Health, capabilities: Capabilities, *, engine: str
 ) -> Iterator[Metric]:
     """Yield an engine's counters and state, labelled with its name."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for name, text in COUNTED.items():
-        family = CounterMetricFamily(f"{PREFIX}engine_{name}", text, labels=["engine"])
-        family.add_metric([engine], getattr(metrics, name))
+    for counter in fields(metrics):
+        family = CounterMetricFamily(f"{PREFIX}engine_{counter.name}", counter.metadata["help"], labels=["engine"])
+        family.add_metric([engine], getattr(metrics, counter.name))
         yield family
     state = {
         "up": ("Whether it serves.", health.ok),
@@ -257,3 +229,128 @@ def engine_families(
             family = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=["engine"])
             family.add_metric([engine], float(value))
             yield family
+
+
+_METRICS_TIMEOUT_SECONDS = 10.0
+"""Time limit of the slowest engine for reporting its metrics."""
+
+
+class FleetMetrics:
+    """The summed metrics of several engines; one that is gone or does not answer keeps its last values.
+
+    An engine that joins later counts from then on: a server that was only out of reach still has its old counters.
+
+    Args:
+        backends: returns the current engines.
+    """
+
+    def __init__(self, backends: Callable[[], Sequence[RolloutBackend]]) -> None:
+        self._backends = backends
+        self._first: dict[RolloutBackend, BackendMetrics] = {b: BackendMetrics() for b in backends()}
+        self._last: dict[RolloutBackend, BackendMetrics] = {}
+        self._gone = BackendMetrics()
+
+    async def read(self) -> BackendMetrics:
+        backends = self._backends()
+        await asyncio.gather(*map(self._read, backends))
+        for backend in self._first.keys() - set(backends):
+            del self._first[backend]
+            self._gone = _sum(self._gone, self._last.pop(backend, BackendMetrics()))
+        return _sum(self._gone, *self._last.values())
+
+    async def _read(self, backend: RolloutBackend) -> None:
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_SECONDS):
+                now = await backend.metrics()
+        except (BackendError, TimeoutError):
+            return
+        first = self._first.setdefault(backend, now)
+        self._last[backend] = _combine(lambda now, first: now - first, now, first)
+
+
+def _sum(*metrics: BackendMetrics) -> BackendMetrics:
+    return _combine(lambda *values: sum(values), *metrics)
+
+
+def _combine(how: Callable[..., Any], *metrics: BackendMetrics) -> BackendMetrics:
+    """Combine each counter separately."""
+    names = BackendMetrics.__dataclass_fields__
+    return BackendMetrics(**{name: how(*(getattr(m, name) for m in metrics)) for name in names})
+
+
+_COMPILING = 3
+"""Times the patience for an engine that has not sampled yet: it may be compiling."""
+
+_UPDATING = 10
+"""Times the patience for an engine that is taking weights."""
+
+_CHECKS = 4
+"""Checks per ``stall_seconds``."""
+
+
+class StallDetector:
+    """Compares an engine's counters from check to check; without clocks or asyncio.
+
+    Args:
+        stall_seconds: how long an engine may have requests without any of its counters moving.
+    """
+
+    def __init__(self, stall_seconds: float):
+        self._stall_seconds = stall_seconds
+        # Counters when they last changed, and the time of that.
+        self._readings: weakref.WeakKeyDictionary[object, tuple[tuple[int, ...] | None, float]]
+        self._readings = weakref.WeakKeyDictionary()
+
+    def check(
+        self, server: object, counters: tuple[int, ...] | None, *, now: float, busy: bool, updating: bool
+    ) -> bool:
+        """Return whether the engine has stalled.
+
+        Args:
+            server: the server of the engine.
+            counters: its counters; None if it did not report them.
+            now: seconds.
+            busy: it has requests.
+            updating: it is taking weights.
+        """
+        last, since = self._readings.get(server, (counters, now))
+        moved = counters is not None and counters != last
+        if moved:
+            last = counters
+        if moved or not (busy or updating):
+            since = now
+        self._readings[server] = last, since
+        has_sampled = any(last or ())
+        patience = self._stall_seconds * (_UPDATING if updating else 1 if has_sampled else _COMPILING)
+        return now - since > patience
+
+
+async def watch_servers(
+    servers: Callable[[], Collection[AsyncServer]], mark_lost: Callable[[AsyncServer, str], None], stall_seconds: float
+) -> None:
+    """Check all servers again and again, until cancelled.
+
+    Args:
+        servers: returns those to check.
+        mark_lost: called with a server that died or stalled, and the reason.
+        stall_seconds: see :class:`StallDetector`.
+    """
+    detector, interval = StallDetector(stall_seconds), stall_seconds / _CHECKS
+
+    async def check(server: AsyncServer) -> None:
+        counters: tuple[int, ...] | None = None
+        try:
+            async with asyncio.timeout(interval):
+                done = await server.backend.metrics()
+            counters = (done.generated_tokens, done.prefill_tokens, done.cached_tokens, done.requests_finished)
+        except (EngineDiedError, BackendClosedError) as error:
+            mark_lost(server, str(error))
+        except Exception as error:
+            logger.warning("server %s does not report its counters: %r", server.name, error)
+        now, requests = asyncio.get_running_loop().time(), len(server.running)
+        if detector.check(server, counters, now=now, busy=requests > 0, updating=server.updating):
+            mark_lost(server, f"with {requests} requests inside it has done nothing for {stall_seconds:g} s")
+
+    while True:
+        await asyncio.sleep(interval)
+        await asyncio.gather(*map(check, servers()))

@@ -31,7 +31,7 @@ from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.membership import MembershipServer
-from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_here
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
 from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
@@ -43,7 +43,6 @@ from jax_agent_rl.runtime.multihost_engines import (
     on_every_host,
 )
 from jax_agent_rl.runtime.placement import (
-    FleetMetrics,
     first_version,
     open_engine,
     open_places,
@@ -52,8 +51,7 @@ from jax_agent_rl.runtime.placement import (
 )
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
-from jax_agent_rl.runtime.served_teachers import open_served_teachers
-from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, require_teachers
+from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, open_served_teachers, require_teachers
 from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
 
@@ -117,11 +115,11 @@ async def build(
         print_line(f"loading {config.model.path}")
         probe_ids = encode_text_of(codec, train[0][0])
         model = read_model(config, codec, probe_ids)
-        shared = one_program(config, model)
+        table, score_by = one_program(config, model) or (None, None)
         teach = await stack.enter_async_context(
             open_served_teachers(config, model, probe_ids=probe_ids, print_line=print_line)
         )
-        learner = make_learner(config, model, score_by=shared and shared.score, channel=channel)
+        learner = make_learner(config, model, score_by=score_by, channel=channel)
         weight_buffer = make_weight_buffer(config) if on_every_host(config) else None
         publisher = make_publisher(
             config,
@@ -138,7 +136,7 @@ async def build(
             weights=lambda: (model, initial_weights(config, learner.params)),
             print_line=print_line,
             version=first_version(config),
-            table=shared and shared.table,
+            table=table,
         )
         if weight_buffer is not None:
             here = {"host-0": functools.partial(make_host_engine, config, weight_buffer, print_line=print_line)}
@@ -270,13 +268,11 @@ def make_learner(
     return learner if channel is None else LeadingLearner(learner, channel)
 
 
-def open_checkpointer(
-    folder: Path | str, *, keep: int, channel: ControlChannel | None
-) -> Checkpointer | LeadingCheckpointer:
+def open_checkpointer(folder: Path | str, *, keep: int, channel: ControlChannel | None) -> Checkpointer:
     """Open the checkpoints of all processes, in one folder."""
-    return (
-        Checkpointer(folder, keep=keep) if channel is None else LeadingCheckpointer(folder, keep=keep, channel=channel)
-    )
+    if channel is None:
+        return Checkpointer(folder, keep=keep)
+    return LeadingCheckpointer(folder, keep=keep, channel=channel)
 
 
 def follow_run(config: Config) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import jax
@@ -24,6 +23,7 @@ from jax_agent_rl.learner.optimizer import optimizer_bytes
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
+from jax_agent_rl.observe.progress import number_ranges
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -239,14 +239,14 @@ def report_idle(
         fix = f"set rollout.jetstream.mesh.tensor to a divisor of {own}"
         if engine.mesh.data is not None and own % engine.mesh.engine_devices == 0:
             fix = f"set rollout.jetstream.mesh.data={own // engine.mesh.engine_devices}, or leave it out"
-        lines.append(f"{_ranges(idle)} of {count} have no engine to sample with: {fix}")
+        lines.append(f"{_devices(idle)} of {count} have no engine to sample with: {fix}")
     if learning and (idle := everything - set(learning)):
         mesh = config.learner.mesh
         factor, rest = divmod(count, mesh.devices)
         key = (
             f"learner.mesh.fsdp={mesh.fsdp * factor}" if not rest else f"axes of learner.mesh whose product is {count}"
         )
-        lines.append(f"{_ranges(idle)} of {count} have no part in learning: set {key}")
+        lines.append(f"{_devices(idle)} of {count} have no part in learning: set {key}")
     return lines
 
 
@@ -286,8 +286,6 @@ def expect_idle(config: Config, count: int) -> list[str]:
     return report_idle(config, count=count, sampling=sampling, learning=learning)
 
 
-def _ranges(numbers: Collection[int]) -> str:
-    """Describe devices by number, such as ``devices 2, 5-7``."""
-    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
-    texts = [f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs]
-    return f"{'device' if len(numbers) == 1 else 'devices'} {', '.join(texts)}"
+def _devices(numbers: Collection[int]) -> str:
+    """Name devices by number, such as ``devices 2, 5-7``."""
+    return f"{'device' if len(numbers) == 1 else 'devices'} {number_ranges(numbers, dash='-')}"

@@ -16,13 +16,12 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config, RolloutConfig
@@ -32,6 +31,7 @@ from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.lora import blank_adapter, read_peft, read_settings
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.merge_outputs import DecodeText
 from jax_agent_rl.rollout.pool import BackendFactory
 from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
 from jax_agent_rl.runtime import use_compilation_cache
@@ -41,6 +41,7 @@ from jax_agent_rl.utils.network import token_from
 from jax_agent_rl.utils.plugins import InstalledName, load_installed
 
 if TYPE_CHECKING:
+    from jax_agent_rl.jetstream.deterministic import DeterministicScorer
     from jax_agent_rl.jetstream.external_engine import MakeEngine
     from jax_agent_rl.jetstream.programs import ProgramTable
 
@@ -52,7 +53,6 @@ UNTRAINED = -1
 SHORTEST_SERVED_SPAN = 256
 """Positions that the programs for the shortest contexts attend to, where requests are of all lengths."""
 
-DecodeText = Callable[[Sequence[int]], str]
 Weights = Callable[[], tuple[DecoderConfig, Params]]
 
 
@@ -165,19 +165,16 @@ def backend_factories(
             return {name: functools.partial(load_installed("backends", name), spec)}
 
 
-def recovery_seconds(config: Config) -> float:
-    """Return ``rollout.recovery_seconds``; 0 if the only engine is in the learner's process and irreplaceable."""
-    alone = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
-    return 0.0 if alone and jax.process_count() == 1 else config.rollout.recovery_seconds
-
-
 def make_client(config: Config, codec: ChatCodec) -> LLMServerClient:
     """Return the client of the configured engines, still without servers."""
+    # An engine in the learner's process that is the only one cannot be replaced.
+    alone = config.rollout.backend == "jetstream" and config.rollout.placement == "colocated"
+    irreplaceable = alone and jax.process_count() == 1
     return LLMServerClient(
         decode_text=_decoder(codec),
         max_in_flight_per_server=config.rollout.max_in_flight_per_server,
         wait_for_server_seconds=config.rollout.wait_for_server_seconds,
-        recovery_seconds=recovery_seconds(config),
+        recovery_seconds=0.0 if irreplaceable else config.rollout.recovery_seconds,
         stall_seconds=config.rollout.stall_seconds,
         seed=config.seed,
     )
@@ -201,16 +198,8 @@ def make_engine(
     return make()
 
 
-@dataclass(frozen=True)
-class OneProgram:
-    """The program that engine and learner share with ``rollout.deterministic``, and the learner's access to it."""
-
-    table: ProgramTable
-    score: Callable[[Params, Sequence[Sequence[int]]], list[np.ndarray]]
-
-
-def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
-    """Return the shared program with ``rollout.deterministic``, otherwise None.
+def one_program(config: Config, model: DecoderConfig) -> tuple[ProgramTable, DeterministicScorer] | None:
+    """Return the program that engine and learner share with ``rollout.deterministic``, and the learner's access to it.
 
     Raises:
         ConfigError: the model is not supported.
@@ -222,9 +211,8 @@ def one_program(config: Config, model: DecoderConfig) -> OneProgram | None:
 
     table = ProgramTable()
     dtype, temperature = config.rollout.jetstream.dtype, config.rollout.temperature
-    return OneProgram(
-        table, DeterministicScorer(model, engine_shapes(config), dtype=dtype, table=table, temperature=temperature)
-    )
+    scorer = DeterministicScorer(model, engine_shapes(config), dtype=dtype, table=table, temperature=temperature)
+    return table, scorer
 
 
 def parameter_dtype(config: Config) -> str:

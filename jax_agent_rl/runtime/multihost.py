@@ -26,7 +26,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
@@ -47,8 +48,9 @@ from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered
-from jax_agent_rl.runtime.multihost_groups import decode_groups, encode_groups
-from jax_agent_rl.types import Group
+from jax_agent_rl.replay import from_json, to_json
+from jax_agent_rl.rollout.http.wire import decode_media, encode_media
+from jax_agent_rl.types import Group, Trajectory, Turn
 
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.multihost_engines import WeightBuffer
@@ -225,46 +227,36 @@ class LeadingLearner:
             )
 
 
-class LeadingCheckpointer:
-    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` whose every call happens on all processes."""
+class LeadingCheckpointer(Checkpointer):
+    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` that writes and reads on all processes together.
+
+    Args:
+        folder: see :class:`Checkpointer`.
+        keep: see :class:`Checkpointer`.
+        channel: commands the others, which restore the state they have.
+    """
 
     def __init__(self, folder: Path | str, *, keep: int, channel: ControlChannel) -> None:
         self._channel = channel
         with channel.command("open", {"folder": str(located(folder)), "keep": keep}):
-            self._own = Checkpointer(folder, keep=keep)
-
-    @property
-    def steps(self) -> list[int]:
-        """See :attr:`Checkpointer.steps`."""
-        return self._own.steps
+            super().__init__(folder, keep=keep)
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
-        """See :meth:`Checkpointer.save`."""
         with self._channel.command("save", {"step": step, "progress": progress}):
-            self._own.save(step, state, progress)
-
-    def check(self) -> None:
-        """See :meth:`Checkpointer.check`: failures on other processes are known here without a command."""
-        self._own.check()
+            super().save(step, state, progress)
 
     def wait(self) -> None:
-        """See :meth:`Checkpointer.wait`."""
         with self._channel.command("wait"):
-            self._own.wait()
-
-    def written(self) -> str:
-        """See :meth:`Checkpointer.written`: of all processes."""
-        return self._own.written()
+            super().wait()
 
     def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
-        """See :meth:`Checkpointer.restore`; the others use the state they restored."""
         with self._channel.command("restore", {"step": step}):
-            return self._own.restore(like, step=step)
+            return super().restore(like, step=step)
 
     def close(self) -> None:
-        """See :meth:`Checkpointer.close`."""
         with self._channel.command("close"):
-            self._own.close()
+            Checkpointer.wait(self)  # not the command: the others wait within this one, too
+            self._manager.close()
 
 
 @contextlib.contextmanager
@@ -296,6 +288,11 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = ControlChannel()
     checkpointer: Checkpointer | None = None
+
+    def opened() -> Checkpointer:
+        assert checkpointer is not None  # process 0 opens before it uses
+        return checkpointer
+
     while True:
         command, payload = channel.receive()
         source = learner.averaged() if payload and payload.pop("averaged", False) else learner
@@ -322,9 +319,14 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                         stored.write_part(**payload, params=source.params, part=jax.process_index())
                     finally:  # process 0 notices what is missing
                         channel.barrier("store")
-                case _:
-                    assert checkpointer is not None  # process 0 opens before it uses
-                    _follow_checkpoint(learner, checkpointer, command, payload)
+                case "save":
+                    opened().save(payload["step"], learner.state, payload["progress"])
+                case "wait":
+                    opened().wait()
+                case "restore":
+                    _, learner.state, _ = opened().restore(learner.state, step=payload["step"])
+                case "close":
+                    opened().close()
         except StepCancelled:
             logger.info("the step was cancelled")
         except (JaxAgentRLError, ValueError, OSError) as error:
@@ -332,13 +334,55 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
             logger.warning("%s failed on process %d: %s", command, jax.process_index(), error)
 
 
-def _follow_checkpoint(learner: Learner, checkpointer: Checkpointer, command: str, payload: Any) -> None:
-    match command:
-        case "save":
-            checkpointer.save(payload["step"], learner.state, payload["progress"])
-        case "wait":
-            checkpointer.wait()
-        case "restore":
-            _, learner.state, _ = checkpointer.restore(learner.state, step=payload["step"])
-        case "close":
-            checkpointer.close()
+# --- groups as JSON -----------------------------------------------------------------------------------------------
+
+
+_GROUPS = TypeAdapter(list[Group])
+
+
+def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return what the learner reads of groups, for JSON; floats are exact."""
+    lean = [replace(group, trajectories=tuple(map(_lean, group.trajectories))) for group in groups]
+    # Encoded media are not of the types that are declared, which pydantic would warn of.
+    return [_map_routed(group, to_json) for group in _GROUPS.dump_python(lean, warnings=False)]
+
+
+def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
+    """Invert :func:`encode_groups`."""
+    groups = _GROUPS.validate_python([_map_routed(group, from_json) for group in encoded])
+    return [replace(group, trajectories=tuple(map(_with_images, group.trajectories))) for group in groups]
+
+
+def _map_routed(group: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a group with the ``routed_experts`` of all its outputs converted."""
+
+    def turn_of(turn: Mapping[str, Any]) -> dict[str, Any]:
+        output = turn["output"]
+        return {**turn, "output": {**output, "routed_experts": convert(output["routed_experts"])}}
+
+    def trajectory_of(trajectory: Mapping[str, Any]) -> dict[str, Any]:
+        segments = [trajectory_of(segment) for segment in trajectory["segments"]]
+        return {**trajectory, "turns": [turn_of(turn) for turn in trajectory["turns"]], "segments": segments}
+
+    return {**group, "trajectories": [trajectory_of(trajectory) for trajectory in group["trajectories"]]}
+
+
+def _lean(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory without texts and records, which only users and rewards read; its data source stays."""
+
+    def lean(turn: Turn) -> Turn:
+        calls = tuple(replace(c, arguments=None, observation="", media={}) for c in turn.tool_calls)
+        return replace(turn, tool_calls=calls, note="", appended_media=encode_media(turn.appended_media))
+
+    turns = tuple(map(lean, trajectory.turns))
+    segments = tuple(map(_lean, trajectory.segments))
+    media = encode_media(trajectory.prompt_media)
+    row = {key: value for key, value in trajectory.row.items() if key == "data_source"}
+    return replace(trajectory, turns=turns, segments=segments, row=row, messages=(), metrics={}, prompt_media=media)
+
+
+def _with_images(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory with its PNG decoded."""
+    turns = tuple(replace(turn, appended_media=decode_media(turn.appended_media)) for turn in trajectory.turns)
+    segments = tuple(map(_with_images, trajectory.segments))
+    return replace(trajectory, turns=turns, segments=segments, prompt_media=decode_media(trajectory.prompt_media))

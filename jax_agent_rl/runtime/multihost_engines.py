@@ -27,7 +27,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Any, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -115,19 +115,15 @@ def make_host_engine(
 # --- discovery -----------------------------------------------------------------------------------------------------
 
 
-class Store(Protocol):
-    """The part of jax's coordination service used here."""
-
-    def key_value_set(self, key: str, value: str) -> None: ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-
-
 class HostRegistry:
-    """Where process 0 and the engines of other processes find each other."""
+    """Where process 0 and the engines of other processes find each other.
 
-    def __init__(self, store: Store | None = None) -> None:
-        self._store: Store = store or ocp.multihost.get_jax_distributed_client()
+    Args:
+        store: key-value store; None: that of jax's coordination service.
+    """
+
+    def __init__(self, store: Any = None) -> None:
+        self._store = store or ocp.multihost.get_jax_distributed_client()
 
     def publish_token(self, token: str) -> None:
         """Process 0: publish the token that the other servers will require."""

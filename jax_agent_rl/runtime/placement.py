@@ -1,4 +1,4 @@
-"""Where the engines run (``rollout.placement``), and their metrics as one fleet.
+"""Where the engines run (``rollout.placement``).
 
 ::
 
@@ -25,8 +25,10 @@ from typing import Any
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import BackendError, ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.object_store import from_object_store
 from jax_agent_rl.rollout.pool import BackendFactory
-from jax_agent_rl.rollout.protocol import BROADCAST, BackendMetrics, RolloutBackend
+from jax_agent_rl.rollout.protocol import BROADCAST
+from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import UNTRAINED, connect, make_engine, send_weights
 from jax_agent_rl.runtime.multihost_engines import on_every_host
@@ -34,9 +36,6 @@ from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.utils.hub import absolute_model_path
 
 logger = logging.getLogger(__name__)
-
-_METRICS_TIMEOUT = 10.0
-"""Seconds that the slowest engine may take to report its metrics."""
 
 
 @asynccontextmanager
@@ -91,9 +90,10 @@ def place_engines(
         case "separate":
             return _in_actors(config, places)
         case "hybrid":
-            return {name: functools.partial(_from_store, make) for name, make in colocated.items()} | _in_actors(
-                config, places
-            )
+            stored: dict[str, BackendFactory] = {
+                name: lambda make=make: from_object_store(make()) for name, make in colocated.items()
+            }
+            return stored | _in_actors(config, places)
 
 
 @asynccontextmanager
@@ -146,27 +146,15 @@ def _in_actors(config: Config, places: Sequence[Mapping[str, Any]], *, first: in
     # The learner's GPU platform would fail where Ray shows no GPU; vLLM needs none for JAX.
     on_cpu = not rollout.gpus_per_engine or rollout.backend == "vllm"
     variables = {"JAX_PLATFORMS": "cpu"} if on_cpu else {}
+    send = functools.partial(send_weights, rollout) if rollout.weight_transport == BROADCAST else None
     factories: dict[str, BackendFactory] = {}
     for number, place in enumerate(places, first):
         name = f"ray-{number}"
         own = {"rollout": rollout, "model": model, "seed": config.seed + number, "run_dir": f"{config.run_dir}/{name}"}
         options = {**place, "runtime_env": {"env_vars": variables}}
-        factories[name] = functools.partial(_actor, config.model_copy(update=own), name, options)
+        make = functools.partial(make_engine, config.model_copy(update=own), version=UNTRAINED)
+        factories[name] = functools.partial(RayBackend, make, name=name, options=options, send_weights=send)
     return factories
-
-
-def _actor(config: Config, name: str, options: Mapping[str, Any]) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray.backend import RayBackend
-
-    make = functools.partial(make_engine, config, version=UNTRAINED)
-    send = functools.partial(send_weights, config.rollout) if config.rollout.weight_transport == BROADCAST else None
-    return RayBackend(make, name=name, options=options, send_weights=send)
-
-
-def _from_store(make: BackendFactory) -> RolloutBackend:
-    from jax_agent_rl.rollout.ray.weights import from_object_store
-
-    return from_object_store(make())
 
 
 def room_for_learning(
@@ -230,46 +218,3 @@ async def _try(change: Callable[[], Any], name: str) -> None:
 
 def _find(client: LLMServerClient, names: Sequence[str]) -> list[AsyncServer]:
     return [server for server in client.servers if server.name in names]
-
-
-class FleetMetrics:
-    """The summed metrics of several engines; one that is gone or does not answer keeps its last values.
-
-    An engine that joins later counts from then on: a server that was only out of reach still has its old counters.
-
-    Args:
-        backends: returns the current engines.
-    """
-
-    def __init__(self, backends: Callable[[], Sequence[RolloutBackend]]) -> None:
-        self._backends = backends
-        self._first: dict[RolloutBackend, BackendMetrics] = {b: BackendMetrics() for b in backends()}
-        self._last: dict[RolloutBackend, BackendMetrics] = {}
-        self._gone = BackendMetrics()
-
-    async def read(self) -> BackendMetrics:
-        backends = self._backends()
-        await asyncio.gather(*map(self._read, backends))
-        for backend in self._first.keys() - set(backends):
-            del self._first[backend]
-            self._gone = _sum(self._gone, self._last.pop(backend, BackendMetrics()))
-        return _sum(self._gone, *self._last.values())
-
-    async def _read(self, backend: RolloutBackend) -> None:
-        try:
-            async with asyncio.timeout(_METRICS_TIMEOUT):
-                now = await backend.metrics()
-        except (BackendError, TimeoutError):
-            return
-        first = self._first.setdefault(backend, now)
-        self._last[backend] = _combine(lambda now, first: now - first, now, first)
-
-
-def _sum(*metrics: BackendMetrics) -> BackendMetrics:
-    return _combine(lambda *values: sum(values), *metrics)
-
-
-def _combine(how: Callable[..., Any], *metrics: BackendMetrics) -> BackendMetrics:
-    """Combine each counter separately."""
-    names = BackendMetrics.__dataclass_fields__
-    return BackendMetrics(**{name: how(*(getattr(m, name) for m in metrics)) for name in names})

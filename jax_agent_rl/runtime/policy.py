@@ -29,7 +29,7 @@ from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.lora import save_peft
 from jax_agent_rl.models.sharding import make_mesh
-from jax_agent_rl.utils.tempdirs import make_folder, remove_folder
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 
 logger = logging.getLogger(__name__)
 _Named = TypeVar("_Named", ModelConfig, TeacherConfig)
@@ -91,7 +91,7 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
         yield ServedPolicy(config=config, recorded=config, name=config.model.path, step=0)
         return
     step = saved_step(choice.run, choice.step)
-    folder = make_folder("weights-", choice.run)
+    folder = make_temp_folder("weights-", choice.run)
     names = set(config.agent.role_adapters.values())
     try:
         export_run(choice.run, folder, step=step, adapter=bool(names), ema=choice.ema)
@@ -107,7 +107,7 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
             step=step,
         )
     finally:
-        remove_folder(folder)
+        remove_temp_folder(folder)
 
 
 def choose(choice: PolicyChoice) -> Config:
@@ -289,13 +289,13 @@ def resolve_model(path: str) -> str:
     folder = run / "exports" / f"step-{step}"
     if not folder.is_dir():
         logger.info("exporting step %d of %s", step, run)
-        unfinished = make_folder("weights-", run)
+        unfinished = make_temp_folder("weights-", run)
         try:
             export_run(run, unfinished, step=step)
             folder.parent.mkdir(exist_ok=True)
             unfinished.rename(folder)
         except BaseException:
-            remove_folder(unfinished)
+            remove_temp_folder(unfinished)
             raise
     return str(folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -19,8 +19,8 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors
+from jax_agent_rl.rollout.object_store import store
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
-from jax_agent_rl.rollout.ray.weights import store
 from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
 from jax_agent_rl.trainer.components import Publisher, WeightSource
@@ -41,28 +41,16 @@ class ScoreProbe(Protocol):
     def __call__(self, params: Params, *, dtype: str) -> LogprobProbe: ...
 
 
-class ArrayPublisher:
-    """Publishes the arrays themselves, to an engine of this process."""
+class ArrayPublisher(Publisher):
+    """Publishes the arrays themselves, and adapters in training, to an engine of this process."""
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        return WeightUpdate(version=version, kind="arrays", payload=learner.params)
-
-    def close(self) -> None:
-        pass
+        adapters = learner.adapters if isinstance(learner, MultiAdapterLearner) else {}
+        return WeightUpdate(version=version, kind="arrays", payload=learner.params, adapters=adapters)
 
 
-class AdapterPublisher:
-    """Publishes adapters in training and the model below them, to an engine of this process."""
-
-    def make(self, learner: WeightSource, version: int) -> WeightUpdate:
-        assert isinstance(learner, MultiAdapterLearner)  # with agent.role_adapters
-        return WeightUpdate(version=version, kind="arrays", payload=learner.params, adapters=learner.adapters)
-
-    def close(self) -> None:
-        pass
-
-
-class FilePublisher:
+@dataclass
+class FilePublisher(Publisher):
     """Publishes safetensors files with a log-prob probe, to engines of other processes and machines.
 
     Args:
@@ -71,17 +59,16 @@ class FilePublisher:
         full_every: every so many versions all numbers are sent, else those that changed; 1: always all.
     """
 
-    def __init__(self, files: WeightFiles, find_dtype: FindDtype, *, full_every: int = 1) -> None:
-        self._files = files
-        self._find_dtype = find_dtype
-        self._full_every = full_every
-        self._published = 0
+    files: WeightFiles
+    find_dtype: FindDtype
+    full_every: int = 1
+    _published: int = 0
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Write all parameters and, where uploads hold changes alone, those; remove the previous version's files."""
-        dtype = self._find_dtype()
-        is_full = self._published % self._full_every == 0
-        files = self._files.write(learner.params, version, dtype=dtype, delta=not is_full)
+        dtype = self.find_dtype()
+        is_full = self._published % self.full_every == 0
+        files = self.files.write(learner.params, version, dtype=dtype, delta=not is_full)
         self._published += 1
         return WeightUpdate(
             version=version,
@@ -89,15 +76,16 @@ class FilePublisher:
             payload=files,
             lasting=True,
             dtype=dtype,
-            digests=self._files.digests,
-            deltas=self._files.deltas if self._full_every > 1 else None,
+            digests=self.files.digests,
+            deltas=self.files.deltas if self.full_every > 1 else None,
         )
 
     def close(self) -> None:
-        self._files.close()
+        self.files.close()
 
 
-class DevicePublisher:
+@dataclass
+class DevicePublisher(Publisher):
     """Publishes tensors on one device, to vLLM engines; files while an engine takes no others.
 
     The device holds a copy of the weights, in the engines' precision, so that an engine that is restarted can take it.
@@ -111,59 +99,48 @@ class DevicePublisher:
         score_probe: see :class:`ScoreProbe`.
     """
 
-    def __init__(
-        self,
-        model: DecoderConfig,
-        kind: str,
-        files: Publisher,
-        find_dtype: FindDtype,
-        find_payloads: Callable[[], frozenset[str]],
-        score_probe: ScoreProbe,
-    ) -> None:
-        self._model = model
-        self._kind = kind
-        self._files = files
-        self._find_dtype = find_dtype
-        self._find_payloads = find_payloads
-        self._score_probe = score_probe
-        self._newest: dict[str, jax.Array] = {}
+    model: DecoderConfig
+    kind: str
+    files: Publisher
+    find_dtype: FindDtype
+    find_payloads: Callable[[], frozenset[str]]
+    score_probe: ScoreProbe
+    _newest: dict[str, jax.Array] = field(default_factory=dict)
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         self._newest.clear()  # the version before, to which the newest update may still refer
-        dtype = self._find_dtype()
-        takes = self._kind in self._find_payloads()
-        tensors = device_tensors(self._model, learner.params, dtype=dtype) if takes else None
+        dtype = self.find_dtype()
+        takes = self.kind in self.find_payloads()
+        tensors = device_tensors(self.model, learner.params, dtype=dtype) if takes else None
         if tensors is None:
-            return self._files.make(learner, version)
+            return self.files.make(learner, version)
         self._newest = tensors
-        probe = self._score_probe(learner.params, dtype=dtype)
-        return WeightUpdate(version=version, kind=self._kind, payload=tensors, lasting=True, dtype=dtype, probe=probe)
+        probe = self.score_probe(learner.params, dtype=dtype)
+        return WeightUpdate(version=version, kind=self.kind, payload=tensors, lasting=True, dtype=dtype, probe=probe)
 
     def close(self) -> None:
         self._newest.clear()
-        self._files.close()
+        self.files.close()
 
 
-class MeshPublisher:
+@dataclass
+class MeshPublisher(Publisher):
     """Publishes a copy in each process of the learner, to its engine, see ``runtime.multihost_engines``.
 
     Args:
         weight_buffer: the buffer of this process.
     """
 
-    def __init__(self, weight_buffer: WeightBuffer) -> None:
-        self._weight_buffer = weight_buffer
+    weight_buffer: WeightBuffer
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         assert isinstance(learner, LeadingLearner)  # there are several processes
-        learner.fill_weight_buffers(version, self._weight_buffer)
+        learner.fill_weight_buffers(version, self.weight_buffer)
         return WeightUpdate(version=version, kind=KIND, payload=None)
 
-    def close(self) -> None:
-        pass
 
-
-class ObjectStorePublisher:
+@dataclass
+class ObjectStorePublisher(Publisher):
     """Publishes another publisher's update through Ray's object store, to engines in Ray actors.
 
     Args:
@@ -173,29 +150,28 @@ class ObjectStorePublisher:
             processes.
     """
 
-    def __init__(self, inner: Publisher, find_dtype: FindDtype, score_probe: ScoreProbe | None = None) -> None:
-        self._inner = inner
-        self._find_dtype = find_dtype
-        self._score_probe = score_probe
-        self._newest: WeightUpdate | None = None
+    inner: Publisher
+    find_dtype: FindDtype
+    score_probe: ScoreProbe | None = None
+    _newest: WeightUpdate | None = None
 
     def make(self, learner: WeightSource, version: int) -> WeightUpdate:
         """Store all parameters once; the previous version is freed when no engine reads it."""
         import ray
 
-        dtype = self._find_dtype()
-        update = store(self._inner.make(learner, version), ray.put, dtype=dtype)
-        if self._score_probe is not None:
-            update = replace(update, probe=self._score_probe(learner.params, dtype=dtype))
+        dtype = self.find_dtype()
+        update = store(self.inner.make(learner, version), ray.put, dtype=dtype)
+        if self.score_probe is not None:
+            update = replace(update, probe=self.score_probe(learner.params, dtype=dtype))
         self._newest = update
         return update
 
     def close(self) -> None:
         self._newest = None
-        self._inner.close()
+        self.inner.close()
 
 
-class TensorstorePublisher:
+class TensorstorePublisher(Publisher):
     """Publishes shards from every process of the learner through a shared folder or bucket.
 
     Args:
@@ -261,8 +237,6 @@ def make_publisher(
     """
     if weight_buffer is not None:
         return MeshPublisher(weight_buffer)
-    if config.agent.role_adapters:
-        return AdapterPublisher()
     probe = probe_ids[: min(PROBE_LENGTH, config.rollout.max_model_len - 1)]
     is_scored = jax.process_count() == 1 and len(probe) > 1
     score = functools.partial(score_probe, model, sequences=[probe]) if is_scored else None
@@ -297,12 +271,9 @@ def _form(
         return TensorstorePublisher(config.rollout.weight_dir, find_dtype, score)
     files = WeightFiles(model, probe_ids=[probe], folder=config.rollout.weight_dir)
     # Engines of this machine, and those that see the folder, map the files and get no bytes sent.
-    is_sent = config.rollout.weight_dir is None and not all(map(_is_here, config.rollout.urls))
+    hosts = [urlsplit(url).hostname or "" for url in config.rollout.urls]
+    is_sent = config.rollout.weight_dir is None and not all(map(is_loopback, hosts))
     publisher = FilePublisher(files, find_dtype, full_every=config.rollout.full_weights_every if is_sent else 1)
     if config.rollout.backend == "vllm" and config.rollout.placement == "colocated" and score is not None:
         return DevicePublisher(model, CUDA_IPC, publisher, find_dtype, find_payloads, score)
     return publisher
-
-
-def _is_here(url: str) -> bool:
-    return is_loopback(urlsplit(url).hostname or "")

@@ -22,7 +22,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
-from jax_agent_rl.collect.deadlines import TimeLimits
+from jax_agent_rl.collect.open_group import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.run import report_idle_tools
@@ -34,9 +34,8 @@ from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engines import backend_factories, check_engine, load_model, make_client, read_model
-from jax_agent_rl.runtime.frozen_models import open_role_models
 from jax_agent_rl.runtime.placement import open_places, place_engines
-from jax_agent_rl.runtime.scoring import needed_services, open_scorer, reward_server
+from jax_agent_rl.runtime.scoring import needed_services, open_role_models, open_scorer, reward_server
 from jax_agent_rl.tools.registry import ToolRegistry, open_tools
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.utils.media import text_content

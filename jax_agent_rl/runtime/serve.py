@@ -16,7 +16,6 @@ from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.shapes import page_size
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.server import AsyncServer, engine_families
 from jax_agent_rl.runtime.engine_devices import engine_mesh, engine_shapes, idle_here
@@ -30,7 +29,6 @@ from jax_agent_rl.runtime.engines import (
 )
 from jax_agent_rl.runtime.sampling import open_codec
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.http_server import HttpServer
 from jax_agent_rl.utils.network import token_from
 
 if TYPE_CHECKING:
@@ -76,7 +74,27 @@ async def serve_openai(
     factories = backend_factories(config, codec, weights=weights, print_line=print_line, serving=True)
     client = make_client(config, codec)
     context = AgentContext(client=client, codec=codec, limits=config.agent, max_model_len=length)
-    server = open_endpoint(context, client, config, host=host, port=port, api_key=api_key, model_name=model_name)
+    sampling = SamplingParams(max_tokens=length, temperature=config.rollout.eval_temperature)
+
+    def create(session_id: str, key: str | None = api_key) -> Session:
+        recorder = ChatRecorder(context, session_id=session_id)
+        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=key, free_sampling=True)
+
+    limits = config.agent.endpoint
+    server = Endpoint(
+        SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create),
+        model=model_name,
+        adapters=list(config.rollout.adapters),
+        limits=limits,
+        host=host,
+        port=port,
+        api_key=api_key,
+        stateless=lambda: create(f"once-{uuid.uuid4().hex}"),  # recorded no further than its answer
+        able=lambda: [server.backend.capabilities for server in client.servers],
+        require_engine=client.require_server,
+        engines=lambda: read_engines(client.servers),
+    ).server
+    server.listen()  # a bad address is refused before minutes of compiling
     try:
         await client.start(factories)
         await server.start()
@@ -121,48 +139,6 @@ async def serve_rollouts(
     finally:
         await server.close()
         await backend.close()
-
-
-def open_endpoint(
-    context: AgentContext,
-    client: LLMServerClient,
-    config: Config,
-    *,
-    host: str,
-    port: int,
-    api_key: str | None,
-    model_name: str,
-) -> HttpServer:
-    """Return the endpoint, bound but not started: a bad address is refused before minutes of compiling.
-
-    Requests outside sessions are not recorded beyond their answer.
-
-    Raises:
-        ConfigError: see :class:`~jax_agent_rl.utils.http_server.HttpServer`.
-    """
-    sampling = SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
-
-    def create(session_id: str, key: str | None = api_key) -> Session:
-        recorder = ChatRecorder(context, session_id=session_id)
-        return Session(session_id=session_id, recorder=recorder, sampling=sampling, api_key=key, free_sampling=True)
-
-    limits = config.agent.endpoint
-    store = SessionStore(max_sessions=limits.max_sessions, ttl=limits.session_ttl, create=create)
-    endpoint = Endpoint(
-        store,
-        model=model_name,
-        adapters=list(config.rollout.adapters),
-        limits=limits,
-        host=host,
-        port=port,
-        api_key=api_key,
-        stateless=lambda: create(f"once-{uuid.uuid4().hex}"),
-        able=lambda: [server.backend.capabilities for server in client.servers],
-        require_engine=client.require_server,
-        engines=lambda: read_engines(client.servers),
-    )
-    endpoint.server.listen()
-    return endpoint.server
 
 
 async def read_engines(servers: Sequence[AsyncServer]) -> list[Metric]:

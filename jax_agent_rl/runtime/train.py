@@ -13,24 +13,24 @@ from rich.console import Console
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
-from jax_agent_rl.learner.checkpoint import complete_steps, cut_off_steps
+from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics, read_trajectories
+from jax_agent_rl.observe.sinks.metrics import check_sinks
 from jax_agent_rl.observe.view import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer, OneStepOffTrainer
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.components import CheckpointStore, RunComponents
-from jax_agent_rl.trainer.observing import check_observers, format_warnings, observers
+from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer.observing import Breakdown, format_breakdown, format_warnings, observers
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
-from jax_agent_rl.trainer.timing import Breakdown, format_breakdown
-from jax_agent_rl.utils.interrupt import ExitWithin, Interruption
+from jax_agent_rl.utils.process import ExitWithin, Interruption
 
 TRAINERS: dict[str, type[Trainer]] = {
     "sync": SyncTrainer,
@@ -74,7 +74,7 @@ async def _train(
     channel: ControlChannel | None,
 ) -> dict[str, Any]:
     breakdown = Breakdown()
-    check_observers(config)
+    check_sinks(config.trainer.logger)
     path, resume = choose_run(config, resume)
     folder = RunDir(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
@@ -188,7 +188,7 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-def _restore(runtime: RunComponents, checkpointer: CheckpointStore, folder: RunDir, from_step: int | None) -> RunRecord:
+def _restore(runtime: RunComponents, checkpointer: Checkpointer, folder: RunDir, from_step: int | None) -> RunRecord:
     """Restore learner, data order and accounting from a checkpoint."""
     step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
     record = RunRecord.from_json(saved)

@@ -35,7 +35,7 @@ from jax_agent_rl.observe.run_dir import RunDir, read_metrics
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.runtime.train import free_folder, newest_run
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
-from jax_agent_rl.utils.interrupt import ExitWithin, Interruption
+from jax_agent_rl.utils.process import ExitWithin, Interruption
 
 Metrics = dict[str, float]
 

@@ -39,9 +39,9 @@ from jax_agent_rl.tool_server.plugin import FINISH, ToolReply
 from jax_agent_rl.tool_server.service import CLOSED, OPENED
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.tools.client import ServerAction
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
-from jax_agent_rl.utils.interrupt import on_forced_exit
+from jax_agent_rl.utils.process import on_forced_exit
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -127,7 +127,7 @@ class ToolServer:
             body_key=f"max_request_mb={settings.max_request_mb}",
             around=[self._count],
         )
-        self._folder = tempdirs.make_folder("tool-server-")  # mode 0700: its sockets require no token
+        self._folder = make_temp_folder("tool-server-")  # mode 0700: its sockets require no token
         self._metrics_folder = self._folder / "metrics"
         self._metrics_folder.mkdir()
         self._workers = [WorkerProcess(settings, n, self._folder, self._worker_died) for n in range(settings.workers)]
@@ -173,7 +173,7 @@ class ToolServer:
         """End running requests, close every environment and stop the workers."""
         await self._http.close()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
-        tempdirs.remove_folder(self._folder)
+        remove_temp_folder(self._folder)
 
     def kill(self) -> None:
         """Kill the workers, so that :meth:`close` has nothing to wait for."""

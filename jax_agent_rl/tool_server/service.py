@@ -37,7 +37,7 @@ from jax_agent_rl.tool_server.plugin import (
     failed,
 )
 from jax_agent_rl.tools.client import ServerAction
-from jax_agent_rl.utils.text import replace_lone_surrogates
+from jax_agent_rl.validation import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
 OPENED, CLOSED = "toolserver_environments_opened", "toolserver_environments_closed"

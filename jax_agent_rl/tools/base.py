@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, SupportsFloat
 
 from jax_agent_rl.errors import ToolDefinitionError
-from jax_agent_rl.utils.text import replace_lone_surrogates
+from jax_agent_rl.validation import replace_lone_surrogates
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tracing import span
-from jax_agent_rl.utils.json_service import JsonService
 from jax_agent_rl.utils.media import read_images
-from jax_agent_rl.utils.text import replace_lone_surrogates
+from jax_agent_rl.utils.network import JsonService
+from jax_agent_rl.validation import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
 PATH = "/get_observation"
@@ -91,7 +91,7 @@ class ToolServerClient:
         """Run one action of each of several trajectories; an unusable entry becomes an error of its own.
 
         A server that takes too long gives observations with the error ``timeout``, for the model to read. For
-        ``repeatable`` see :meth:`~jax_agent_rl.utils.json_service.JsonService.post`.
+        ``repeatable`` see :meth:`~jax_agent_rl.utils.network.JsonService.post`.
 
         Raises:
             ToolServerError: the server cannot be reached, refuses, or sends an invalid answer.
@@ -106,10 +106,10 @@ class ToolServerClient:
         try:
             answer = await self._service.post(payload, repeatable=repeatable)
         except TimeoutError:
-            seconds = self._service.settings.timeout
+            seconds = self._service.timeout
             text = f"Error: the tool did not answer within {seconds:g} seconds."
             return [ServerObservation(text=text, error="timeout") for _ in actions]
-        return _observations(answer, len(actions), self._service.settings.url)
+        return _observations(answer, len(actions), self._service.url)
 
     async def step(self, action: ServerAction, *, repeatable: bool = False) -> ServerObservation:
         """Run one action, see :meth:`get_observation`; an unusable observation is raised."""
@@ -127,12 +127,12 @@ class ToolServerClient:
         action = ServerAction(trajectory_id=trajectory_id, finish=True, is_last_step=True)
         closed = await self.step(action, repeatable=True)
         if closed.error == "timeout":
-            raise ToolServerError(f"{self._service.settings.url}: closing {trajectory_id} took too long")
+            raise ToolServerError(f"{self._service.url}: closing {trajectory_id} took too long")
 
     async def check(self) -> None:
         """Check the server's ``GET /health``; raise :class:`ConfigError` if it is not healthy, or not there."""
         try:
-            await self._service.ping(self._service.settings.url.removesuffix(PATH) + "/health")
+            await self._service.ping(self._service.url.removesuffix(PATH) + "/health")
         except (ToolServerError, TimeoutError) as error:
             raise ConfigError(f"the tool server is not ready: {error}") from None
         finally:
@@ -153,7 +153,7 @@ class ToolServerClient:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             if pending:
-                logger.warning("%s: %d environments may still be open", self._service.settings.url, len(pending))
+                logger.warning("%s: %d environments may still be open", self._service.url, len(pending))
         await self._service.close()
 
 

@@ -30,14 +30,13 @@ from typing import Any
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.collect.in_flight import GroupRecord, continued
+from jax_agent_rl.collect.open_group import GroupRecord, continued
 from jax_agent_rl.collect.stream import GroupStream
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.groups import all_trajectories, shaped, training_sampling, with_baseline
 from jax_agent_rl.trainer.record import staleness_record
-from jax_agent_rl.trainer.step import RolloutBatch
+from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling, with_baseline
 from jax_agent_rl.types import DropReason, Group, PauseMode
 
 LABEL = "async"

@@ -21,23 +21,23 @@ from dataclasses import asdict, dataclass, replace
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.learner.cancellation import StepCancellation
+from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.trainer.agreement import AgreementWatch
-from jax_agent_rl.trainer.components import CheckpointStore, RunComponents, WeightSource
-from jax_agent_rl.trainer.groups import (
+from jax_agent_rl.trainer.components import RunComponents, WeightSource
+from jax_agent_rl.trainer.observing import Phases, RunReporter
+from jax_agent_rl.trainer.record import RunRecord, account, step_record
+from jax_agent_rl.trainer.step import (
+    RolloutBatch,
+    Step,
     all_trajectories,
     evaluation_sampling,
     gather,
     update_role_baselines,
     with_role_baselines,
 )
-from jax_agent_rl.trainer.observing import RunReporter
-from jax_agent_rl.trainer.record import RunRecord, account, step_record
-from jax_agent_rl.trainer.step import InterruptibleUpdate, RolloutBatch, Step
-from jax_agent_rl.trainer.timing import Phases
 from jax_agent_rl.types import DropReason, Group, PauseMode, SamplingParams
 
 
@@ -60,7 +60,7 @@ class Trainer:
 
     runtime: RunComponents
     folder: RunDir
-    checkpointer: CheckpointStore
+    checkpointer: Checkpointer
     record: RunRecord
     progress: Progress
     clock: Callable[[], float] = time.monotonic
@@ -82,7 +82,7 @@ class Trainer:
         async with self._recorded_step() as step:
             step.batch = await self.rollout()  # groups of trajectories, scored as they finish
             selection = self.select(step.batch.groups)  # those with a gradient
-            await self.update(step, selection)  # advantages, losses, optimizer
+            await step.learn(self.update(step, selection))  # advantages, losses, optimizer
             step.publish_seconds = await self.publish(step.number, selection)
 
     async def rollout(self) -> RolloutBatch:
@@ -145,7 +145,8 @@ class Trainer:
         step = Step(
             number=self.record.step + 1,
             began=self.clock(),
-            learning=InterruptibleUpdate(self.progress.print_line, self.stop_rollouts),
+            print_line=self.progress.print_line,
+            stop_rollouts=self.stop_rollouts,
         )
         try:
             yield step
@@ -153,10 +154,10 @@ class Trainer:
             await self.stop_rollouts()
             raise
         finally:
-            if (result := step.learning.result) is not None and step.batch is not None:
+            if (result := step.result) is not None and step.batch is not None:
                 self.on_step_end(step.number)
                 self._record(step, step.batch, result)
-            self._partly_updated = step.learning.cancellation.is_partly_applied and self.record.step < step.number
+            self._partly_updated = step.cancellation.is_partly_applied and self.record.step < step.number
         every = self.runtime.config.trainer.checkpoint_every
         if every and step.number % every == 0:
             self.save()
@@ -205,24 +206,15 @@ class Trainer:
         known = self.record.role_baselines
         return replace(selection, groups=tuple(with_role_baselines(group, known) for group in selection.groups))
 
-    async def update(self, step: Step, selection: Selection) -> None:
-        """Train on the selection: advantages, losses, optimizer; the result is ``step.learning.result``.
-
-        Raises:
-            asyncio.CancelledError: see :class:`InterruptibleUpdate`.
-        """
+    async def update(self, step: Step, selection: Selection) -> UpdateResult:
+        """Run the learner's update in a thread, so that the event loop goes on; an empty one if nothing is left."""
         self.checkpointer.check()
-        await step.learning.run(self._learn(selection, step.learning.cancellation))
-
-    async def _learn(self, selection: Selection, cancellation: StepCancellation) -> UpdateResult:
-        """Run one learner update in a thread, so that the event loop goes on; an empty one if nothing is left."""
         if not selection.groups:
             return UpdateResult(metrics={}, skipped=False)
-        step = self.record.step + 1
-        check = self.agreement.check(selection.groups, step)
+        check = self.agreement.check(selection.groups, step.number)
         groups = selection.groups
         if self.runtime.teach is not None:
-            self.progress.phase(f"step {step}: teachers")
+            self.progress.phase(f"step {step.number}: teachers")
             with self.phases.measure("teach"):
                 groups = await self.runtime.teach(groups)
         tick = self.reporter.show_learning(selection, self.rollout_status)
@@ -233,12 +225,12 @@ class Trainer:
                     groups,
                     masked=selection.masked,
                     tick=tick,
-                    cancellation=cancellation,
+                    cancellation=step.cancellation,
                     check=check,
                 )
         account(self.runtime.collector.accounting, selection, result)
         if "loss" in result.metrics:  # not while only a critic learns
-            self.agreement.learned(self._version(step))
+            self.agreement.learned(self._version(step.number))
             self.record.learner_programs = self.record.learner_programs or self._learner_programs()
         return result
 

@@ -45,7 +45,6 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Remove temporary files."""
-        ...
 
 
 class TrainableLearner(WeightSource, Protocol):
@@ -77,22 +76,6 @@ class TrainableLearner(WeightSource, Protocol):
         cancellation: StepCancellation | None = None,
         check: AgreementCheck = UNCHECKED,
     ) -> UpdateResult: ...
-
-
-class CheckpointStore(Protocol):
-    """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer`, on one host or on several."""
-
-    def save(self, step: int, state: Any, progress: dict[str, Any]) -> None: ...
-
-    def check(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def written(self) -> str: ...
-
-    def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any, dict[str, Any]]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,8 @@
 """What a run reports: the lines of ``metrics.jsonl``, trajectories, the display, and the observers of the lines.
 
+Where its time goes is reported, too: phases for the timeline of ``jax-agent-rl report``, totals for the end of
+``train``.
+
 ::
 
     Trainer ─► RunReporter ─► run folder: metrics.jsonl, trajectories
@@ -11,26 +14,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import jax
 
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.learner.scored_batch import trained_lengths
-from jax_agent_rl.observe.progress import Progress, role_rewards
+from jax_agent_rl.observe.progress import Progress, duration, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir, read_records
-from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, check_sinks, open_sinks
-from jax_agent_rl.observe.warnings import missing_agent_warning, rules
-from jax_agent_rl.observe.watch import Watch
+from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
+from jax_agent_rl.observe.warnings import Watch, missing_agent_warning, rules
 from jax_agent_rl.trainer.components import RunComponents
-from jax_agent_rl.trainer.groups import recorded
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record
-from jax_agent_rl.trainer.timing import Phases
+from jax_agent_rl.trainer.step import recorded
 from jax_agent_rl.types import Group
+
+
+class Phases:
+    """Collects the phases that have ended since the last :meth:`take`.
+
+    Args:
+        clock: seconds, monotonic.
+        wall: seconds since the epoch; read once, so that phases never overlap because the system's clock was set.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._epoch = wall() - clock()
+        self._ended: list[tuple[str, float, float]] = []
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Measure a phase; one that fails or is interrupted counts, too."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.ended(name, self._clock() - began)
+
+    def ended(self, name: str, seconds: float) -> None:
+        """Record a phase of so many seconds that ends now."""
+        now = self._epoch + self._clock()
+        self._ended.append((name, now - seconds, now))
+
+    def take(self) -> list[list[str | float]]:
+        """Return and forget ``[name, begin, end]`` of each, in seconds since the epoch."""
+        taken = [[name, round(begin, 3), round(end, 3)] for name, begin, end in self._ended]
+        self._ended.clear()
+        return taken
+
+
+ENVIRONMENT_SECONDS = "JAX_AGENT_RL_ENVIRONMENT_SECONDS"
+"""Environment variable in which a launch script says how long it took before it called ``train``."""
+_COMPILED = frozenset(f"/jax/core/compile/{part}_duration" for part in ("jaxpr_to_mlir_module", "backend_compile"))
+_STAGES = {"evaluate": "evaluation", "engine": "rollout", "teach": "learning", "learn": "learning"}
+
+
+class Breakdown:
+    """Seconds by stage, from the start of a run to its end.
+
+    Compilation is what comes before the first rollout or evaluation (loading the model, too), and what is compiled
+    later because it is needed. Where rollout and learner overlap, the stages add up to more than the whole.
+
+    Args:
+        clock: seconds, monotonic.
+        wall: seconds since the epoch, those of ``phase_seconds``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._clock, self._wall = clock, wall
+        self._began = clock()
+        self._first_phase = wall()
+        self._started = 0.0
+        self._compiled: list[tuple[float, float]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record every compilation of the process while the context is open."""
+        jax.monitoring.register_event_duration_secs_listener(self.on_event)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(self.on_event)
+
+    def on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Record a compilation that ends now; ignore other events."""
+        if event in _COMPILED:
+            self._compiled.append((self._wall(), duration_secs))
+
+    def started(self) -> None:
+        """Record that engine and learner are up: the run begins."""
+        self._started, self._first_phase = self._clock() - self._began, self._wall()
+
+    def stages(self, metrics: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """Return seconds by stage, from the lines of ``metrics.jsonl``.
+
+        Phases from before :meth:`started`, of a run that was resumed, do not count.
+        """
+        stages = dict.fromkeys(("environment", "compilation", *_STAGES.values(), "rest"), 0.0)
+        stages["environment"] = _environment_seconds()
+        stages["compilation"] = self._started
+        compiled = self._compiled
+        for name, begin, end in (phase for line in metrics for phase in line.get("phase_seconds", ())):
+            if name not in _STAGES or begin < self._first_phase - 0.01:
+                continue
+            compiling = min(sum(seconds for ended, seconds in compiled if begin <= ended <= end), end - begin)
+            compiled = [(ended, seconds) for ended, seconds in compiled if not begin <= ended <= end]
+            stages["compilation"] += compiling
+            stages[_STAGES[name]] += end - begin - compiling
+        whole = stages["environment"] + self._clock() - self._began
+        stages["rest"] = max(0.0, whole - sum(stages.values()))
+        return {name: round(seconds, 3) for name, seconds in stages.items()} | {"total": round(whole, 3)}
+
+
+def format_breakdown(stages: Mapping[str, float]) -> str:
+    """Return ``time: environment 1m36s · compilation 58s · … · 5m40s in all``, without what took no time."""
+    parts = [f"{name} {duration(seconds)}" for name, seconds in stages.items() if name != "total" and seconds >= 0.5]
+    return f"time: {' · '.join([*parts, duration(stages['total']) + ' in all'])}"
+
+
+def _environment_seconds() -> float:
+    """Return what the launch script reports; 0 without a number."""
+    try:
+        return max(0.0, float(os.environ.get(ENVIRONMENT_SECONDS, "0")))
+    except ValueError:
+        return 0.0
+
 
 Observer = Callable[[Mapping[str, Any]], None]
 """Takes a line of metrics once it is recorded; never fails."""
@@ -137,11 +255,6 @@ class Observers:
         return {"warnings": [asdict(warned) for warned in self.watch.warnings], "lost_by_logger": self.sinks.lost()}
 
 
-def check_observers(config: Config) -> None:
-    """Check, before any work, that the configured sinks can be used; raise ConfigError if not."""
-    check_sinks(config.trainer.logger)
-
-
 @contextmanager
 def observers(
     config: Config, folder: RunDir, *, step: int, rows: Collection[Mapping[str, Any]], progress: Progress
@@ -165,8 +278,6 @@ def observers(
         sinks = stack.enter_context(open_sinks(config.trainer.logger, facts, print_line=progress.print_line))
         each: list[Observer] = [sinks]
         if config.trainer.prometheus_port is not None:
-            from jax_agent_rl.observe.prometheus import serve_trainer
-
             each.append(
                 stack.enter_context(serve_trainer(config.trainer.prometheus_port, print_line=progress.print_line))
             )

@@ -1,15 +1,22 @@
-"""A training step in progress: its batch, and a learner update that an interruption undoes while it still can."""
+"""The parts of a training step: its groups, how they are sampled and shaped, and its interruptible learner update."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 
+from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.collect.filters import shape
+from jax_agent_rl.config import Config
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.learner.advantages.step import running_baseline
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics
-from jax_agent_rl.types import Group
+from jax_agent_rl.types import Group, SamplingParams, Trajectory
 
 UNDO_SECONDS = 2.0  # for an interrupted update to stop and put the state back
 
@@ -31,67 +38,155 @@ class RolloutBatch:
     metrics: Mapping[str, object] = field(default_factory=dict)
 
 
-class InterruptibleUpdate:
-    """One step's learner update. Ctrl-C or SIGTERM undoes it while that is possible, and otherwise lets it finish.
-
-    Args:
-        print_line: prints a line for people.
-        stop_rollouts: stops what the engines do meanwhile.
+@dataclass(kw_only=True)
+class Step:
+    """A training step in progress. Ctrl-C or SIGTERM undoes its learner update while that is possible.
 
     Attributes:
+        number: from 1.
+        began: on the trainer's clock.
+        print_line: prints a line for people.
+        stop_rollouts: stops what the engines do meanwhile.
+        batch: what :meth:`Trainer.rollout` returned.
+        publish_seconds: what :meth:`Trainer.publish` returned.
         cancellation: to be given to the learner.
     """
 
-    def __init__(self, print_line: Callable[[str], None], stop_rollouts: Callable[[], Awaitable[None]]) -> None:
-        self._print_line, self._stop_rollouts = print_line, stop_rollouts
-        self._task: asyncio.Future[UpdateResult] | None = None
-        self.cancellation = StepCancellation()
+    number: int
+    began: float
+    print_line: Callable[[str], None]
+    stop_rollouts: Callable[[], Awaitable[None]]
+    batch: RolloutBatch | None = None
+    publish_seconds: float = 0.0
+    cancellation: StepCancellation = field(default_factory=StepCancellation)
+    _update: asyncio.Future[UpdateResult] | None = None
 
     @property
     def result(self) -> UpdateResult | None:
-        """The result, once the update has succeeded, even if the caller was cancelled meanwhile."""
-        task = self._task
-        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+        """The update's result, once it has succeeded, even if the caller was cancelled meanwhile."""
+        update = self._update
+        if update is None or not update.done() or update.cancelled() or update.exception() is not None:
             return None
-        return task.result()
+        return update.result()
 
-    async def run(self, update: Awaitable[UpdateResult]) -> None:
-        """Run the update.
+    async def learn(self, update: Awaitable[UpdateResult]) -> None:
+        """Run the learner's update.
 
         Raises:
             asyncio.CancelledError: the caller was cancelled. The update is undone, or finished if it has begun for
                 good; :attr:`result` tells.
         """
-        self._task = asyncio.ensure_future(update)
+        self._update = asyncio.ensure_future(update)
         try:
-            await asyncio.shield(self._task)
+            await asyncio.shield(self._update)
         except asyncio.CancelledError:
             if not self.cancellation.cancel():
-                self._print_line("  its updates have begun: finishing this learner step before saving")
-                await self._stop_rollouts()
-                await asyncio.wait((self._task,))
+                self.print_line("  its updates have begun: finishing this learner step before saving")
+                await self.stop_rollouts()
+                await asyncio.wait((self._update,))
                 raise
             if self.cancellation.has_begun:  # the thread goes back by itself, unless it is inside a compiler
-                await asyncio.wait((self._task,), timeout=UNDO_SECONDS)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+                await asyncio.wait((self._update,), timeout=UNDO_SECONDS)
+            self._update.cancel()
+            await asyncio.gather(self._update, return_exceptions=True)
             raise
 
 
-@dataclass(kw_only=True)
-class Step:
-    """A training step in progress.
+def training_sampling(config: Config) -> SamplingParams:
+    """Return the sampling of every turn of a training rollout."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_model_len,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
 
-    Attributes:
-        number: from 1.
-        began: on the trainer's clock.
-        learning: the learner's update, which an interruption may undo.
-        batch: what :meth:`Trainer.rollout` returned.
-        publish_seconds: what :meth:`Trainer.publish` returned.
+
+def evaluation_sampling(config: Config) -> SamplingParams:
+    """Return the sampling of every turn of a held-out rollout."""
+    return SamplingParams(max_tokens=config.rollout.max_model_len, temperature=config.rollout.eval_temperature)
+
+
+async def gather(
+    collector: RolloutCollector,
+    client: LLMServerClient,
+    rows: Sequence[dict],
+    *,
+    group_size: int,
+    sampling: SamplingParams,
+    step: int,
+    label: str,
+    arrived: Callable[[Group], None],
+) -> list[Group]:
+    """Collect one group per row, in the rows' order: groups arrive as they finish, and nothing may depend on that.
+
+    Args:
+        collector: runs the rollouts.
+        client: of the engines.
+        rows: of the dataset.
+        group_size: trajectories of each group.
+        sampling: of every turn.
+        step: see :meth:`RolloutCollector.collect`.
+        label: see :meth:`RolloutCollector.collect`.
+        arrived: called with each complete group.
+
+    Raises:
+        EngineDiedError: no server is left; lost groups would look like failures of the policy.
     """
+    groups = []
+    async with aclosing(
+        collector.collect(rows, group_size=group_size, sampling=sampling, step=step, label=label)
+    ) as stream:
+        async for group in stream:
+            groups.append(group)
+            arrived(group)
+    client.require_server()
+    return sorted(groups, key=lambda group: int(group.group_id.rsplit("-", 1)[1]))
 
-    number: int
-    began: float
-    learning: InterruptibleUpdate
-    batch: RolloutBatch | None = None
-    publish_seconds: float = 0.0
+
+def shaped(group: Group, config: Config) -> Group:
+    """Apply ``algorithm.shaping`` to the rewards."""
+    return shape(group, config.algorithm.shaping, max_response_length=config.agent.max_response_length)
+
+
+def with_baseline(group: Group, greedy: Group) -> Group:
+    """Add the reward of a greedy rollout of the same prompt, if there is one (ReMax).
+
+    Raises:
+        ConfigError: the agent plays several roles.
+    """
+    if any(t.role for t in greedy.trajectories):
+        raise ConfigError(
+            "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of several roles has "
+            "several; set algorithm.adv_estimator=grpo or rae"
+        )
+    return replace(group, greedy_reward=greedy.rewards[0] if greedy.rewards else None)
+
+
+def with_role_baselines(group: Group, known: Mapping[str, float]) -> Group:
+    """Add the rewards to expect of each role (RAE): those ``known`` before this step, by data source and role."""
+    return replace(group, baselines={t.role or "": known.get(_game(t), 0.0) for t in group.trajectories})
+
+
+def update_role_baselines(known: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
+    """Return the baselines after a step, with the rewards of all its trajectories."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in all_trajectories(groups):
+        rewards.setdefault(_game(trajectory), []).append(trajectory.reward)
+    return {**known, **{game: running_baseline(known.get(game, 0.0), new) for game, new in rewards.items()}}
+
+
+def _game(trajectory: Trajectory) -> str:
+    return f"{trajectory.row.get('data_source')}/{trajectory.role or ''}"
+
+
+def recorded(groups: Sequence[Group]) -> list[Trajectory]:
+    """Return the members of each group, and after them the trajectories of its frozen roles."""
+    return [t for g in groups for t in (*g.trajectories, *g.frozen)]
+
+
+def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    """Return the members of all groups, in order."""
+    return [t for g in groups for t in g.trajectories]

@@ -23,8 +23,7 @@ from dataclasses import replace
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.groups import all_trajectories, shaped, training_sampling, with_baseline
-from jax_agent_rl.trainer.step import RolloutBatch
+from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling, with_baseline
 from jax_agent_rl.types import DropReason, Group
 
 

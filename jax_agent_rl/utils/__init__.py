@@ -1,6 +1,6 @@
 """Helpers without a subject of their own.
 
-``http_server``, ``json_service``, ``network`` and ``prometheus`` for services ·
-``threads`` and ``interrupt`` for time limits and signals · ``files``, ``tempdirs``, ``hub`` for files ·
-``weight_checks``, ``media``, ``text``, ``plugins``, ``startup``.
+``http_server``, ``network`` and ``prometheus`` for services ·
+``threads`` and ``process`` for time limits, start-up and signals · ``files``, ``hub`` for files ·
+``weight_checks``, ``media``, ``plugins``.
 """

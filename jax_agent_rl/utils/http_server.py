@@ -20,6 +20,7 @@ import re
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -58,6 +59,7 @@ class Refused(Exception):
         self.status = status
 
 
+@dataclass(eq=False)
 class HttpServer:
     """Server of routes in the running event loop, from :meth:`start` to :meth:`close`.
 
@@ -82,48 +84,37 @@ class HttpServer:
         ConfigError: the address is reachable from other machines, without a token.
     """
 
-    def __init__(
-        self,
-        routes: Iterable[web.RouteDef],
-        *,
-        refuse: Refuse,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        token_key: str,
-        open_paths: Sequence[str] = (),
-        max_body_bytes: int,
-        body_key: str,
-        body_types: Sequence[str] = (),
-        keep_alive: float = 75.0,
-        around: Sequence[Any] = (),
-        max_connections: int = MAX_CONNECTIONS,
-        head_seconds: float = HEAD_TIMEOUT_SECONDS,
-    ) -> None:
-        if not token and not is_loopback(host):
+    routes: Iterable[web.RouteDef]
+    _: KW_ONLY
+    refuse: Refuse
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    token_key: str
+    open_paths: Sequence[str] = ()
+    max_body_bytes: int
+    body_key: str
+    body_types: Sequence[str] = ()
+    keep_alive: float = 75.0
+    around: Sequence[Any] = ()
+    max_connections: int = MAX_CONNECTIONS
+    head_seconds: float = HEAD_TIMEOUT_SECONDS
+    _socket: socket.socket | None = field(default=None, init=False)
+    _runner: web.AppRunner | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.token and not is_loopback(self.host):
             raise ConfigError(
-                f"host={host!r} can be reached from other machines and needs a token: put a secret into an environment "
-                f"variable and name it in {token_key} (or listen on 127.0.0.1)"
+                f"host={self.host!r} can be reached from other machines and needs a token: put a secret into an "
+                f"environment variable and name it in {self.token_key} (or listen on 127.0.0.1)"
             )
-        self._host = host
-        self.port = port
-        self._token = token
-        self._open_paths = open_paths
-        self._refuse = refuse
-        self._body_key = body_key
-        self._body_types = body_types
-        self._keep_alive = keep_alive
-        self._max_connections = max_connections
-        self._head_seconds = head_seconds
-        self._socket: socket.socket | None = None
-        self._runner: web.AppRunner | None = None
-        self.app = web.Application(client_max_size=max_body_bytes, middlewares=[*around, self._guard])
-        self.app.add_routes(routes)
+        self.app = web.Application(client_max_size=self.max_body_bytes, middlewares=[*self.around, self._guard])
+        self.app.add_routes(self.routes)
 
     @property
     def url(self) -> str:
         """URL of the server; for a wildcard address, as seen from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def listen(self) -> None:
@@ -134,15 +125,15 @@ class HttpServer:
         """
         if self._socket is not None:
             return
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self.port))
+            listener.bind((self.host, self.port))
             listener.listen(1024)
         except OSError as error:
             listener.close()
-            raise ConfigError(f"cannot listen on {self._host}:{self.port}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error.strerror or error}") from error
         self._socket, self.port = listener, listener.getsockname()[1]
 
     async def start(self) -> None:
@@ -156,12 +147,12 @@ class HttpServer:
         self._runner = web.AppRunner(
             self.app,
             handler_cancellation=True,
-            keepalive_timeout=self._keep_alive,
+            keepalive_timeout=self.keep_alive,
             shutdown_timeout=SHUTDOWN_TIMEOUT_SECONDS,
             access_log=None,
         )
         await self._runner.setup()
-        await _Site(self._runner, self._socket, self._max_connections, self._head_seconds).start()
+        await _Site(self._runner, self._socket, self.max_connections, self.head_seconds).start()
 
     async def close(self) -> None:
         """Stop listening and end running requests; idempotent."""
@@ -177,16 +168,16 @@ class HttpServer:
             self._check(request)
             return await handler(request)
         except Refused as refused:
-            response = self._refuse(request, refused.status, str(refused))
+            response = self.refuse(request, refused.status, str(refused))
             if refused.status in (401, 403):
                 response.force_close()  # an unauthorized client keeps no connection
             return response
         except web.HTTPRequestEntityTooLarge:
-            return self._refuse(
-                request, 413, f"{request.method} {request.path}: the request is larger than {self._body_key}"
+            return self.refuse(
+                request, 413, f"{request.method} {request.path}: the request is larger than {self.body_key}"
             )
         except web.HTTPException as error:  # no such path, no such method, …
-            return self._refuse(request, error.status, f"{request.method} {request.path}: {error.reason}")
+            return self.refuse(request, error.status, f"{request.method} {request.path}: {error.reason}")
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
@@ -196,20 +187,20 @@ class HttpServer:
         """Raise Refused unless the client has access."""
         hosts = request.headers.getall("Host", [])
         named = hosts[0] if len(hosts) == 1 else ""
-        if self._token is None and not names_this_machine(named, listening_on=self._host):
+        if self.token is None and not names_this_machine(named, listening_on=self.host):
             raise Refused(403, f"without a token only requests to localhost are answered, not to {', '.join(hosts)!r}")
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != named:
             raise Refused(403, f"requests of pages from {origin!r} are not answered")
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             raise Refused(403, "requests of pages from another site are not answered")
-        if self._token is not None and request.path not in self._open_paths:
+        if self.token is not None and request.path not in self.open_paths:
             key = request.headers.get("X-Api-Key")  # as Anthropic's clients send it
             given = request.headers.get("Authorization", "") if key is None else f"Bearer {key}"
-            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), b"Bearer " + self._token.encode()):
+            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), b"Bearer " + self.token.encode()):
                 raise Refused(401, "the token is missing or wrong: send the header 'Authorization: Bearer TOKEN'")
         wanted = CONTENT_TYPES.get(request.method)
-        if wanted is not None and request.content_type not in (wanted, *self._body_types):
+        if wanted is not None and request.content_type not in (wanted, *self.body_types):
             raise Refused(415, f"send Content-Type: {wanted}, not {request.content_type}")
 
 

@@ -14,14 +14,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from jax_agent_rl.errors import DataError, JaxAgentRLError, ModelError
+from jax_agent_rl.errors import DataError, ModelError
 from jax_agent_rl.utils.files import expand_path
 
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _DESCRIBING = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
 _HUB_SECONDS = 5
+_OF_KIND = {
+    "model": ("model.path", "a folder", ModelError),
+    "dataset": ("data.train / data.eval", "files here", DataError),
+}
+"""Key of the configuration that names one, what to set it to instead, and the error."""
 
 
 def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path:
@@ -39,7 +45,7 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
     if named is None:
         return folder
     repository, revision = named
-    with _explained(repository, revision, kind="model", key="model.path", error=ModelError):
+    with _explained("model", repository, revision):
         described = _download("model", repository, revision, _DESCRIBING)
         # A snapshot's folder is named by its commit: take the same one even if the branch has moved on.
         return _download("model", repository, described.name, _WEIGHTS) if weights else described
@@ -68,7 +74,7 @@ def dataset_files(
     Raises:
         DataError: there is no such repository, revision, configuration or file, or the Hub cannot be reached.
     """
-    with _explained(repository, revision, kind="dataset", key="data.train / data.eval", error=DataError):
+    with _explained("dataset", repository, revision):
         folder = _download("dataset", repository, revision, ("README.md",))
         patterns = (pattern,) if pattern else _split_patterns(folder / "README.md", repository, name, split)
         complete = [glob for glob in patterns if glob.endswith(tuple(suffixes))]
@@ -110,20 +116,11 @@ def _split_patterns(card: Path, repository: str, name: str | None, split: str) -
 
 
 @contextmanager
-def _explained(
-    repository: str, revision: str | None, *, kind: str, key: str, error: type[JaxAgentRLError]
-) -> Iterator[None]:
-    """Turn failures of a download into one error that says what to do.
-
-    Args:
-        repository: on the Hub.
-        revision: of it.
-        kind: ``model`` or ``dataset``.
-        key: of the configuration that names it.
-        error: class of the error.
-    """
+def _explained(kind: Literal["model", "dataset"], repository: str, revision: str | None) -> Iterator[None]:
+    """Turn failures of a download into one error that says what to do."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
+    key, local, error = _OF_KIND[kind]
     try:
         yield
         return
@@ -135,7 +132,6 @@ def _explained(
         problem = f"{repository} has no revision {revision!r}; leave @{revision} out of {key}, or correct it"
     except (HfHubHTTPError, OSError) as failure:  # OSError: no connection, and a full disk
         said = [*filter(None, [_unreachable()]), *str(failure).strip().splitlines(), type(failure).__name__]
-        local = "a folder" if kind == "model" else "files here"
         problem = f"{repository!r} could not be downloaded from the Hub ({said[0]}); set {key} to {local}"
     raise error(f"there is no {'folder' if kind == 'model' else 'file'} {repository!r} here, and {problem}")
 

@@ -1,12 +1,25 @@
-"""Secrets from the environment, and addresses of this machine."""
+"""Secrets from the environment, addresses of this machine, and JSON over HTTP to a configured service.
+
+Requests are bounded in time, size and retries. Every failure is one exception with the service's URL and the key to
+change. A request is retried only where that is safe: it did not reach the service, the service was too busy to accept
+it, or the caller declares it idempotent.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import json
 import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+
+if TYPE_CHECKING:
+    import httpx
 
 
 def token_from(variable: str | None, *, key: str) -> str | None:
@@ -40,3 +53,200 @@ def names_this_machine(host_header: str, *, listening_on: str) -> bool:
     except ValueError:  # malformed
         return False
     return host == listening_on or is_loopback(host)
+
+
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Limit of an answer: no model reads more."""
+
+MAX_PAUSE_SECONDS = 30.0
+"""Limit of the pauses that back-off or the service's ``Retry-After`` ask for."""
+
+_NOT_TAKEN = frozenset({429, 502, 503, 504})
+_TRANSIENT = frozenset({408, 425})
+_HINTS = {
+    401: "it wants a token: {token_hint}",
+    403: "it refuses the token: {token_hint}",
+    404: "there is no such path: correct {url_key}",
+    413: "the request is too large for it",
+    507: "it is out of memory: start it with more, or send it less at a time",
+}
+
+
+@dataclass(kw_only=True)
+class JsonService:
+    """Client of one service, with its address, time limits and retries. Use it from one event loop, and close it.
+
+    Attributes:
+        url: http or https.
+        url_key, timeout_key: config keys of ``url`` and ``timeout``, for messages.
+        timeout: seconds per attempt, from connecting to the last byte.
+        error: makes the error to raise.
+        max_retries: retries of a request that was not accepted, or is repeatable and failed.
+        retry_delay: seconds before the first retry; the service's ``Retry-After`` takes precedence.
+        backoff: factor of the delay from one retry to the next.
+        headers: sent with every request.
+        token_hint: what to do about a missing token, for messages.
+        trust_env: whether to use the environment's proxies.
+        pace: awaited before each attempt, to limit their rate.
+        sleep: waits between attempts.
+        transport: httpx transport, for tests.
+        retries: number of retries so far.
+
+    Raises:
+        ConfigError: the URL is invalid.
+    """
+
+    url: str
+    url_key: str
+    timeout: float
+    timeout_key: str
+    error: Callable[[str], JaxAgentRLError]
+    max_retries: int = 0
+    retry_delay: float = 1.0
+    backoff: float = 1.0
+    headers: Mapping[str, str] | None = None
+    token_hint: str = "see its documentation"
+    trust_env: bool = False
+    pace: Callable[[], Awaitable[None]] | None = None
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    transport: httpx.AsyncBaseTransport | None = None
+    retries: int = 0
+    _client: httpx.AsyncClient | None = None
+
+    def __post_init__(self) -> None:
+        import httpx
+
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as problem:
+            raise ConfigError(f"{self.url_key}={self.url!r} is not a URL: {problem}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{self.url_key}={self.url!r} must be like http://localhost:5000")
+
+    async def post(self, payload: Any, *, repeatable: bool = False) -> Any:
+        """Send ``payload`` and return the decoded answer; invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            payload: anything JSON can hold.
+            repeatable: whether the service may run the request twice, so that it is also retried when its answer was
+                lost, late or a server error.
+
+        Raises:
+            TimeoutError: every attempt took longer than ``timeout``.
+            JaxAgentRLError: made by ``error``: any other failure.
+        """
+        try:
+            body = json.dumps(payload, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise self.error(f"a request to {self.url} cannot be written as JSON: {problem}") from None
+        content = await self._persist("POST", self.url, body, repeatable)
+        try:
+            return json.loads(content.decode("utf-8", "replace"))
+        except (ValueError, RecursionError) as problem:
+            raise self.error(f"{self.url} answered what is not JSON ({problem}): {content[:100]!r}") from None
+
+    async def ping(self, url: str) -> None:
+        """Send a GET and ignore the answer's content; raise as :meth:`post`."""
+        await self._persist("GET", url, b"", True)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
+        for attempt in range(self.max_retries + 1):
+            last, times = attempt == self.max_retries, f" ({attempt + 1} times)" if attempt else ""
+            pause = self.retry_delay * self.backoff**attempt
+            if self.pace is not None:
+                await self.pace()
+            try:
+                async with asyncio.timeout(self.timeout):
+                    return await self._once(method, url, body)
+            except TimeoutError:
+                if last or not repeatable:
+                    raise TimeoutError(
+                        f"{url} did not answer within {self.timeout_key}={self.timeout:g} seconds; raise it, or look "
+                        f"why the server is slow{times}"
+                    ) from None
+            except _Failed as failure:
+                if last or not (failure.not_taken or repeatable and failure.may_pass):
+                    raise self.error(f"{failure}{times}") from None
+                pause = pause if failure.retry_after is None else failure.retry_after
+            self.retries += 1
+            await self.sleep(min(pause, max(MAX_PAUSE_SECONDS, self.retry_delay)))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _once(self, method: str, url: str, body: bytes) -> bytes:
+        import httpx
+
+        try:
+            async with self._connected().stream(method, url, content=body) as answer:
+                content = await _read(answer)
+        except httpx.ConnectError as problem:
+            raise _Failed(
+                f"{url} cannot be reached ({problem}); start the server, or correct {self.url_key}", not_taken=True
+            ) from None
+        except httpx.HTTPError as problem:
+            raise _Failed(f"{url} broke off the connection ({type(problem).__name__}: {problem})") from None
+        if answer.is_success:
+            return content
+        hint = _HINTS.get(answer.status_code, "{body}")
+        said = hint.format(
+            url_key=self.url_key,
+            token_hint=self.token_hint,
+            body=content[:300].decode("utf-8", "replace") or answer.reason_phrase,
+        )
+        raise _Failed(
+            f"{url} answered HTTP {answer.status_code}: {said}",
+            not_taken=answer.status_code in _NOT_TAKEN,
+            may_pass=answer.status_code >= 500 or answer.status_code in _TRANSIENT,
+            retry_after=float(wait) if (wait := answer.headers.get("Retry-After", "")).isdecimal() else None,
+        )
+
+    def _connected(self) -> httpx.AsyncClient:
+        import httpx
+
+        if self._client is None:
+            # Drop idle connections before servers do (uvicorn: after 5 s), or a request could be lost.
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+            headers = {"content-type": "application/json", **(self.headers or {})}
+            self._client = httpx.AsyncClient(
+                limits=limits, headers=headers, timeout=None, trust_env=self.trust_env, transport=self.transport
+            )
+        return self._client
+
+
+class _Failed(Exception):
+    """Failed attempt. ``not_taken``: the service did not act on it; ``may_pass``: a retry may succeed."""
+
+    def __init__(
+        self, message: str, *, not_taken: bool = False, may_pass: bool = True, retry_after: float | None = None
+    ):
+        super().__init__(message)
+        self.not_taken = not_taken
+        self.may_pass = may_pass
+        self.retry_after = retry_after
+
+
+async def _read(answer: httpx.Response) -> bytes:
+    content = bytearray()
+    async for chunk in answer.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_ANSWER_BYTES:
+            raise _Failed(
+                f"{answer.url} answered more than {MAX_ANSWER_BYTES} bytes; limit the output of its tools",
+                may_pass=False,
+            )
+    return bytes(content)
+
+
+def bearer(variable: str | None, *, key: str) -> dict[str, str]:
+    """Return the Authorization header with the secret in an environment variable; empty for None.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    secret = token_from(variable, key=key)
+    return {} if secret is None else {"authorization": f"Bearer {secret}"}

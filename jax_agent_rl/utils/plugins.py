@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.validation import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

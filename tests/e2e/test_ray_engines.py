@@ -20,10 +20,9 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.observe.run_dir import read_records
 from jax_agent_rl.rollout.http.membership import ADDRESS_FILE, command_run
+from jax_agent_rl.rollout.object_store import store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.ray.backend import RayBackend
-from jax_agent_rl.rollout.ray.host import EngineHost
-from jax_agent_rl.rollout.ray.weights import store
+from jax_agent_rl.rollout.ray_backend import EngineHost, RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray, reserve
 from jax_agent_rl.runtime.train import train
 from jax_agent_rl.testing.leaks import Footprint

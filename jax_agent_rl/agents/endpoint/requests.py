@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.grammar import GrammarError
+from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.rollout.protocol import Capabilities
-from jax_agent_rl.sampling_params import ID_BOUND
 from jax_agent_rl.types import SamplingParams
 
 Prompt = str | list[int]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax_agent_rl.chat.grammar import CallSyntax
-from jax_agent_rl.utils.text import has_lone_surrogate
+from jax_agent_rl.validation import has_lone_surrogate
 
 THINK_TAGS = ("<think>", "</think>")
 SEED_THINK_TAGS = ("<seed:think>", "</seed:think>")

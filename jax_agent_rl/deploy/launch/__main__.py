@@ -36,7 +36,7 @@ from jax_agent_rl.deploy.launch import (
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
-from jax_agent_rl.utils.interrupt import EXIT_CODE
+from jax_agent_rl.utils.process import EXIT_CODE
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

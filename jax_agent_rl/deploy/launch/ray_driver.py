@@ -31,7 +31,7 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.deploy.launch import count, positive
 from jax_agent_rl.deploy.launch.ray_process import NodeProcess
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
-from jax_agent_rl.utils.interrupt import EXIT_CODE
+from jax_agent_rl.utils.process import EXIT_CODE
 
 OWN_KEYS = ("learner.multihost.coordinator", "learner.multihost.process_id", "rollout.ray_address")
 """Keys that the driver sets itself."""

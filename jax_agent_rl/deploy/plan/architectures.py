@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.utils.text import nearest
+from jax_agent_rl.validation import nearest
 
 Shape = tuple[int, int, int, int, int]
 """hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads."""

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import print_line
-from jax_agent_rl.utils.startup import quiet_logging
+from jax_agent_rl.utils.process import quiet_logging
 
 PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.command")
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a

@@ -24,9 +24,9 @@ from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.replay import mask_words
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
-from jax_agent_rl.trainer.groups import training_sampling
-from jax_agent_rl.utils.sampling_support import mask_words
+from jax_agent_rl.trainer.step import training_sampling
 
 WEIGHTS, CACHE = "engine weights", "KV cache"
 _WEIGHTS, _CACHE, _BOTH = frozenset({WEIGHTS}), frozenset({CACHE}), frozenset({WEIGHTS, CACHE})

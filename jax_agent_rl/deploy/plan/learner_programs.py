@@ -29,8 +29,8 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
 from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.replay import mask_words
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
-from jax_agent_rl.utils.sampling_support import mask_words
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -29,9 +29,9 @@ from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
+from jax_agent_rl.replay import mask_words
 from jax_agent_rl.runtime.engine_devices import engine_shapes
 from jax_agent_rl.utils.hub import hub_name
-from jax_agent_rl.utils.sampling_support import mask_words
 
 BATCH, TEMPORARIES, CODE = "gradients and batches", "temporaries", "code"
 

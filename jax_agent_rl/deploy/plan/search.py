@@ -34,8 +34,8 @@ from jax_agent_rl.deploy.plan.topology import (
 )
 from jax_agent_rl.errors import CompilerError, ConfigError
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.replay import mask_words
 from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes, parameter_count
-from jax_agent_rl.utils.sampling_support import mask_words
 
 TRIES = 3
 """Layouts compiled at most, per layout that should fit."""

@@ -23,7 +23,7 @@ from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import Device, expect_described_tpus, make_mesh, parameter_shardings
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_shapes, resolve_engine_mesh, with_engine_mesh
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.validation import did_you_mean
 
 GIB = 1 << 30
 

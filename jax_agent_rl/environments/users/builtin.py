@@ -16,7 +16,7 @@ from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.rewards.rules import last_number, marked_number
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.utils.network import JsonService, bearer
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
@@ -63,7 +63,7 @@ class OpenAIChat:
         where: str = "config",
     ):
         self._model = model
-        settings = ServiceSettings(
+        self._service = JsonService(
             url=f"{base_url.rstrip('/')}/chat/completions",
             url_key=f"{where}.base_url",
             timeout=timeout,
@@ -73,8 +73,8 @@ class OpenAIChat:
             headers=bearer(api_key_env, key=f"{where}.api_key_env"),
             token_hint=f"set {where}.api_key_env to the environment variable that holds it",
             trust_env=True,
+            error=InteractionError,
         )
-        self._service = JsonService(settings, error=InteractionError)
 
     async def complete(
         self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
@@ -100,7 +100,7 @@ class OpenAIChat:
         except (TypeError, KeyError, IndexError):
             content = None
         if not isinstance(content, str):
-            raise InteractionError(f"{self._service.settings.url} answered without a message's text: {answer!r:.200}")
+            raise InteractionError(f"{self._service.url} answered without a message's text: {answer!r:.200}")
         return content.encode("utf-8", "replace").decode()
 
     async def close(self) -> None:

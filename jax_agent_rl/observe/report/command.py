@@ -32,8 +32,7 @@ from jax_agent_rl.observe.run_dir import (
 )
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
 from jax_agent_rl.utils.files import write_atomically, writing
-from jax_agent_rl.utils.text import replace_lone_surrogates
-from jax_agent_rl.validation import is_number
+from jax_agent_rl.validation import is_number, replace_lone_surrogates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +116,15 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
 def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
     """Read the file twice, so that only the chosen records are in memory."""
     facts = [Fact.from_record(record) for record in records]
-    choice = choose(facts, limit)
-    if len(choice.places) < len(facts):
-        steps = len({facts[place].step for place in choice.places})
-        more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if choice.is_full else "--limit shows more"
+    places, is_full = choose(facts, limit)
+    if len(places) < len(facts):
+        steps = len({facts[place].step for place in places})
+        more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if is_full else "--limit shows more"
         notes.append(
-            f"{len(choice.places)} of {len(facts)} trajectories are shown, from {steps} of "
+            f"{len(places)} of {len(facts)} trajectories are shown, from {steps} of "
             f"{len({fact.step for fact in facts})} steps: the best and the worst of each, and random others; {more}"
         )
-    return [record for place, record in enumerate(records) if place in choice.places], len(facts)
+    return [record for place, record in enumerate(records) if place in places], len(facts)
 
 
 def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jax_agent_rl.observe.progress import number_ranges
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import contexts, stop_reasons, tool_errors, turns
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, session_graph
@@ -163,7 +164,7 @@ def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "up": -1 if segment.parent is None else segment.parent,
                 "shared": segment.shared,
                 "after": segment.turns,
-                "calls": _ranges(numbers),
+                "calls": number_ranges(numbers),
                 "turns": segment.sequence.num_turns,
                 "trained": trained[at],
                 "share": round(trained[at] / max(1, sum(trained)), 4),
@@ -171,16 +172,6 @@ def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text.
-
-    >>> _ranges([1, 2, 3, 5, 7, 8])
-    '1–3, 5, 7–8'
-    """
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def forest(records: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, list[dict[str, Any]]]:

@@ -21,7 +21,7 @@ import aiohttp
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.rollout.http import wire
-from jax_agent_rl.rollout.http.requests import encode_request
+from jax_agent_rl.rollout.http.wire import encode_request
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     GenerateRequest,

@@ -26,8 +26,8 @@ from aiohttp import web
 
 from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.http import wire
-from jax_agent_rl.rollout.http.requests import decode_request
 from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
+from jax_agent_rl.rollout.http.wire import decode_request
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode

@@ -21,7 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.utils import tempdirs, weight_deltas
+from jax_agent_rl.utils import weight_deltas
+from jax_agent_rl.utils.files import SHARED_MEMORY, make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.weight_checks import check_files
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class SharedDir:
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
         self._is_bucket = folder is not None and "://" in folder
-        self._root = Path(folder).absolute() if folder and not self._is_bucket else tempdirs.SHARED_MEMORY
+        self._root = Path(folder).absolute() if folder and not self._is_bucket else SHARED_MEMORY
 
     @property
     def is_configured(self) -> bool:
@@ -143,7 +144,7 @@ class SharedDir:
         return at
 
     def _elsewhere(self, path: str) -> WeightUpdateError:
-        where = self._folder or f"{tempdirs.SHARED_MEMORY}/jax_agent_rl-weights-*"
+        where = self._folder or f"{SHARED_MEMORY}/jax_agent_rl-weights-*"
         return WeightUpdateError(
             f"weights at {path[:200]!r} are not read: this server takes them from {where} alone; set "
             "rollout.weight_dir to the same folder on both sides, or have them uploaded"
@@ -171,7 +172,7 @@ class Uploads:
     def __init__(
         self, *, max_bytes: int | None = None, folder: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._root = tempdirs.make_folder("jax_agent_rl-uploads-", folder, in_memory=True)
+        self._root = make_temp_folder("jax_agent_rl-uploads-", folder, in_memory=True)
         self._max_bytes = shutil.disk_usage(self._root).free // 2 if max_bytes is None else max_bytes
         self._uploads: dict[str, _Upload] = {}
         self._kept: dict[str, Path] = {}  # files of the newest update, by digest
@@ -274,7 +275,7 @@ class Uploads:
 
     def close(self) -> None:
         """Delete everything."""
-        tempdirs.remove_folder(self._root)
+        remove_temp_folder(self._root)
 
     async def sweep(self, every: float = UPLOAD_TTL_SECONDS / 10) -> None:
         """Call :meth:`drop_expired` every ``every`` seconds, until cancelled."""

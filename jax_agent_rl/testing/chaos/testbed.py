@@ -38,7 +38,7 @@ from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.placement import FleetMetrics
+from jax_agent_rl.rollout.server import FleetMetrics
 from jax_agent_rl.testing.chaos import engine
 from jax_agent_rl.testing.chaos.engine import hash_policy
 from jax_agent_rl.testing.chaos.faults import Child, free_port

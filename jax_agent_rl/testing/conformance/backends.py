@@ -21,7 +21,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendSpec, RolloutBackend, WeightUpdate
-from jax_agent_rl.rollout.ray.backend import RayBackend
+from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.runtime.ray_cluster import open_ray
 from jax_agent_rl.testing.conformance.models import (
     ModelDirs,
@@ -331,7 +331,7 @@ def remote(options: BackendOptions) -> BackendUnderTest:
 
 def ray_actor(options: BackendOptions) -> BackendUnderTest:
     """Build the subject of an engine in a Ray actor, which takes its weights from the object store."""
-    from jax_agent_rl.rollout.ray.weights import store
+    from jax_agent_rl.rollout.object_store import store
 
     inner = select_backend(options.engine, options)
     form = "arrays" if options.engine == "jetstream" else "safetensors"

@@ -17,9 +17,9 @@ from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.learner.comparison import AgreementCheck, Comparison
 from jax_agent_rl.learner.learner import Learner
+from jax_agent_rl.replay import decode_supports
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, TokenOutput, Trajectory, Turn
-from jax_agent_rl.utils.sampling_support import decode_supports
 from tests.tiny import full_logits, tiny_params
 from tests.tiny_chat import CONFIG, tokenizer
 

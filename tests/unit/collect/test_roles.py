@@ -14,7 +14,7 @@ from jax_agent_rl.learner.advantages import compute
 from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.trainer.groups import recorded, update_role_baselines, with_role_baselines
+from jax_agent_rl.trainer.step import recorded, update_role_baselines, with_role_baselines
 from jax_agent_rl.types import DropReason, FinishReason, Group, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 from tests.trajectories import trajectory

@@ -21,8 +21,8 @@ from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
+from jax_agent_rl.rollout.object_store import from_object_store, store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.ray.weights import from_object_store, store
 from jax_agent_rl.types import SamplingParams
 from tests.served import behind_server
 from tests.tiny import TINY, greedy, tiny_params

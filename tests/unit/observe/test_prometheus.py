@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.prometheus import serve_trainer
+from jax_agent_rl.observe.sinks.metrics import serve_trainer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health
-from jax_agent_rl.rollout.server import COUNTED, engine_families
+from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.utils.prometheus import RequestCounts, exposition_text
 
 CAPABILITIES = Capabilities(max_model_len=64, max_concurrent=4)
@@ -23,7 +23,9 @@ def read(text: bytes) -> dict[tuple[str, ...], float]:
 
 
 def test_everything_an_engine_counts_has_a_name_and_says_what_it_is():
-    assert set(COUNTED) == {field.name for field in fields(BackendMetrics)}
+    families = engine_families(BackendMetrics(), Health(ok=True), CAPABILITIES, engine="a")
+    said = {family.name: family.documentation for family in families}
+    assert all(said[f"jax_agent_rl_engine_{field.name}"] for field in fields(BackendMetrics))
 
 
 def test_engines_differ_by_label_under_one_heading():

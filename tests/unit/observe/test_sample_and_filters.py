@@ -16,7 +16,7 @@ from jax_agent_rl.observe import report
 from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, sample
 from jax_agent_rl.observe.view import COLOURS, render, visible
-from jax_agent_rl.trainer.timing import Phases
+from jax_agent_rl.trainer.observing import Phases
 from tests.report_runs import decode, members
 from tests.trajectories import trajectory
 

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config import Config, build
-from jax_agent_rl.observe.warnings import has_own_devices, missing_agent_warning, overlap_gain, rules
-from jax_agent_rl.observe.watch import Rule, SinceLast, SinceStart, Watch
+from jax_agent_rl.observe.warnings import (
+    Rule,
+    SinceLast,
+    SinceStart,
+    Watch,
+    has_own_devices,
+    missing_agent_warning,
+    overlap_gain,
+    rules,
+)
 
 HEALTHY = {
     "kind": "step",

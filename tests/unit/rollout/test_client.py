@@ -150,9 +150,9 @@ async def test_without_another_server_the_death_is_the_answer():
 
 async def test_a_closed_server_is_left_too():
     fleet = Fleet(2)
-    await fleet.servers[0].close()
+    await fleet.servers[0].backend.close()
     assert (await fleet.ask()).token_ids == fleet.whole
-    await fleet.servers[1].close()
+    await fleet.servers[1].backend.close()
     with pytest.raises(BackendClosedError):
         await fleet.ask()
 

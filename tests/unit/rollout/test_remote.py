@@ -29,9 +29,9 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.client import RemoteBackend
-from jax_agent_rl.rollout.http.requests import decode_request, encode_request
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.http.weight_files import Uploads
+from jax_agent_rl.rollout.http.wire import decode_request, encode_request
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend, TokenChunk, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput

@@ -13,7 +13,7 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.http import weight_files
 from jax_agent_rl.rollout.http.weight_files import MAX_UPLOADS, UPLOAD_TTL_SECONDS, SharedDir, Uploads
 from jax_agent_rl.rollout.protocol import Health, WeightUpdate
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from tests.served import behind_server
 from tests.toy_backend import ToyBackend
 
@@ -90,12 +90,12 @@ async def test_without_a_folder_only_what_a_learner_of_this_machine_has_in_memor
     if not Path("/dev/shm").is_dir():
         pytest.skip("no shared memory")
     for prefix, sees in (("jax_agent_rl-weights-", True), ("other-", False)):
-        folder = tempdirs.make_folder(prefix, Path("/dev/shm"))
+        folder = make_temp_folder(prefix, Path("/dev/shm"))
         try:
             (folder / "v1.safetensors").write_text("other")
             assert await shared.sees({f"{folder}/v1.safetensors": 5}) is sees
         finally:
-            tempdirs.remove_folder(folder)
+            remove_temp_folder(folder)
 
 
 @pytest.mark.parametrize(

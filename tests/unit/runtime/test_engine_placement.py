@@ -13,10 +13,10 @@ from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.models.sharding import MESH_AXES
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
+from jax_agent_rl.rollout.object_store import KIND, from_object_store, store
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
-from jax_agent_rl.rollout.ray.backend import RayBackend
-from jax_agent_rl.rollout.ray.weights import KIND, from_object_store, store
+from jax_agent_rl.rollout.ray_backend import RayBackend
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.engine_devices import check_turns
 from jax_agent_rl.runtime.placement import open_engine, open_places, place_engines, room_for_learning
@@ -53,7 +53,7 @@ def names(client: LLMServerClient) -> set[str]:
 
 
 async def close(client: LLMServerClient) -> None:
-    await asyncio.gather(*(server.close() for server in client.servers))
+    await asyncio.gather(*(server.backend.close() for server in client.servers))
 
 
 async def test_an_engine_that_shares_nothing_needs_make_no_room():

@@ -12,8 +12,7 @@ import pytest
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.runtime.multihost import initialize
-from jax_agent_rl.runtime.multihost_groups import decode_groups, encode_groups
+from jax_agent_rl.runtime.multihost import decode_groups, encode_groups, initialize
 from jax_agent_rl.types import DropReason
 from jax_agent_rl.utils.media import as_frames
 from tests.ports import free_port

@@ -26,8 +26,8 @@ from jax_agent_rl.models.quantized import EightBits
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
+from jax_agent_rl.rollout.object_store import Tensor, from_object_store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.ray.weights import Tensor, from_object_store
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.publishers import ArrayPublisher, ObjectStorePublisher, make_publisher
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER

@@ -9,19 +9,20 @@ from starlette.responses import JSONResponse, Response
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.client import NO_TOOL, ServerAction, ToolServerClient, _observations, observation_url
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
+from jax_agent_rl.utils.network import JsonService
 from tests.http_service import ToolServer, data_url
 from tests.ports import free_port
 
 
 def client(url, *, timeout=10.0):
-    settings = ServiceSettings(
+    service = JsonService(
         url=observation_url(url),
         url_key="agent.tool_server_url",
         timeout=timeout,
         timeout_key="agent.tool_call_timeout",
+        error=ToolServerError,
     )
-    return ToolServerClient(JsonService(settings, error=ToolServerError))
+    return ToolServerClient(service)
 
 
 async def ask(server, *texts, timeout=10.0):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.trainer.timing import ENVIRONMENT_SECONDS, Breakdown, format_breakdown
+from jax_agent_rl.trainer.observing import ENVIRONMENT_SECONDS, Breakdown, format_breakdown
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -1,7 +1,7 @@
 """Training and evaluation sample as the configuration says."""
 
 from jax_agent_rl.config import build
-from jax_agent_rl.trainer.groups import evaluation_sampling, training_sampling
+from jax_agent_rl.trainer.step import evaluation_sampling, training_sampling
 
 MINIMAL = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
 

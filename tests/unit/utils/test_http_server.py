@@ -17,11 +17,11 @@ from jax_agent_rl.config import EndpointConfig
 from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.prometheus import TrainerMetrics, trainer_server
+from jax_agent_rl.observe.sinks.metrics import TrainerMetrics, trainer_server
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.tool_server.server import ToolServer
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import remove_temp_folder
 from jax_agent_rl.utils.http_server import MAX_NESTING, HttpServer, read_json
 from tests.toy_backend import ToyBackend
 
@@ -56,7 +56,7 @@ def tools(token: str | None) -> Iterator[HttpServer]:
         )
         server = ToolServer(settings)
         yield server._http
-        tempdirs.remove_folder(server._folder)
+        remove_temp_folder(server._folder)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ async def test_with_a_token_no_route_is_for_strangers(service: Callable):
     with service("s3cret") as server:
         async with client_of(server) as client:
             for method, path in routes(server):
-                if path in server._open_paths:
+                if path in server.open_paths:
                     continue
                 for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
                     sent = {**TYPES.get(method, {}), **PROTOCOL, **given}
@@ -301,4 +301,4 @@ def test_no_module_listens_by_other_means():
         for file in (root / folder).rglob("*.py")
         if any(word in file.read_text() for word in words)
     }
-    assert found - {"jax_agent_rl/utils/http_server.py", "jax_agent_rl/utils/json_service.py"} == set(others)
+    assert found - {"jax_agent_rl/utils/http_server.py", "jax_agent_rl/utils/network.py"} == set(others)

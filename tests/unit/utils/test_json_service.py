@@ -8,8 +8,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.utils import json_service
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings, bearer
+from jax_agent_rl.utils import network
+from jax_agent_rl.utils.network import JsonService, bearer
 from tests.http_service import serve
 from tests.ports import free_port
 
@@ -32,10 +32,17 @@ def service(url, *, timeout=10.0, retries=0, sleeps=None, **more):
     async def sleep(seconds):
         (sleeps if sleeps is not None else []).append(seconds)
 
-    settings = ServiceSettings(
-        url=url, url_key="a.url", timeout=timeout, timeout_key="a.timeout", max_retries=retries, retry_delay=0.7, **more
+    return JsonService(
+        url=url,
+        url_key="a.url",
+        timeout=timeout,
+        timeout_key="a.timeout",
+        max_retries=retries,
+        retry_delay=0.7,
+        error=ToolServerError,
+        sleep=sleep,
+        **more,
     )
-    return JsonService(settings, error=ToolServerError, sleep=sleep)
 
 
 async def post(script, payload=None, *, repeatable=False, **settings):
@@ -129,7 +136,7 @@ async def test_invalid_utf8_is_replaced():
 
 
 async def test_a_huge_answer_is_refused_before_it_is_in_memory(monkeypatch):
-    monkeypatch.setattr(json_service, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(network, "MAX_ANSWER_BYTES", 1000)
     script = Script(Response(b'"' + b"x" * 5000 + b'"'))
     with pytest.raises(ToolServerError, match="more than 1000 bytes"):
         await post(script, retries=2, repeatable=True)

@@ -25,7 +25,7 @@ from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import LaunchError
-from jax_agent_rl.utils.interrupt import EXIT_CODE
+from jax_agent_rl.utils.process import EXIT_CODE
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_agent_rl.errors import LaunchError, LaunchTargetError, LaunchUnansweredError
-from jax_agent_rl.utils.text import did_you_mean
+from jax_agent_rl.validation import did_you_mean
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError, PromptTooLongError
-from jax_agent_rl.sampling_params import ID_BOUND
+from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.testing.conformance.models import log_softmax
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.conformance.runner import check

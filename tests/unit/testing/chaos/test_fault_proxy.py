@@ -14,7 +14,7 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.testing.chaos.proxy import Fault, FaultProxy
 from jax_agent_rl.types import SamplingParams
-from jax_agent_rl.utils.json_service import JsonService, ServiceSettings
+from jax_agent_rl.utils.network import JsonService
 from tests.toy_backend import ToyBackend
 
 ANSWER = {"observations": ["x" * 500]}
@@ -57,9 +57,7 @@ async def service(fault=None, *, before=True):
 
 def client(proxy, **settings):
     return JsonService(
-        ServiceSettings(
-            **{"url": f"{proxy.url}/act", "url_key": "url", "timeout": 20.0, "timeout_key": "timeout"} | settings
-        ),
+        **{"url": f"{proxy.url}/act", "url_key": "url", "timeout": 20.0, "timeout_key": "timeout"} | settings,
         error=ToolServerError,
         sleep=lambda seconds: asyncio.sleep(0),
     )

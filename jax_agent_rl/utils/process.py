@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: the first lets the run save and end, the second ends the process at once.
+"""A process's start and end: logging, JAX on machines without accelerators, Ctrl-C and SIGTERM.
+
+The first signal lets the run save and end, the second ends the process at once.
 
 ::
 
@@ -14,16 +16,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.util
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import remove_temp_folders
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_TIMEOUT_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
@@ -50,6 +57,7 @@ class InterruptStage(Enum):
 _FORCED_EXIT_MESSAGES = {InterruptStage.SERVING: "leaving at once"}
 
 
+@dataclass(eq=False)
 class Interruption:
     """Context in which the first signal cancels the current task. Use it in the main thread.
 
@@ -57,23 +65,16 @@ class Interruption:
         print_line: prints a line for the user; called from another thread.
         exit_within: ends the process within the given seconds; called when everything worth keeping is on disk.
         leads: whether other processes of the run depend on this one.
-        stage: initial stage.
+        stage: the current one.
     """
 
-    def __init__(
-        self,
-        print_line: Callable[[str], None],
-        exit_within: ExitWithin,
-        *,
-        leads: bool = False,
-        stage: InterruptStage = InterruptStage.STARTING,
-    ) -> None:
-        self._print_line = print_line
-        self._exit_within = exit_within
-        self._leads = leads
-        self._stage = stage
-        self._began: float | None = None
-        self._lock = threading.Lock()
+    print_line: Callable[[str], None]
+    exit_within: ExitWithin
+    _: KW_ONLY
+    leads: bool = False
+    stage: InterruptStage = InterruptStage.STARTING
+    _began: float | None = field(default=None, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __enter__(self) -> Interruption:
         self._loop = asyncio.get_running_loop()
@@ -101,17 +102,17 @@ class Interruption:
         """Enter the stage in which everything is on disk, so that nothing is worth waiting for."""
         self._enter_stage(InterruptStage.CLOSING)
         if self._began is not None:  # the signal came while the last step was saved
-            self._print_line(InterruptStage.CLOSING.value)
+            self.print_line(InterruptStage.CLOSING.value)
             self._exit_in_time()
 
     def saved(self, step: int) -> None:
         """Report that the state after ``step`` is on disk, and leave in time."""
-        self._print_line(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
+        self.print_line(f"interrupted; a checkpoint of step {step} is saved. Go on with --resume")
         self._exit_in_time()
 
     def _enter_stage(self, stage: InterruptStage) -> None:
         with self._lock:
-            self._stage = stage
+            self.stage = stage
 
     def _watch(self) -> None:
         with self._inbox:
@@ -124,23 +125,23 @@ class Interruption:
         with self._lock:
             if self._began is not None:
                 again = "interrupted again: leaving at once; complete checkpoints are intact"
-                self._print_line(_FORCED_EXIT_MESSAGES.get(self._stage, again))
-                self._exit_within(0.0)
+                self.print_line(_FORCED_EXIT_MESSAGES.get(self.stage, again))
+                self.exit_within(0.0)
                 return
             self._began = time.monotonic()
-            stage = self._stage
-        self._print_line(stage.value)
+            stage = self.stage
+        self.print_line(stage.value)
         self._loop.call_soon_threadsafe(self._task.cancel)
         if stage not in (InterruptStage.TRAINING, InterruptStage.SERVING):  # these may take their time to close
             self._exit_in_time()
 
     def _exit_in_time(self) -> None:
         assert self._began is not None
-        if self._leads:
-            self._exit_within(LEADER_CLOSE_SECONDS)
+        if self.leads:
+            self.exit_within(LEADER_CLOSE_SECONDS)
             return
         left = self._began + SHUTDOWN_TIMEOUT_SECONDS - time.monotonic()
-        self._exit_within(min(max(left, MIN_CLOSE_SECONDS), MAX_CLOSE_SECONDS))
+        self.exit_within(min(max(left, MIN_CLOSE_SECONDS), MAX_CLOSE_SECONDS))
 
 
 _exit_hooks: list[Callable[[], None]] = []
@@ -164,7 +165,7 @@ def exit_within(print_line: Callable[[str], None], seconds: float) -> None:
             print_line("something that cannot be stopped (a compilation?) still runs; leaving without waiting for it")
         for hook in list(_exit_hooks):
             hook()
-        tempdirs.remove_all()
+        remove_temp_folders()
         os._exit(EXIT_CODE)
 
     if not seconds:
@@ -192,3 +193,54 @@ def run_server(main: Coroutine[Any, Any, None], *, print_line: Callable[[str], N
                 exit_within(print_line, SERVER_EXIT_SECONDS)  # which waits even for threads that cannot be stopped
 
     asyncio.run(stoppable())
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Handler that writes to the current ``sys.stderr``.
+
+    A live display replaces it to print above itself. If the real standard error is no terminal, that one is used.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        behind = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        self.setStream(sys.stderr if behind.isatty() else behind)
+        super().emit(record)
+
+
+def quiet_logging() -> None:
+    """Show this package's warnings on the screen, and silence other libraries."""
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[_StderrHandler()])
+    for noisy in ("jax", "orbax"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # this package reports Orbax's failures itself
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
+
+
+@functools.cache
+def ignore_late_writes() -> None:
+    """Silence writes of tensorstore that end after Orbax has given up a checkpoint: on a full disk, one per array.
+
+    They end in threads that are not Python's, which print a traceback. The checkpoint's own error is told.
+    """
+    hook = sys.unraisablehook
+
+    def without(unraisable: sys.UnraisableHookArgs) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = without
+
+
+def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:
+    """Set ``JAX_PLATFORMS=cpu`` if it is unset, libtpu is installed, and the machine has neither TPU nor GPU.
+
+    libtpu may be installed only to compile for absent TPUs (``jax-agent-rl plan``); JAX would look for them and
+    complain in every command. Call this before JAX is imported.
+    """
+    if "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
+        return
+    accelerators = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*")
+    if not any(any(devices.glob(pattern)) for pattern in accelerators):
+        os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""A policy's weights in a shared object store: written once, read without copies, checked before use.
+"""A policy's weights in Ray's object store: written once, read without copies, checked before use.
 
 ::
 
@@ -26,7 +26,7 @@ import xxhash
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import BROADCAST, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
 
 KIND = "object_store"
@@ -128,12 +128,12 @@ async def fetched(update: WeightUpdate, fetch: Fetch) -> AsyncIterator[WeightUpd
     if stored.form == "arrays":
         yield replace(update, kind="arrays", payload=_map(Tensor.array, tree))
         return
-    folder = tempdirs.make_folder("jax_agent_rl-fetched-", in_memory=True)
+    folder = make_temp_folder("jax_agent_rl-fetched-", in_memory=True)
     try:
         files = await asyncio.to_thread(_write, tree, folder)
         yield replace(update, kind="safetensors", payload=files)
     finally:
-        tempdirs.remove_folder(folder)
+        remove_temp_folder(folder)
 
 
 def checksum(tree: Mapping[str, Any]) -> str:

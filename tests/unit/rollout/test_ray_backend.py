@@ -9,9 +9,9 @@ import pytest
 
 from jax_agent_rl.errors import PromptTooLongError, WeightUpdateError
 from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.object_store import store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
-from jax_agent_rl.rollout.ray.host import EngineHost
-from jax_agent_rl.rollout.ray.weights import store
+from jax_agent_rl.rollout.ray_backend import EngineHost
 from jax_agent_rl.types import SamplingParams
 from tests.toy_backend import VOCAB, ToyBackend
 

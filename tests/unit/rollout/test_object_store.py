@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import WeightUpdateError
+from jax_agent_rl.rollout.object_store import KIND, Tensor, checksum, fetched, from_object_store, store
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.rollout.ray.weights import KIND, Tensor, checksum, fetched, from_object_store, store
 from tests.toy_backend import ToyBackend
 
 TREE = {

@@ -1,20 +1,32 @@
-"""An engine in a Ray actor as a :class:`~jax_agent_rl.rollout.protocol.RolloutBackend`.
+"""A rollout backend in a Ray actor: any backend in a process of its own, on any node of a cluster.
+
+::
+
+    RayBackend ──Ray calls──► EngineHost ──► any RolloutBackend
+        │                        ▲
+        └─ update_weights ───────┤ a reference; Ray's object store holds the tensors once per node;
+           (StoredWeights)       └ they are read there without copies, checked, and given to the engine
 
 An actor that died, or that Ray cannot reach, is lost: its requests fail with ``EngineDiedError``, and
-:class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on.
+:class:`~jax_agent_rl.rollout.client.LLMServerClient` sends them on. Ray would wrap an engine's exception in one of its
+own; so errors come back as values (:mod:`~jax_agent_rl.rollout.http.wire`), and an exception means that the actor
+itself is lost. :class:`EngineHost` is a plain class, tested without Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError
+from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, JaxAgentRLError
 from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.rollout.object_store import Fetch, await_reference, from_object_store
 from jax_agent_rl.rollout.protocol import (
     BROADCAST,
     BackendMetrics,
@@ -26,12 +38,86 @@ from jax_agent_rl.rollout.protocol import (
     WeightUpdate,
 )
 from jax_agent_rl.rollout.proxy import ProxyBackend
-from jax_agent_rl.rollout.ray.host import Answer, EngineHost
 from jax_agent_rl.types import TokenOutput
 
+logger = logging.getLogger(__name__)
+_EXPECTED = (JaxAgentRLError, NotImplementedError, ValueError, KeyError)
 _MAX_CALLS = 1 << 14
 """Concurrent calls of an actor: control calls must never queue behind requests."""
 _CLOSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Result of a call.
+
+    Attributes:
+        value: what it returned.
+        error: what it raised instead, encoded.
+        policy_version: of the engine after the call.
+    """
+
+    value: Any = None
+    error: dict[str, str] | None = None
+    policy_version: int = 0
+
+
+class EngineHost:
+    """One backend, whose methods are called by name from another process.
+
+    Args:
+        make: builds the backend; may load files for minutes.
+        fetch: returns stored weights by their reference.
+    """
+
+    def __init__(self, make: Callable[[], RolloutBackend], fetch: Fetch = await_reference) -> None:
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray limits its workers to one thread; the engine decides for itself
+        self._make = make
+        self._fetch = fetch
+        self._backend: RolloutBackend | None = None
+
+    async def start(self) -> Answer:
+        """Build and start the backend; the answer's value is its capabilities."""
+        return await self._answer(self._start)
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Answer:
+        """Call any method of the protocol but ``start`` and ``stream``."""
+        return await self._answer(lambda: getattr(self._serving(), method)(*arguments, **named))
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Answer]:
+        """Yield chunks; an error comes last."""
+        try:
+            async with contextlib.aclosing(self._serving().stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield self._result(value=chunk)
+        except Exception as error:
+            yield self._failed("stream", error)
+
+    async def _start(self) -> Capabilities:
+        backend = from_object_store(await asyncio.to_thread(self._make), self._fetch)
+        await backend.start()
+        self._backend = backend
+        return backend.capabilities
+
+    async def _answer(self, call: Callable[..., Any], *arguments: Any) -> Answer:
+        try:
+            return self._result(value=await call(*arguments))
+        except Exception as error:
+            return self._failed(getattr(call, "__name__", "call"), error)
+
+    def _serving(self) -> RolloutBackend:
+        if self._backend is None:
+            raise BackendClosedError("the engine of this actor was not started")
+        return self._backend
+
+    def _result(self, **fields: Any) -> Answer:
+        version = self._backend.policy_version if self._backend is not None else 0
+        return Answer(policy_version=version, **fields)
+
+    def _failed(self, method: str, error: Exception) -> Answer:
+        if not isinstance(error, _EXPECTED):
+            logger.error("%s failed", method, exc_info=error)
+        return self._result(error=wire.encode_error(error))
 
 
 class RayBackend(ProxyBackend):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_agent_rl.replay import RoutedExperts, join_routed
 from jax_agent_rl.rollout.http.wire import decode_output, encode_output
 from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.routed_experts import RoutedExperts, join_routed
-from jax_agent_rl.runtime.multihost_groups import decode_groups, encode_groups
+from jax_agent_rl.runtime.multihost import decode_groups, encode_groups
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.trajectories import random_groups, with_routed_experts
 

@@ -6,17 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jax_agent_rl.utils import tempdirs
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from jax_agent_rl.utils import tempdirs
-folder = tempdirs.make_folder("kept-", Path(sys.argv[1]))
+from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder, remove_temp_folders
+folder = make_temp_folder("kept-", Path(sys.argv[1]))
 (folder / "file").write_text("some")
 print(folder, flush=True)
 sys.stdin.readline()
-tempdirs.remove_all()
+remove_temp_folders()
 os._exit(0)
 """
 
@@ -47,11 +47,11 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one
     living, kept = owner(tmp_path)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL and left.is_dir()
-    mine = tempdirs.make_folder("kept-", tmp_path)
+    mine = make_temp_folder("kept-", tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"other-kind", kept.name, mine.name}
     assert (kept / "file").exists()
-    tempdirs.remove_folder(mine)
-    tempdirs.remove_folder(mine)
+    remove_temp_folder(mine)
+    remove_temp_folder(mine)
     assert not mine.exists()
     living.communicate("go\n", timeout=60)
     assert [p.name for p in tmp_path.iterdir()] == ["other-kind"]

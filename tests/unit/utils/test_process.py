@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.observe.progress import Progress
-from jax_agent_rl.utils.startup import ignore_absent_tpus, quiet_logging
+from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
 
 
 @pytest.mark.parametrize(

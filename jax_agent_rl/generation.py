@@ -1,0 +1,217 @@
+"""Data types of one generation, frozen and keyword-only; import them from :mod:`jax_agent_rl.types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from jax_agent_rl.replay import RoutedExperts, Support, join_routed
+from jax_agent_rl.validation import check_bool, check_collection, check_finite, check_int, check_str
+
+ID_BOUND = 2**31
+"""Exclusive bound of ids and counts: engines store them as int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Parameters of one generation.
+
+    Attributes:
+        max_tokens: maximum ids to sample, >= 1.
+        temperature: finite; 0 is greedy (log-probs are then those of temperature 1).
+        top_p: nucleus mass in (0, 1]; 1 is off.
+        top_k: keep the k most likely ids; 0 is off. Ties at the threshold are all kept.
+        min_p: keep the ids at least ``min_p`` times as likely as the most likely one; in [0, 1], 0 is off. It comes
+            before top-k, and that before top-p, as in vLLM.
+        seed: fixes this request's randomness, independent of what else is in the batch. None draws one.
+        stop: end when one of these strings appears in the decoded output. The ids up to and including the
+            one that completes it are kept.
+        stop_token_ids: end when one of these ids is sampled (kept), besides the model's EOS ids.
+        ignore_eos: whether to continue past EOS (benchmarks).
+        grammar: None, or what the output must be up to its EOS, in llguidance's dialect of Lark; only with
+            ``Capabilities.grammars``. Ids that would break it have no probability; min-p, top-k and top-p
+            come after that.
+
+    Raises:
+        ValueError: a value is of another type, or out of range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("max_tokens", self.max_tokens, least=1)
+        check_finite("temperature", self.temperature)
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
+        check_finite("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        check_int("top_k", self.top_k, below=ID_BOUND)
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 is off)")
+        check_finite("min_p", self.min_p)
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must be in [0, 1] (0 is off)")
+        if self.seed is not None:
+            check_int("seed", self.seed)
+        check_collection("stop", self.stop, of="strings")
+        for text in self.stop:
+            check_str("stop string", text)
+        if not all(self.stop):
+            raise ValueError("stop contains an empty string, which would end every generation at once")
+        check_collection("stop_token_ids", self.stop_token_ids, of="ids")
+        for token in self.stop_token_ids:
+            check_int("stop token id", token, least=0, below=ID_BOUND)
+        check_bool("ignore_eos", self.ignore_eos)
+        if self.grammar is not None:
+            check_str("grammar", self.grammar)
+            if self.ignore_eos:
+                raise ValueError("ignore_eos=True: nothing may follow the EOS that ends a grammar; leave it out")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether top-p, top-k or min-p leave only a part of the ids to draw from; greedy draws have none of them."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether draws are from a part of the ids, which a backend with ``Capabilities.sampling_replay`` reports."""
+        return self.truncated or self.grammar is not None
+
+
+class StopReason(StrEnum):
+    """Why one *generation* ended."""
+
+    EOS = "eos"
+    """The model's end-of-sequence id was sampled. It is the last id of the output, with its log-prob."""
+    STOP = "stop"
+    """A stop string or an extra stop token id was produced; ``TokenOutput.stop_match`` says which."""
+    LENGTH = "length"
+    """``max_tokens`` ids were sampled, or the model's context is full."""
+    ABORTED = "aborted"
+    """Cancelled from outside. The ids so far are valid and the generation can be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutput:
+    """Result of one generation: ids, never text.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included.
+        log_probs: natural-log probability of each id under the distribution it was sampled from.
+        policy_versions: version of the weights that produced each id.
+        stop_reason: why it ended.
+        stop_match: the stop string (or the stop id, as text) that ended it, else None.
+        context_digest: :func:`digest_ids` of the prompt plus ``token_ids`` as the engine saw them.
+        cached_tokens: prompt ids whose KV was reused instead of computed.
+        num_preempted: times the request lost its slot and was recomputed.
+        constrained: for each id whether a grammar kept it from being sampled freely, so that it carries no loss; empty
+            if none was, or if the supports say what it was sampled from.
+        routed_experts: of the context's positions that were asked for and fed, see ``Capabilities.routed_experts``.
+        supports: for each id the support of its draw, over which its log-prob is normalized; None: all ids. Empty if
+            none was restricted, see ``Capabilities.sampling_replay``.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    stop_reason: StopReason
+    stop_match: str | None = None
+    context_digest: str
+    cached_tokens: int = 0
+    num_preempted: int = 0
+    constrained: tuple[bool, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    supports: tuple[Support | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        values = (
+            self.log_probs,
+            self.policy_versions,
+            self.constrained or self.token_ids,
+            self.supports or self.token_ids,
+        )
+        if any(len(of_ids) != n for of_ids in values):
+            counts = "{} log-probs, {} versions, {} grammar marks, {} supports".format(*map(len, values))
+            raise ValueError(f"TokenOutput has {n} ids, {counts}")
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each id that carries loss: those sampled freely."""
+        return tuple(int(not mark) for mark in self.constrained) or (1,) * len(self.token_ids)
+
+    def then(self, rest: TokenOutput) -> TokenOutput:
+        """Return this (aborted) output joined with its resumption, per-token versions kept.
+
+        >>> a = TokenOutput(token_ids=(5,), log_probs=(-1.0,), policy_versions=(1,),
+        ...                 stop_reason=StopReason.ABORTED, context_digest="x")
+        >>> b = TokenOutput(token_ids=(2,), log_probs=(-0.5,), policy_versions=(2,),
+        ...                 stop_reason=StopReason.EOS, context_digest="y")
+        >>> a.then(b).policy_versions
+        (1, 2)
+        """
+        parts = (self, rest)
+        marks = [part.constrained or (False,) * len(part.token_ids) for part in parts]
+        supports = [part.supports or (None,) * len(part.token_ids) for part in parts]
+        return replace(
+            rest,
+            token_ids=self.token_ids + rest.token_ids,
+            log_probs=self.log_probs + rest.log_probs,
+            policy_versions=self.policy_versions + rest.policy_versions,
+            cached_tokens=self.cached_tokens,
+            num_preempted=self.num_preempted + rest.num_preempted,
+            constrained=sum(marks, ()) if self.constrained or rest.constrained else (),
+            routed_experts=join_routed(self.routed_experts, rest.routed_experts),
+            supports=sum(supports, ()) if self.supports or rest.supports else (),
+        )
+
+    def first(self, count: int, **changes: Any) -> TokenOutput:
+        """Return the first ``count`` ids with their values, and ``changes`` of other fields; the digest is void."""
+        routed = self.routed_experts
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            log_probs=self.log_probs[:count],
+            policy_versions=self.policy_versions[:count],
+            constrained=self.constrained[:count],
+            routed_experts=routed and routed.until(routed.end - max(0, len(self.token_ids) - count)),
+            supports=self.supports[:count],
+            **{"context_digest": "", **changes},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """Log-probs of given ids under a model, at temperature 1 over the whole vocabulary.
+
+    Attributes:
+        log_probs: of each scored id.
+        top_ids: for each, the likeliest ids at its position, the likeliest first; empty unless asked for.
+        top_log_probs: theirs.
+    """
+
+    log_probs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_log_probs: tuple[tuple[float, ...], ...] = ()
+
+
+class PauseMode(StrEnum):
+    """What :meth:`RolloutBackend.pause` does with requests that are running."""
+
+    KEEP = "keep"
+    """Freeze them; they continue after ``resume`` (possibly under new weights)."""
+    WAIT = "wait"
+    """Let them finish, admit no new ones, return when the engine is idle."""
+    ABORT = "abort"
+    """End them now with ``StopReason.ABORTED``; the caller resumes them."""
