@@ -201,6 +201,10 @@ def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]
     return Advantages(advantages=advantages)
 
 
+def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    return _by_nodes(samples, functools.partial(within_group.arpo, hard=config.shared_tokens == "hard"))
+
+
 ESTIMATORS: dict[str, Estimator] = {
     **{
         estimator.__name__: functools.partial(_outcome, estimator)
@@ -223,5 +227,5 @@ ESTIMATORS: dict[str, Estimator] = {
     "mt_grpo": _mt_grpo,
     "tree_grpo": _tree_grpo,
     "treerl": lambda x, config: _by_nodes(x, within_group.treerl),
-    "arpo": lambda x, config: _by_nodes(x, functools.partial(within_group.arpo, hard=config.shared_tokens == "hard")),
+    "arpo": _arpo,
 }
