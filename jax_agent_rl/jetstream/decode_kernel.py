@@ -25,7 +25,7 @@ from jax_agent_rl.models.tree_kernel import MASK_VALUE
 LANES, ROWS = 128, 32
 """Positions of a page that are written together, at least: of keys, of values."""
 MAX_WRITE_BYTES = 2 << 20
-"""Limit of the parts that a grid step writes; VMEM holds two, and as much of new positions, each as wide as a part."""
+"""Limit of the parts that a grid step writes; VMEM holds those of two steps."""
 MAX_STEP_PAGES, MAX_STEP_BYTES = 16, 2 << 20
 """Limits of what one grid step reads: a step's overhead is the time of half a MiB, and VMEM holds two."""
 

@@ -103,6 +103,9 @@ class Checkpointer:
         Raises:
             CheckpointError: a save failed. Complete checkpoints are intact.
         """
+        self._finish_writing()
+
+    def _finish_writing(self) -> None:
         with self._writing():
             if self._shared is not None:
                 self._shared.check()
@@ -184,7 +187,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for running saves and free Orbax's threads."""
-        self.wait()
+        self._finish_writing()
         self._manager.close()
 
     def _require_fit(self, step: int, manifest: dict[str, dict[str, Any]], like: Any, whole: bool) -> None:

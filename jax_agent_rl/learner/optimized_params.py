@@ -101,7 +101,7 @@ class UpdatePrograms:
             bind(_accumulate, loss, view),
             donate_argnums=(2,),
             out_shardings=(shardings, everywhere),
-            compiler_options=_exchange_options(everywhere.mesh),
+            compiler_options=exchange_options(everywhere.mesh),
         )
         self.apply = jax.jit(
             bind(apply_update, optimizer, rate),
@@ -122,13 +122,15 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "TPU v6 lite": {
         **_ON_SPARSE_CORES,
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,  # products wait for no part of a gathered weight
+        # Products take whole weights: in windows they would sum up in memory, and wait for each part.
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
     },
 }
 """Options of gradients by kind of device: sparse cores exchange weights and gradients beside the products."""
 
 
-def _exchange_options(mesh: Any) -> dict[str, Any]:
+def exchange_options(mesh: Any) -> dict[str, Any]:
+    """Return the compiler options of gradients on a mesh, by which its devices exchange; none on one device."""
     return COMPILER_OPTIONS.get(mesh.devices.flat[0].device_kind, {}) if mesh.size > 1 else {}
 
 

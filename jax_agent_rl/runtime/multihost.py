@@ -230,6 +230,8 @@ class LeadingLearner:
 class LeadingCheckpointer(Checkpointer):
     """A :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` that writes and reads on all processes together.
 
+    A method that is a command runs within it on every process, so none of them may call another.
+
     Args:
         folder: see :class:`Checkpointer`.
         keep: see :class:`Checkpointer`.
@@ -255,8 +257,7 @@ class LeadingCheckpointer(Checkpointer):
 
     def close(self) -> None:
         with self._channel.command("close"):
-            Checkpointer.wait(self)  # not the command: the others wait within this one, too
-            self._manager.close()
+            super().close()
 
 
 @contextlib.contextmanager

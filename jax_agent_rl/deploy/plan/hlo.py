@@ -59,6 +59,11 @@ class Instruction(NamedTuple):
         return [name for key in keys for name in self.called(key)]
 
     @property
+    def wrapped(self) -> list[str]:
+        """Names of the computations in a fusion, a call or an asynchronous step (a call of a sparse core is one)."""
+        return self.called("to_apply" if self.kind.removesuffix("-start") == "call" else "calls")
+
+    @property
     def operands(self) -> list[str]:
         """Names of its operands."""
         depth = 1
@@ -242,10 +247,7 @@ def _walk(program: Hlo, loops: int) -> Iterator[tuple[str, Instruction, int]]:
             elif instruction.kind == "conditional":
                 waiting += [(called, times, set()) for called in instruction.branches]
             else:
-                called = instruction.called(
-                    "to_apply" if instruction.kind.removesuffix("-start") == "call" else "calls"
-                )
-                waiting += [(each, times, seen) for each in called]
+                waiting += [(each, times, seen) for each in instruction.wrapped]
 
 
 def read_collective(computation: str, instruction: Instruction, mesh: Mesh, times: int = 1) -> Collective:

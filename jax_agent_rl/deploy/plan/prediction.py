@@ -135,7 +135,7 @@ class _Timeline:
                 now += runs * seconds
                 timed += [one._replace(runs=one.runs * runs, seconds=one.seconds * runs) for one in inner]
             elif kind in ("conditional", "call"):
-                called = each.branches if kind == "conditional" else each.called("to_apply")
+                called = each.branches if kind == "conditional" else each.wrapped
                 seconds, inner = self.choose((self.run(branch) for branch in called), key=lambda found: found[0])
                 now += seconds
                 timed += inner
@@ -207,7 +207,7 @@ class _Timeline:
         """Yield an instruction if it exchanges, or the exchanges in the computations that it wraps."""
         if is_exchange(each):
             yield each.name, each
-        for name in (*each.called("calls"), *each.called("to_apply")):  # the latter: on a sparse core
+        for name in each.wrapped:
             for inner in self.program.computations.get(name, ()):
                 yield from ((name, found) for _, found in self._exchanges(inner))
 

@@ -24,6 +24,7 @@ from jax_agent_rl.deploy.plan.prediction import (
     predict,
 )
 from jax_agent_rl.deploy.plan.topology import CHIPS, Slice
+from jax_agent_rl.learner.optimized_params import exchange_options
 from tests.unit.deploy.plan.test_collectives import COUNTED, FOUND, mesh
 from tests.unit.deploy.plan.test_fit import compiled, program
 
@@ -236,3 +237,19 @@ def test_a_large_product_is_predicted_a_little_above_its_ideal(topology: str):
     one = compile_program(Program(name="product", phase="learner", traced=traced, mesh=here), slice.chip)
     assert one.prediction is not None
     assert 0.85 < ideal_seconds(one, slice.chip).total / one.prediction.seconds < 1
+
+
+@pytest.mark.parametrize(("topology", "sparse"), [("v5e:2x2", False), ("v5p:2x2x1", True), ("v6e:2x2", True)])
+def test_gradients_are_exchanged_on_sparse_cores_where_there_are_some(topology: str, sparse: bool):
+    pytest.importorskip("libtpu", reason="pip install 'jax_agent_rl[plan]'")
+    mesh = Mesh(np.array(Slice.parse(topology).devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=rows)
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=columns)
+
+    def gradient(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda weight: jnp.sum(jnp.tanh(x @ weight)))(weight)
+
+    made = jax.jit(gradient, out_shardings=columns, compiler_options=exchange_options(mesh))
+    assert ("sparsecore" in made.lower(weight, x).compile().as_text()) == sparse
+    assert not exchange_options(Mesh(mesh.devices[:1], ("fsdp",)))
