@@ -24,7 +24,7 @@ from common import argument_parser
 
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.architectures import ARCHITECTURES
-from jax_agent_rl.deploy.plan.compiled import Compiled, ideal_seconds
+from jax_agent_rl.deploy.plan.compiled import Compiled, Seconds, ideal_seconds
 from jax_agent_rl.deploy.plan.plan import Profile, check, compile_profiled
 from jax_agent_rl.deploy.plan.topology import Slice
 
@@ -96,12 +96,13 @@ def main() -> None:
             if few.prediction is None or more.prediction is None:
                 print(f"{where} does not fit with {args.layers[1]} layers | | | |", flush=True)
                 continue
-            times = (ideal_seconds(few, chip).total, ideal_seconds(more, chip).total)
-            ideal = scaled(case, args.layers, times)
+            # Each resource alone: few layers may be bound by another one than all.
+            fewer, own = vars(ideal_seconds(few, chip)), vars(ideal_seconds(more, chip))
+            ideal = Seconds(**{part: scaled(case, args.layers, (fewer[part], own[part])) for part in own})
             predicted = scaled(case, args.layers, (few.prediction.seconds, more.prediction.seconds))
-            steps, bound = more.program.loops, ideal_seconds(more, chip).bound
-            numbers = f"{ideal / steps * 1e3:.2f} ms | {bound} | {predicted / steps * 1e3:.2f} ms"
-            print(f"{where} {numbers} | {ideal / predicted:.0%} |", flush=True)
+            steps = more.program.loops
+            numbers = f"{ideal.total / steps * 1e3:.2f} ms | {ideal.bound} | {predicted / steps * 1e3:.2f} ms"
+            print(f"{where} {numbers} | {ideal.total / predicted:.0%} |", flush=True)
 
 
 def scaled(case: Case, layers: list[int], seconds: tuple[float, float]) -> float:
