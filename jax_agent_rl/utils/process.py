@@ -220,9 +220,10 @@ def quiet_logging() -> None:
 
 @functools.cache
 def ignore_late_writes() -> None:
-    """Silence writes of tensorstore that end after Orbax has given up a checkpoint: on a full disk, one per array.
+    """Silence writes of tensorstore that fail after Orbax has given up a checkpoint: on a full disk, one per array.
 
-    They end in threads that are not Python's, which print a traceback. The checkpoint's own error is told.
+    The first one's error is the checkpoint's own. The others print tracebacks: threads that are not Python's find their
+    event loop closed, or asyncio finds, whenever garbage is collected, that nothing awaited them.
     """
     hook = sys.unraisablehook
 
@@ -231,6 +232,12 @@ def ignore_late_writes() -> None:
             hook(unraisable)
 
     sys.unraisablehook = without
+    logging.getLogger("asyncio").addFilter(_is_no_late_write)
+
+
+def _is_no_late_write(record: logging.LogRecord) -> bool:
+    error = record.exc_info and record.exc_info[1]
+    return not ("was never retrieved" in record.getMessage() and "in OCDBT database" in str(error))
 
 
 def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:

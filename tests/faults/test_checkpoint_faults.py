@@ -92,7 +92,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(folder: Path):
 
 
 FULL = """
-import pathlib, resource, sys, threading
+import gc, pathlib, resource, sys, threading
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from tests.faults.test_checkpoint_faults import restored_equals, state
@@ -117,6 +117,7 @@ for finish in (check_later, Checkpointer.wait, Checkpointer.close):
         print("not noticed")
     except CheckpointError as error:
         print("said:", error)
+gc.collect()  # asyncio tells only then of writes that nothing awaited
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 print("kept:", restored_equals(folder, 1))
 checkpointer = Checkpointer(folder, keep=1)
@@ -131,6 +132,7 @@ def output_of(code: str, *arguments: object) -> str:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
+    assert "never retrieved" not in result.stderr, result.stderr[:2000]
     return result.stdout
 
 
