@@ -190,7 +190,10 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
         yield f"rollout.jetstream.engine_factory={factory}: planned as if it were the built-in engine"
     if price is not None:
         what = "cost" if plan.placement.engines else "cost of the learner"
-        yield f"{what}: {least}{_cost(plan, price):.3g} a step, {plan.slice.chips} chips at {price:g} an hour"
+        yield (
+            f"{what}: {least}{_cost(plan, price):.3g} a step, {_cost_of_million(plan, price):.3g} a million trained "
+            f"tokens; {plan.slice.chips} chips at {price:g} an hour"
+        )
     yield (
         "Assumed: trajectories of full length, slots and rows full; tools and hosts that take no time; "
         f"{plan.utilization:.0%} of the ideal where the compiler refuses a program (--utilization)."
@@ -200,6 +203,11 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
 def _cost(plan: ResourcePlan, price: float) -> float:
     """Return the cost of a step at ``price`` a chip-hour; of the learner alone if engines run elsewhere."""
     return plan.step.seconds / 3600 * price * plan.slice.chips
+
+
+def _cost_of_million(plan: ResourcePlan, price: float) -> float:
+    """Return the cost of a million trained tokens, those of their rollout included; see :func:`_cost`."""
+    return _cost(plan, price) * 1e6 / plan.step.trained
 
 
 def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:
@@ -242,6 +250,7 @@ def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]
         "step": {**vars(plan.step), "seconds": plan.step.seconds, "waits": plan.step.waits},
         "utilization": plan.utilization,
         "cost": None if price is None else _cost(plan, price),
+        "cost_of_million_trained_tokens": None if price is None else _cost_of_million(plan, price),
         "cost_of": "step" if plan.placement.engines else "learner",
     }
 

@@ -112,6 +112,14 @@ def test_the_cost_of_a_run_whose_engines_are_elsewhere_is_said_to_be_its_learner
     assert as_json(made, price=1.2)["cost_of"] == "learner"
 
 
+def test_the_cost_of_a_million_trained_tokens_is_the_steps_share(plan):
+    made = plan([gradient(), *rollouts()])
+    told = as_json(made, price=1.2)
+    assert told["cost_of_million_trained_tokens"] == pytest.approx(told["cost"] / 640 * 1e6)
+    assert f"{told['cost_of_million_trained_tokens']:.3g} a million trained tokens" in "\n".join(shown(made, price=1.2))
+    assert as_json(made)["cost_of_million_trained_tokens"] is None
+
+
 def test_programs_that_ask_for_the_same_change_are_named_together(plan):
     lines = shown(plan([gradient(), *rollouts(3, temporaries=16 * GIB)]))
     (line,) = [line for line in lines if "not fit" in line]

@@ -1,0 +1,110 @@
+"""Whether well-known models fit on TPU slices, the time of a step and what a million trained tokens cost; without a TPU.
+
+    python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
+
+Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all programs are compiled and
+their times predicted. A million trained tokens includes their rollout. Prices are dollars per chip-hour, on demand, as
+Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is
+ready, in Markdown.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from common import ROOT, argument_parser
+
+from jax_agent_rl.deploy.plan.architectures import architecture_folder
+from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
+from jax_agent_rl.errors import CompilerError
+
+RECIPE = ROOT / "configs" / "tpu_8b.yaml"
+PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
+COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a slice: chips of an engine, and the learner's mesh."""
+
+    model: str
+    topology: str
+    tensor: int
+    learner: str
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the changes of the recipe."""
+        changes = [f"rollout.jetstream.mesh.tensor={self.tensor}", "learner.mesh.tensor=1"]
+        return [*changes, *(f"learner.mesh.{part}" for part in self.learner.split())]
+
+
+CASES = (
+    Case("qwen2.5-1.5b", "v5e:2x2", 1, "fsdp=4"),
+    Case("qwen2.5-1.5b", "v6e:2x2", 1, "fsdp=4"),
+    Case("qwen3-8b", "v5e:4x4", 4, "fsdp=16"),
+    Case("qwen3-8b", "v5p:2x2x1", 4, "fsdp=4"),
+    Case("qwen3-8b", "v6e:2x4", 4, "fsdp=8"),
+    Case("qwen3-32b", "v5p:2x2x4", 4, "fsdp=16"),
+    Case("qwen3-32b", "v6e:4x8", 8, "fsdp=32"),
+    Case("llama-3.3-70b", "v5p:2x4x4", 4, "fsdp=32"),
+    Case("qwen3-30b-a3b", "v5p:2x2x4", 4, "fsdp=8 expert=2"),
+    Case("qwen3-30b-a3b", "v6e:4x8", 8, "fsdp=16 expert=2"),
+)
+
+
+def planned(case: Case, price: float, changes: list[str]) -> dict[str, Any]:
+    """Return a plan as JSON (``jax_agent_rl.deploy.plan.report.as_json``).
+
+    Raises:
+        CompilerError: libtpu fails.
+    """
+    with architecture_folder(case.model) as folder:
+        task = PlanTask(
+            recipe=str(RECIPE),
+            overrides=[f"model.path={folder}", *case.overrides, *changes],
+            topology=case.topology,
+            utilization=0.4,
+            price=price,
+            width=100,
+            colours=False,
+        )
+        return plan_in_subprocess(task, lambda text: print(f"  {text}", file=sys.stderr, flush=True)).made
+
+
+def row(made: dict[str, Any]) -> list[str]:
+    """Return a plan's cells, from the chips on."""
+    step, capacity = made["step"], made["capacity"]
+    fullest = max(program["total"] for program in made["programs"])
+    fit = f"{fullest / 2**30:.1f} of {capacity / 2**30:.1f} GiB"
+    if not made["fits"]:
+        change = next(program["change"] for program in made["programs"] if not program["fits"])
+        return [str(made["chips"]), f"{fit}: try {change[0]}", *["-"] * 5]
+    times = [f"{step[part]:.0f} s" for part in ("seconds", "rollout", "learner")]
+    speed = f"{step['trained'] / step['seconds']:,.0f}"
+    return [str(made["chips"]), fit, *times, speed, f"{made['cost_of_million_trained_tokens']:.2f}"]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of model/slice")
+    parser.add_argument("--price", nargs="*", default=[], metavar="GENERATION=PRICE", help="of a chip-hour")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of configs/tpu_8b.yaml")
+    args = parser.parse_args()
+    prices = PRICES | {name: float(price) for name, _, price in (one.partition("=") for one in args.price)}
+    for cells in (COLUMNS, ["---"] * len(COLUMNS)):
+        print(f"| {' | '.join(cells)} |", flush=True)
+    for case in CASES:
+        if not any(part in f"{case.model}/{case.topology}" for part in args.only):
+            continue
+        try:
+            cells = row(planned(case, prices[case.topology.partition(":")[0]], args.set))
+        except CompilerError as error:
+            cells = ["", str(error)]
+        print(f"| {' | '.join([case.model, case.topology, *cells])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
