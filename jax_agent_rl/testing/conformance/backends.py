@@ -35,7 +35,7 @@ from jax_agent_rl.testing.conformance.models import (
 from jax_agent_rl.utils.plugins import installed, load_installed
 
 if TYPE_CHECKING:
-    from jax_agent_rl.models.quantized import EightBits
+    from jax_agent_rl.models.layers import EightBits
 
 BASE, OTHER, MIXED = "base", "other", "mixed"
 """Weight sets of one architecture: the initial one, one that differs in every parameter, and a mixture of both."""
