@@ -27,7 +27,7 @@ from jax_agent_rl.agreement.inspection import (
 )
 from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance
 from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
-from jax_agent_rl.learner.comparison import Comparison
+from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner import advantages
-from jax_agent_rl.learner.comparison import Comparison, comparable, compare
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses.aggregation import term_weights
 from jax_agent_rl.learner.losses.kl import kl_forward
+from jax_agent_rl.learner.metrics import Comparison, comparable, compare
 from jax_agent_rl.learner.scored_batch import scored_batch, segment_lengths
 from jax_agent_rl.types import Group, Trajectory
 
