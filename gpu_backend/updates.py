@@ -27,7 +27,7 @@ from typing import Any
 from gpu_backend.settings import Platform, VllmSettings
 from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.models.tensor_samples import TensorSample
+from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
 from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
 

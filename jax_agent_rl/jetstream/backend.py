@@ -35,7 +35,7 @@ from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights, weigh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.models.lora import PeftAdapter
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.models.vision.context import VisionProcessor
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,

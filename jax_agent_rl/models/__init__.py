@@ -2,6 +2,5 @@
 
 ``config`` and ``families`` hyperparameters and Hugging Face's ``config.json`` · ``decoder``, ``layers``, ``attention``,
 ``moe`` the forward pass over packed token trees · ``tree_kernel`` their masks and TPU kernels · ``vision`` Qwen-VL's
-towers · ``sharding`` devices · ``lora`` adapters · ``hf``, ``stored``, ``convert`` files · ``tensor_samples`` comparing
-copies.
+towers · ``sharding`` devices · ``lora`` adapters · ``hf``, ``tensors``, ``stored``, ``convert`` files.
 """

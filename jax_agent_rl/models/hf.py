@@ -18,7 +18,7 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.sharding import Device
-from jax_agent_rl.models.tensor_files import (
+from jax_agent_rl.models.tensors import (
     Names,
     Tensors,
     named_tensors,
