@@ -24,14 +24,14 @@ For models with vision, placeholders of different images count as different ids 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jax_agent_rl.learner.image_packing import RowImages
 from jax_agent_rl.replay import decode_supports, mask_words
-from jax_agent_rl.types import Support
+from jax_agent_rl.types import Group, Support, Trajectory
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length
 UNKNOWN_EXPERT = -1  # in ``Batch.routed_experts``: the router chooses itself
@@ -217,3 +217,32 @@ def empty_rows(rows: int, length: int) -> dict[str, np.ndarray]:
         "subtree_end": np.tile(np.arange(1, length + 1, dtype=np.int32), (rows, 1)),
         "target_valid": np.zeros((rows, length), bool),
     }
+
+
+def mini_batches(groups: Sequence[Group], num_minibatches: int) -> list[list[Group]]:
+    """Split groups into optimizer updates: whole prompts, in shares that differ by at most one; none is empty."""
+    parts = np.array_split(np.arange(len(groups)), min(num_minibatches, len(groups)))
+    return [[groups[i] for i in part] for part in parts]
+
+
+def trained_lengths(
+    groups: Sequence[Group], num_minibatches: int, *, masked: Collection[str], segment_weight: str
+) -> list[list[int]]:
+    """Count, for each optimizer update, the trained tokens of each of its sequences.
+
+    Args:
+        groups: of the step.
+        num_minibatches: optimizer updates of an epoch.
+        masked: ids of trajectories that have none.
+        segment_weight: ``algorithm.segment_weight``, what a sequence is.
+    """
+    updates = []
+    for part in mini_batches(groups, num_minibatches):
+        trained = [segment_lengths(t) for g in part for t in g.trajectories if t.trajectory_id not in masked]
+        updates.append(list(map(sum, trained)) if segment_weight == "session" else list(itertools.chain(*trained)))
+    return updates
+
+
+def segment_lengths(trajectory: Trajectory) -> list[int]:
+    """Count the trained tokens of each sequence of a trajectory."""
+    return [sum(sequence.loss_mask) for sequence in trajectory.sequences]

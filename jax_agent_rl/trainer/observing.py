@@ -26,9 +26,9 @@ import jax
 
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
+from jax_agent_rl.learner.batch import trained_lengths
 from jax_agent_rl.learner.losses import aggregation
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.learner.scored_batch import trained_lengths
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer

@@ -10,8 +10,8 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import LossAggMode
+from jax_agent_rl.learner.batch import mini_batches, trained_lengths
 from jax_agent_rl.learner.losses.aggregation import FORMULAS, describe_aggregation, describe_batch, weight_ratios
-from jax_agent_rl.learner.scored_batch import mini_batches, trained_lengths
 from tests.trajectories import random_groups
 
 UPDATES = ((2, 6), (4, 8, 4))  # 8 and 16 tokens, of 24
