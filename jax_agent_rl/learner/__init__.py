@@ -6,7 +6,7 @@
     scoring            pack groups into mini-batches; forward passes over them, also those of teachers
       packing          rows that share prefixes (batch); image_packing: their images
     experience         what each token contributes: advantages/, correction
-    losses/            policy losses by name, KL, token weights
+    losses/            policy losses by name, KL, weights of tokens
     programs           everything that is compiled, from shapes alone
       objective        the losses of policy and critic; linear_logprobs: log-probs
       parameterization trained and frozen parameters, adapters, mixed precision

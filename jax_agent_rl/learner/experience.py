@@ -21,8 +21,7 @@ from jax_agent_rl.learner import advantages
 from jax_agent_rl.learner.advantages import scored_batch
 from jax_agent_rl.learner.batch import segment_lengths
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
-from jax_agent_rl.learner.losses.aggregation import term_weights
-from jax_agent_rl.learner.losses.kl import kl_forward
+from jax_agent_rl.learner.losses import kl_forward, term_weights
 from jax_agent_rl.learner.metrics import Comparison, comparable, compare
 from jax_agent_rl.types import Group, Trajectory
 

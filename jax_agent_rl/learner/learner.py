@@ -42,7 +42,7 @@ from jax_agent_rl.learner.experience import (
     score_contexts,
 )
 from jax_agent_rl.learner.image_packing import image_packing
-from jax_agent_rl.learner.losses.kl import adapt_kl_coef
+from jax_agent_rl.learner.losses import adapt_kl_coef
 from jax_agent_rl.learner.losses.policy import SELECTORS, select_terms
 from jax_agent_rl.learner.metrics import (
     UNCHECKED,
