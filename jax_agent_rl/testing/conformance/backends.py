@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.grammar import GrammarCompiler
-from jax_agent_rl.chat.media import MediaTokens
+from jax_agent_rl.chat.special_tokens import MediaTokens
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer

@@ -20,7 +20,7 @@ anthropic = pytest.importorskip("anthropic")
 from jax_agent_rl.agents import AgentContext  # noqa: E402
 from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
-from jax_agent_rl.chat.media import MediaTokens  # noqa: E402
+from jax_agent_rl.chat.special_tokens import MediaTokens  # noqa: E402
 from jax_agent_rl.config import AgentConfig, AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.jetstream.engine import EngineShapes  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402
