@@ -55,7 +55,7 @@ from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
 from jax_agent_rl.runtime.publishers import FilePublisher
 from jax_agent_rl.types import Group
-from jax_agent_rl.utils.weight_checks import rounded
+from jax_agent_rl.utils.weight_transfer import rounded
 
 SHAPES = EngineShapes(
     max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(32,)

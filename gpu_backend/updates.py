@@ -29,7 +29,7 @@ from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
-from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
+from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
 FILES = "safetensors"

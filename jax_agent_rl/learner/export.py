@@ -14,8 +14,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, LogprobProbe, file_digest
-from jax_agent_rl.utils.weight_deltas import write_delta
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, file_digest, write_delta
 
 GIB = 1 << 30
 _MEMORY = Path("/dev/shm")

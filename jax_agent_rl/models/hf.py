@@ -28,7 +28,7 @@ from jax_agent_rl.models.tensors import (
     unstack,
 )
 from jax_agent_rl.utils.hub import model_folder
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 TOP = {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
 HEAD = "lm_head.weight"

@@ -25,7 +25,7 @@ from jax_agent_rl.runtime.multihost import LeadingLearner
 from jax_agent_rl.runtime.multihost_engines import KIND, WeightBuffer
 from jax_agent_rl.trainer.components import Publisher, WeightSource
 from jax_agent_rl.utils.network import is_loopback
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 PROBE_LENGTH = 96
 """Length of the context that verifies an update: touches every parameter and is cheap to recompute."""

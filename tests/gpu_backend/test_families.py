@@ -13,7 +13,7 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 from tests.gpu_backend.conftest import Reference, prompt_of, request, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
