@@ -46,14 +46,13 @@ from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher
+from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
 from jax_agent_rl.types import Group
 from jax_agent_rl.utils.weight_transfer import rounded
 

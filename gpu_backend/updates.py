@@ -97,7 +97,7 @@ class WeightUpdater:
             way_out = ", or set rollout.vllm.require_probe=false" if self._settings.require_probe else ""
             raise WeightUpdateError(
                 "the update brings no log-prob probe, so a wrong load could not be noticed; write it with "
-                f"jax_agent_rl.learner.export.WeightFiles{way_out}"
+                f"jax_agent_rl.runtime.publishers.WeightFiles{way_out}"
             )
         longest = max((len(ids) for ids in probe.ids), default=0) if probe else 0
         if longest >= self._settings.max_model_len:

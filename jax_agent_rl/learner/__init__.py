@@ -15,5 +15,5 @@
       optimizer        AdamW, Muon, Adafactor; learning-rate schedules; undoing an update
     cancellation       whether an interrupted step is undone or finished
     metrics            the result of an update; comparison with the engine
-    checkpoint, export states on disk; weights as files for engines
+    checkpoint         states on disk
 """

@@ -27,7 +27,7 @@ from jax_agent_rl.utils.weight_transfer import apply_delta, base_of, check_files
 logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _PUBLISHED = re.compile(r"jax_agent_rl-weights-[A-Za-z0-9_]+")
-"""Folders that a learner on this machine makes in shared memory, see ``learner.export``."""
+"""Folders that a learner on this machine makes in shared memory, see ``runtime.publishers``."""
 _BELOW = re.compile(r"[A-Za-z0-9_./=-]*")
 """What may follow the configured address: no character with a meaning in URLs."""
 
