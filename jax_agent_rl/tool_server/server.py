@@ -35,7 +35,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
-from jax_agent_rl.tool_server.plugin import FINISH, ToolReply
+from jax_agent_rl.tool_server.plugins import FINISH, ToolReply
 from jax_agent_rl.tool_server.service import CLOSED, OPENED
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.tools.client import ServerAction

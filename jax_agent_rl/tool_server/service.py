@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import (
+from jax_agent_rl.tool_server.plugins import (
     FINISH,
     Failure,
     ServerTool,
