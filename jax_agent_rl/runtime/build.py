@@ -52,7 +52,7 @@ from jax_agent_rl.runtime.placement import (
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
 from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, open_served_teachers, require_teachers
-from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 logger = logging.getLogger(__name__)

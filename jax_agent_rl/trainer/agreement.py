@@ -24,7 +24,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import AgreementCheck, Comparison
 from jax_agent_rl.models.tensors import Inspectable
 from jax_agent_rl.observe.run_dir import RunDir
-from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.types import Group
 
 T = TypeVar("T")
