@@ -25,7 +25,7 @@ from jax_agent_rl.chat.grammar import CallSyntax, GrammarCompiler, GrammarError,
 from jax_agent_rl.chat.special_tokens import ControlTokens, MediaTokens, unused_word
 from jax_agent_rl.chat.template import ASKED, CALL_ID_LENGTH, ChatTemplate, ToolPrompt, TurnBoundary
 from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
-from jax_agent_rl.models.vision.image_processor import Pixels
+from jax_agent_rl.models.image_processor import Pixels
 from jax_agent_rl.types import digest_ids
 from jax_agent_rl.utils.hub import model_folder
 

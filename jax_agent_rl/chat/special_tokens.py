@@ -39,7 +39,7 @@ from typing import Any
 
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message
 from jax_agent_rl.errors import ModelError, TemplateError
-from jax_agent_rl.models.vision.image_processor import ImageProcessor, Pixels
+from jax_agent_rl.models.image_processor import ImageProcessor, Pixels
 
 _ORDINARY = re.compile(
     r"[\s▁]+|\w+|</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code)>"

@@ -36,7 +36,7 @@ from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.models.lora import PeftAdapter
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,

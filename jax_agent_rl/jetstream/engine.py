@@ -49,7 +49,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import DTYPES, EightBits
 from jax_agent_rl.models.lora import PeftAdapter
 from jax_agent_rl.models.sharding import replicated
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica

@@ -42,7 +42,7 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
 from jax_agent_rl.models.sharding import constrain
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""

@@ -27,7 +27,7 @@ from jax_agent_rl.jetstream.forward import EngineParams, Kernels, decode_step, p
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 from jax_agent_rl.replay import mask_words
 
 

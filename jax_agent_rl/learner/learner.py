@@ -61,7 +61,7 @@ from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Teach
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)

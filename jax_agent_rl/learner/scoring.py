@@ -30,7 +30,7 @@ from jax_agent_rl.learner.parameterization import Parameterization, compute_para
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated, row_sharding, row_shards
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import Group, Trajectory
 
 Weights = tuple[Params, Params]

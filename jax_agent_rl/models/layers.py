@@ -29,7 +29,7 @@ from jax_agent_rl.models.config import (
     YarnScaling,
 )
 from jax_agent_rl.models.lora import LoRA, restore
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import FinishReason, Group, Trajectory, Turn

@@ -28,7 +28,7 @@ from jax_agent_rl.learner.scoring import teacher_programs
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.replay import mask_words
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 

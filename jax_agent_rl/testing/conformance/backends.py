@@ -252,7 +252,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.lora import read_peft
-    from jax_agent_rl.models.vision.context import VisionProcessor
+    from jax_agent_rl.models.vision_context import VisionProcessor
 
     folders = options.folders
     config, params = load_hf(folders.base)
