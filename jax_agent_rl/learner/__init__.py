@@ -4,7 +4,7 @@
 
     learner            the update, stage by stage; its docstring draws the pipeline
     scoring            pack groups into mini-batches; forward passes over them, also those of teachers
-      packing          rows that share prefixes (batch); image_packing: their images
+      packing          rows that share prefixes (batch, with given sequences); image_packing: their images
     experience         what each token contributes: advantages/, correction
     losses/            policy losses by name, KL, weights of tokens
     programs           everything that is compiled, from shapes alone
