@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
 from jax_agent_rl.agents import AgentContext  # noqa: E402
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.chat.special_tokens import MediaTokens  # noqa: E402
 from jax_agent_rl.config import AgentConfig, AlgorithmConfig, LearnerConfig  # noqa: E402
