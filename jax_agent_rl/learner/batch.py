@@ -30,8 +30,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jax_agent_rl.generation import decode_supports, mask_words
 from jax_agent_rl.learner.image_packing import RowImages
-from jax_agent_rl.replay import decode_supports, mask_words
 from jax_agent_rl.types import FinishReason, Group, StopReason, Support, TokenOutput, Trajectory, Turn
 
 TERMS_PER_TOKEN = 2  # room for terms in a row, per token of its length

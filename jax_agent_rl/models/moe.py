@@ -4,7 +4,7 @@ On a mesh each shard of the axis ``expert`` holds its own experts::
 
     own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
 
-Choices may come from elsewhere (router replay, ``jax_agent_rl.replay``): weights and gradients are then those
+Choices may come from elsewhere (router replay, ``jax_agent_rl.generation``): weights and gradients are then those
 of the layer's own scores over the given experts.
 
 No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert`` neighbours for one
