@@ -21,7 +21,7 @@ from rich.console import Console
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import LearnerConfig
-from jax_agent_rl.config.supervised import DpoConfig, SftConfig
+from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import TrainingSequence

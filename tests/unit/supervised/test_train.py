@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
