@@ -60,8 +60,8 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.checkpoint import Checkpointer
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import UpdateResult
+from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck
 from jax_agent_rl.models import stored
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
@@ -71,8 +71,8 @@ from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
 from jax_agent_rl.testing.simulate.run import simulate
 from jax_agent_rl.testing.simulate.workload import load_assumptions
+from jax_agent_rl.trainer import RunComponents, WeightSource
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.components import RunComponents, WeightSource
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group, Trajectory
 

@@ -39,8 +39,7 @@ from jax_agent_rl.jetstream.kv_cache import KVCache, empty_cache, gather_pages, 
 from jax_agent_rl.jetstream.programs import Kernels
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.layers import ACTIVATIONS, rms_norm
-from jax_agent_rl.models.quantized import product
+from jax_agent_rl.models.layers import ACTIVATIONS, product, rms_norm
 
 STEPS, REPEATS = 16, 3
 

@@ -29,7 +29,7 @@ from common import argument_parser, cpu
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import LearnerConfig
-from jax_agent_rl.config.supervised import ConversationsConfig
+from jax_agent_rl.config.commands import ConversationsConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner

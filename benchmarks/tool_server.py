@@ -25,7 +25,7 @@ from pathlib import Path
 
 import aiohttp
 
-from jax_agent_rl.config.servers import ToolServerSettings
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
 from jax_agent_rl.tool_server.server import ToolServer
 

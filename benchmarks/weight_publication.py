@@ -46,16 +46,15 @@ from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.weights import FILES, ServedWeights
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings, place
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, Health, WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher
+from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
 from jax_agent_rl.types import Group
-from jax_agent_rl.utils.weight_checks import rounded
+from jax_agent_rl.utils.weight_transfer import rounded
 
 SHAPES = EngineShapes(
     max_model_len=64, max_concurrent_decodes=2, kv_cache_tokens=128, decode_steps=4, prefill_buckets=(32,)

@@ -29,7 +29,7 @@ from gpu_backend.settings import VllmSettings, check_installation
 from gpu_backend.updates import FILES, WeightUpdater, ask_workers
 from gpu_backend.weights import Checkpoint
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
     BROADCAST,
     BackendMetrics,

@@ -27,9 +27,9 @@ from typing import Any
 from gpu_backend.settings import Platform, VllmSettings
 from gpu_backend.weights import Checkpoint, Shapes, read_update
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.models.tensor_samples import TensorSample
+from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.rollout.protocol import BROADCAST, CUDA_IPC, WeightUpdate
-from jax_agent_rl.utils.weight_checks import LogprobProbe, check_files
+from jax_agent_rl.utils.weight_transfer import LogprobProbe, check_files
 
 logger = logging.getLogger(__name__)
 FILES = "safetensors"
@@ -97,7 +97,7 @@ class WeightUpdater:
             way_out = ", or set rollout.vllm.require_probe=false" if self._settings.require_probe else ""
             raise WeightUpdateError(
                 "the update brings no log-prob probe, so a wrong load could not be noticed; write it with "
-                f"jax_agent_rl.learner.export.WeightFiles{way_out}"
+                f"jax_agent_rl.runtime.publishers.WeightFiles{way_out}"
             )
         longest = max((len(ids) for ids in probe.ids), default=0) if probe else 0
         if longest >= self._settings.max_model_len:

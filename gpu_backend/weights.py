@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 
 from gpu_backend import broadcast, updates
 from gpu_backend.settings import TRANSFER
-from jax_agent_rl.models.tensor_samples import TensorSample
+from jax_agent_rl.models.tensors import TensorSample
 
 
 @dataclass
@@ -115,7 +115,7 @@ class WeightExtension:
         ]
 
     def sample_tensors(self, placements: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """Return a :class:`~jax_agent_rl.models.tensor_samples.TensorSample` of each served tensor, as JSON.
+        """Return a :class:`~jax_agent_rl.models.tensors.TensorSample` of each served tensor, as JSON.
 
         Args:
             placements: as :meth:`weights_not_landed` takes them.

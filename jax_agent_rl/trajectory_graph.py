@@ -11,7 +11,7 @@ parent in the middle of a turn (``Fork.tokens``), that turn is two nodes. A work
                                         └─ d ─ 4                      t3 = [6]
                                      f ─ 6
 
-Credit is assigned along it (``learner/advantages/within_group.py``), ``jax-agent-rl view --tree`` shows it, and the
+Credit is assigned along it (``learner/advantages/estimators.py``), ``jax-agent-rl view --tree`` shows it, and the
 metrics of a step count it.
 
 A trajectory of several contexts is a graph, too: :func:`timeline` has its turns in the order in which they were

@@ -24,13 +24,13 @@ from typing import Any
 from jax_agent_rl.errors import DropReason as DropReason
 from jax_agent_rl.errors import FinishReason as FinishReason
 from jax_agent_rl.generation import PauseMode as PauseMode
+from jax_agent_rl.generation import RoutedExperts as RoutedExperts
 from jax_agent_rl.generation import SamplingParams as SamplingParams
 from jax_agent_rl.generation import StopReason as StopReason
+from jax_agent_rl.generation import Support as Support
 from jax_agent_rl.generation import TokenOutput as TokenOutput
 from jax_agent_rl.generation import TokenScores as TokenScores
-from jax_agent_rl.replay import RoutedExperts as RoutedExperts
-from jax_agent_rl.replay import Support as Support
-from jax_agent_rl.replay import join_routed as join_routed
+from jax_agent_rl.generation import join_routed as join_routed
 from jax_agent_rl.validation import digest_ids as digest_ids
 
 

@@ -21,11 +21,11 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import Reply, ToolCall
 from jax_agent_rl.config import AgentConfig
+from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.replay import decode_supports
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer

@@ -13,8 +13,8 @@ from PIL import Image
 
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.models.vision.context import ImageInputs, MultimodalContext, VisionProcessor, feature_index, layout
-from jax_agent_rl.models.vision.image_processor import Grid, ImageProcessor, ProcessedImage
+from jax_agent_rl.models.image_processor import Grid, ImageProcessor, ProcessedImage
+from jax_agent_rl.models.vision_context import ImageInputs, MultimodalContext, VisionProcessor, feature_index, layout
 from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, Trajectory, Turn
 from tests.tiny import TINY
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 from prometheus_client import CollectorRegistry
 
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tool_server.worker import make_tools

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.errors import BackendError, WeightUpdateError
-from jax_agent_rl.replay import encode_supports
+from jax_agent_rl.generation import encode_supports
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, RolloutBackend, WeightUpdate
 from jax_agent_rl.testing.conformance.backends import (
     ADAPTED,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.replay import encode_supports
+from jax_agent_rl.generation import encode_supports
 from jax_agent_rl.tracing import Span, Trace
 from jax_agent_rl.types import (
     FinishReason,

@@ -16,7 +16,7 @@ from jax_agent_rl import config
 from jax_agent_rl.agents import AgentContext, derive_seed, register_agent
 from jax_agent_rl.agents.turn_loop import Responder, TurnLoopAgent, run_turns
 from jax_agent_rl.collect.collector import RolloutCollector
-from jax_agent_rl.collect.open_group import NO_LIMITS, TimeLimits
+from jax_agent_rl.collect.groups import NO_LIMITS, TimeLimits
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
@@ -33,8 +33,8 @@ from jax_agent_rl.testing.simulate.workload import (
     SimulatedPublisher,
     VirtualLoop,
 )
+from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import FinishReason, Group
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_agent_rl.rewards.rules import last_number
 from jax_agent_rl.tools import BaseTool, ToolResponse
-from jax_agent_rl.tools.builtin.calculator import calculator
+from jax_agent_rl.tools.calculator import calculator
 
 __all__ = ["calculator", "calc_gsm8k_reward"]
 

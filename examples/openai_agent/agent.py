@@ -8,7 +8,7 @@ import openai
 
 from jax_agent_rl.agents import openai_agent
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tools.builtin.calculator import calculator
+from jax_agent_rl.tools.calculator import calculator
 
 MAX_TURNS = 3
 

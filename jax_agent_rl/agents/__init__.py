@@ -5,14 +5,15 @@
 ``environment_agent``, ``server_tool`` and ``text_tool`` what answers the policy's turns.
 
 Agents of other frameworks: ``recorder`` records their requests as ids · ``conversation`` the messages they send and
-read · ``session_tree`` a session as a trajectory · ``openai_loop`` any OpenAI client, through ``endpoint`` ·
-``command`` any program · ``react`` any LangGraph graph, through ``langgraph``.
+read · ``session_tree`` a session as a trajectory · ``frameworks`` any OpenAI client, through ``endpoint``, and
+any LangGraph graph, through ``langgraph`` · ``command`` any program.
 """
 
 from jax_agent_rl.agents.command.agent import CommandAgent
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, FrozenModel, TokenClient, derive_seed
 from jax_agent_rl.agents.environment_agent import EnvironmentAgent
 from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop, ReactAgentLoop, openai_agent
 from jax_agent_rl.agents.loop import (
     AgentLoop,
     AgentSelector,
@@ -24,8 +25,6 @@ from jax_agent_rl.agents.loop import (
     role_id,
     select_agents,
 )
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop, openai_agent
-from jax_agent_rl.agents.react import ReactAgentLoop
 from jax_agent_rl.agents.server_tool import ServerToolAgent
 from jax_agent_rl.agents.text_tool import SearchAgent, TextToolAgent
 from jax_agent_rl.agents.tool_agent import InteractionAgent, ToolAgent

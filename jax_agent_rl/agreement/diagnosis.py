@@ -27,9 +27,9 @@ from jax_agent_rl.agreement.inspection import (
 )
 from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance
 from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
-from jax_agent_rl.learner.comparison import Comparison
+from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
 MAX_EXAMINED = 4
 """Contexts that hypotheses are tried on."""

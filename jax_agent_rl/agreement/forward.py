@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.learner.linear_logprobs import NEGATIVE
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.layers import embed, rms_norm, rope_tables
 from jax_agent_rl.models.tree_kernel import TreeMask
-from jax_agent_rl.replay import decode_supports
 from jax_agent_rl.types import Support
 
 TOKENS_PER_CHUNK = 32  # whose logits are in memory together

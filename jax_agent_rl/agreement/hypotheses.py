@@ -28,7 +28,7 @@ from jax_agent_rl.models.config import (
     YarnScaling,
 )
 from jax_agent_rl.models.hf import tensor_names
-from jax_agent_rl.models.quantized import DTYPES, Quantized, quantized
+from jax_agent_rl.models.layers import DTYPES, Quantized, quantized
 
 MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down"})
 """Parameters of a layer that engines keep in 8 bits."""

@@ -14,7 +14,7 @@ from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import hf_tensors
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
 Samples = Mapping[str, TensorSample]
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -19,8 +19,8 @@ import jax
 from jax_agent_rl.agreement.subject import Context
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError
-from jax_agent_rl.learner.comparison import Comparison
-from jax_agent_rl.models.tensor_samples import TensorSample
+from jax_agent_rl.learner.metrics import Comparison
+from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.observe.run_dir import DISAGREEMENT
 
 

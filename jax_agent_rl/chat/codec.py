@@ -7,7 +7,7 @@ The first prompt is rendered and tokenized as a whole. After that nothing is eve
 
 After an assistant turn comes what the template writes there (``template``): the end of the turn unless the model wrote
 it, any text behind it (Qwen's newline), the new messages, the next generation prompt. Contents of messages are text,
-whatever they look like (``control``).
+whatever they look like (``special_tokens``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats import Reply, detect_format, get_format
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message
 from jax_agent_rl.chat.grammar import CallSyntax, GrammarCompiler, GrammarError, TurnGrammar
-from jax_agent_rl.chat.media import MediaTokens
+from jax_agent_rl.chat.special_tokens import ControlTokens, MediaTokens, unused_word
 from jax_agent_rl.chat.template import ASKED, CALL_ID_LENGTH, ChatTemplate, ToolPrompt, TurnBoundary
 from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
-from jax_agent_rl.models.vision.image_processor import Pixels
+from jax_agent_rl.models.image_processor import Pixels
 from jax_agent_rl.types import digest_ids
 from jax_agent_rl.utils.hub import model_folder
 

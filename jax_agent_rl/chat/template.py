@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from jax_agent_rl.chat.control import ControlTokens, unused_word
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message, ToolFormat, ends_thinking
 from jax_agent_rl.chat.grammar import Thinking
+from jax_agent_rl.chat.special_tokens import ControlTokens, unused_word
 from jax_agent_rl.errors import TemplateError
 
 ToolPrompt = Literal["template", "none"]

@@ -64,10 +64,10 @@ def _shown(examples: Iterable[str]) -> str:
 
 _SETTINGS = {
     "train": "jax_agent_rl.config:Config",
-    "sft": "jax_agent_rl.config.supervised:SftConfig",
-    "dpo": "jax_agent_rl.config.supervised:DpoConfig",
-    "tool-server": "jax_agent_rl.config.servers:ToolServerSettings",
-    "tinker-server": "jax_agent_rl.config.servers:TinkerServerSettings",
+    "sft": "jax_agent_rl.config.commands:SftConfig",
+    "dpo": "jax_agent_rl.config.commands:DpoConfig",
+    "tool-server": "jax_agent_rl.config.commands:ToolServerSettings",
+    "tinker-server": "jax_agent_rl.config.commands:TinkerServerSettings",
     "simulate": "jax_agent_rl.testing.simulate.workload:Assumptions",
 }
 

@@ -11,7 +11,7 @@
               caller
 
     trajectory  consumes: a slot.            produces: an outcome.  waits for: the engine, tools, the reward; no longer
-                                                                               than its deadline (``open_group``).
+                                                                               than its deadline (``groups``).
     group       consumes: outcomes.          produces: waves.       waits for: the slowest member of the wave.
     collect     consumes: complete groups.   produces: groups.      waits for: the next group that is complete.
 """
@@ -31,7 +31,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed, role_id
 from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.collect.accounting import Accounting
-from jax_agent_rl.collect.open_group import (
+from jax_agent_rl.collect.groups import (
     NO_LIMITS,
     GroupDeadlines,
     GroupRecord,

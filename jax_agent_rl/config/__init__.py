@@ -4,9 +4,9 @@
 :class:`~jax_agent_rl.errors.ConfigError` that lists *every* problem with its path and, for an unknown key, the
 nearest valid name. Every key is read somewhere; a key that does nothing must not exist.
 
-``run`` the root, checks between sections, ``load`` · ``supervised, servers`` the roots of other commands · ``task,
-agent, rollout, engines, algorithm, kl, learner, trainer`` the sections (``task``: model, data, reward, tools; ``kl``:
-with ``distill``) · ``base, loading`` what sections consist of and when a key is used, YAML and overrides ·
+``run`` the root, checks between sections, ``load`` · ``commands`` the roots of other commands · ``task, agent, rollout,
+engines, algorithm, kl, learner, trainer`` the sections (``task``: model, data, reward, tools; ``kl``: with ``distill``)
+· ``base, loading`` what sections consist of and when a key is used, YAML and overrides ·
 ``reference`` documentation of all keys · ``overrides_script, from_verl`` configurations from verl's
 """
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_agent_rl.data.rows import write_rows
-from jax_agent_rl.tools.builtin.shop import PRICES, WEIGHTS
+from jax_agent_rl.tools.shop import PRICES, WEIGHTS
 
 SYSTEM = "Answer with the tools calculator, price and weight."
 TABLES = {"price": PRICES, "weight": WEIGHTS}

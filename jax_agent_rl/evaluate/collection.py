@@ -29,7 +29,7 @@ from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
-from jax_agent_rl.utils.weight_checks import file_digest
+from jax_agent_rl.utils.weight_transfer import file_digest
 
 _SECTIONS = ("agent", "tools", "tool_config", "search", "interactions", "reward", "environments")
 """Sections on which trajectories depend, besides the policy, its sampling and the rows."""

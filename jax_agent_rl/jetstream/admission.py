@@ -28,7 +28,7 @@ from jax_agent_rl.jetstream.decode_batch import Extension
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.models.vision_context import MultimodalContext
 
 
 class Patience:

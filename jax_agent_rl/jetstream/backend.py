@@ -33,10 +33,10 @@ from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
 from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights, weight_dtype
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.models.lora import PeftAdapter
-from jax_agent_rl.models.quantized import EightBits
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,

@@ -33,7 +33,7 @@ from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.jetstream.sharding import engine_shardings, split_mesh
 from jax_agent_rl.jetstream.weights import ServedWeights, WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,

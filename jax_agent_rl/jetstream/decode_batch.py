@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.sampling import Truncation
-from jax_agent_rl.models.vision.context import MultimodalContext
-from jax_agent_rl.replay import mask_words
+from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.types import SamplingParams
 
 MAX_STOP_IDS = 8

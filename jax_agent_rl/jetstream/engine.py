@@ -46,10 +46,10 @@ from jax_agent_rl.jetstream.sharding import cache_sharding, engine_config, make_
 from jax_agent_rl.jetstream.verification import VerifyingEngine
 from jax_agent_rl.jetstream.weights import WeightLoader, to_host
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.layers import DTYPES, EightBits
 from jax_agent_rl.models.lora import PeftAdapter
-from jax_agent_rl.models.quantized import DTYPES, EightBits
 from jax_agent_rl.models.sharding import replicated
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.data_parallel import Replica

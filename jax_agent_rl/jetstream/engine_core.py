@@ -41,7 +41,7 @@ from jax_agent_rl.errors import (
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.weights import ServedWeights
-from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest, Health, TokenChunk, WeightUpdate
 from jax_agent_rl.types import PauseMode, TokenScores
 

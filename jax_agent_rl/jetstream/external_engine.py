@@ -35,7 +35,7 @@ from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.jetstream.scheduler import Progress, Scheduler
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.vision.context import MultimodalContext
+from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
 from jax_agent_rl.utils.plugins import load_user_module
 

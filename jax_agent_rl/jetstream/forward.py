@@ -34,14 +34,15 @@ from jax_agent_rl.models.layers import (
     embed,
     mrope_tables,
     place_features,
+    product,
+    quantized,
     rms_norm,
     rope_tables,
     rotate,
 )
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
-from jax_agent_rl.models.quantized import product, quantized
 from jax_agent_rl.models.sharding import constrain
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""
@@ -61,7 +62,7 @@ class Kernels(enum.Enum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineParams:
-    """All weights in the engine's layout; matrices in ``QUANTIZED`` may be ``models.quantized.Quantized``.
+    """All weights in the engine's layout; matrices in ``QUANTIZED`` may be ``models.layers.Quantized``.
 
     Attributes:
         embed: [V, D].

@@ -27,10 +27,8 @@ from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import tensor_names
-from jax_agent_rl.models.layers import embed
-from jax_agent_rl.models.quantized import Quantized
-from jax_agent_rl.models.tensor_files import named_tensors
-from jax_agent_rl.models.tensor_samples import LayerOutput, TensorSample
+from jax_agent_rl.models.layers import Quantized, embed
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample, named_tensors
 from jax_agent_rl.types import TokenScores
 
 CHUNK = 256

@@ -31,7 +31,7 @@ import numpy as np
 
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.quantized import quantized
+from jax_agent_rl.models.layers import quantized
 
 if TYPE_CHECKING:
     from jax_agent_rl.jetstream.engine import JaxEngine

@@ -21,14 +21,14 @@ import jax.monitoring
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.adapters import AdapterStacks
 from jax_agent_rl.jetstream.decode_batch import DecodeBatch
 from jax_agent_rl.jetstream.forward import EngineParams, Kernels, decode_step, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, align_to_pages, gather_pages, write_back
 from jax_agent_rl.jetstream.sampling import sample
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.vision.context import ImageInputs
-from jax_agent_rl.replay import mask_words
+from jax_agent_rl.models.vision_context import ImageInputs
 
 
 def decode(

@@ -10,8 +10,8 @@ import numpy as np
 
 from jax_agent_rl.chat.grammar import GrammarState
 from jax_agent_rl.errors import BackendError, PromptTooLongError
-from jax_agent_rl.models.vision.context import MultimodalContext
-from jax_agent_rl.replay import encode_supports
+from jax_agent_rl.generation import encode_supports
+from jax_agent_rl.models.vision_context import MultimodalContext
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import RoutedExperts, StopReason, Support, TokenOutput, digest_ids
 

@@ -35,7 +35,7 @@ from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import HostCache, KVCache
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
 from jax_agent_rl.jetstream.speculation import LookupDrafter, Speculation
-from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext
+from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import RoutedExperts, StopReason, TokenOutput, join_routed
 

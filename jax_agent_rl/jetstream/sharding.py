@@ -27,7 +27,7 @@ from jax_agent_rl.jetstream.attention import DEVICES
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.quantized import split_weight
+from jax_agent_rl.models.layers import split_weight
 from jax_agent_rl.models.sharding import (
     MESH_AXES,
     PARAMETER_AXES,

@@ -33,9 +33,9 @@ from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.vision.context import ImageInputs, Layout, MultimodalContext, VisionProcessor, layout
-from jax_agent_rl.models.vision.image_processor import ProcessedImage
-from jax_agent_rl.models.vision.tower import VisionTower
+from jax_agent_rl.models.image_processor import ProcessedImage
+from jax_agent_rl.models.vision_context import ImageInputs, Layout, MultimodalContext, VisionProcessor, layout
+from jax_agent_rl.models.vision_tower import VisionTower
 from jax_agent_rl.rollout.protocol import GenerateRequest
 
 

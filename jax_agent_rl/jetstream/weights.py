@@ -34,7 +34,7 @@ from jax_agent_rl.models.hf import load_params
 from jax_agent_rl.models.sharding import MESH_AXES, Device, local_bounds, place, replicated, shard_bounds
 from jax_agent_rl.models.stored import MANIFEST, StoredParams
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.weight_checks import check_files, read_probe
+from jax_agent_rl.utils.weight_transfer import check_files, read_probe
 
 FILES = frozenset({"safetensors", "tensorstore"})
 WEIGHT_PAYLOADS = FILES | {"arrays"}

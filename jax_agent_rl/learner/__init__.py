@@ -4,10 +4,9 @@
 
     learner            the update, stage by stage; its docstring draws the pipeline
     scoring            pack groups into mini-batches; forward passes over them, also those of teachers
-      packing          rows that share prefixes (batch); image_packing: their images
-      scored_batch     trajectories as the advantage estimators see them
-    experience         what each token contributes: advantages/, correction, comparison with the engine
-    losses/            policy losses by name, KL, token weights
+      packing          rows that share prefixes (batch, with given sequences); image_packing: their images
+    experience         what each token contributes: advantages/, correction
+    losses/            policy losses by name, KL, weights of tokens
     programs           everything that is compiled, from shapes alone
       objective        the losses of policy and critic; linear_logprobs: log-probs
       parameterization trained and frozen parameters, adapters, mixed precision
@@ -15,6 +14,6 @@
     optimized_params   parameters with their optimizer: gradients and updates
       optimizer        AdamW, Muon, Adafactor; learning-rate schedules; undoing an update
     cancellation       whether an interrupted step is undone or finished
-    metrics            the result of an update
-    checkpoint, export states on disk; weights as files for engines
+    metrics            the result of an update; comparison with the engine
+    checkpoint         states on disk
 """

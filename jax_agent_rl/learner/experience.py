@@ -18,11 +18,11 @@ import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.learner import advantages
-from jax_agent_rl.learner.comparison import Comparison, comparable, compare
+from jax_agent_rl.learner.advantages import scored_batch
+from jax_agent_rl.learner.batch import segment_lengths
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
-from jax_agent_rl.learner.losses.aggregation import term_weights
-from jax_agent_rl.learner.losses.kl import kl_forward
-from jax_agent_rl.learner.scored_batch import scored_batch, segment_lengths
+from jax_agent_rl.learner.losses import kl_forward, term_weights
+from jax_agent_rl.learner.metrics import Comparison, comparable, compare
 from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
@@ -39,7 +39,7 @@ class Scores:
     Attributes:
         old: log-probs per sampled token before the update, float64 [S] per trajectory.
         ref: those of the reference, or its likeliest ids with ``algorithm.kl.top_k``.
-        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.scored_batch.ScoredBatch`.
+        values: float64 [L + 1] per trajectory, see :class:`~jax_agent_rl.learner.advantages.ScoredBatch`.
     """
 
     old: PerTerm | None = None

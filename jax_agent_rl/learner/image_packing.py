@@ -21,7 +21,8 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.optimized_params import Arrays
 from jax_agent_rl.models.config import VisionConfig
 from jax_agent_rl.models.decoder import Decoder
-from jax_agent_rl.models.vision.context import (
+from jax_agent_rl.models.image_processor import ProcessedImage
+from jax_agent_rl.models.vision_context import (
     ImageInputs,
     ImageKeys,
     Layout,
@@ -29,7 +30,6 @@ from jax_agent_rl.models.vision.context import (
     VisionProcessor,
     layout,
 )
-from jax_agent_rl.models.vision.image_processor import ProcessedImage
 from jax_agent_rl.types import Trajectory
 
 

@@ -33,7 +33,6 @@ from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
 from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, Comparison
 from jax_agent_rl.learner.experience import (
     Experience,
     PerTerm,
@@ -43,9 +42,17 @@ from jax_agent_rl.learner.experience import (
     score_contexts,
 )
 from jax_agent_rl.learner.image_packing import image_packing
-from jax_agent_rl.learner.losses.kl import adapt_kl_coef
+from jax_agent_rl.learner.losses import adapt_kl_coef
 from jax_agent_rl.learner.losses.policy import SELECTORS, select_terms
-from jax_agent_rl.learner.metrics import UpdateRecord, UpdateResult, replay_metrics, step_metrics
+from jax_agent_rl.learner.metrics import (
+    UNCHECKED,
+    AgreementCheck,
+    Comparison,
+    UpdateRecord,
+    UpdateResult,
+    replay_metrics,
+    step_metrics,
+)
 from jax_agent_rl.learner.optimized_params import HostState, LearnerState, OptimizedParams, all_or_nothing
 from jax_agent_rl.learner.optimizer import learning_rate, undo_update
 from jax_agent_rl.learner.parameterization import Parameterization, critic_params
@@ -54,7 +61,7 @@ from jax_agent_rl.learner.scoring import MiniBatch, ScoreContexts, Scorer, Teach
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import Group
 
 logger = logging.getLogger(__name__)

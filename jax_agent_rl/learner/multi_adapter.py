@@ -21,9 +21,8 @@ import numpy as np
 
 from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.learner.cancellation import StepCancellation
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck, UpdateResult
 from jax_agent_rl.learner.optimized_params import HostState, LearnerState, all_or_nothing
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params

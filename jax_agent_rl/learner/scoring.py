@@ -21,17 +21,16 @@ from jax.sharding import Mesh
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.kl import first_teacher
-from jax_agent_rl.learner.batch import Batch
+from jax_agent_rl.learner.batch import Batch, mini_batches
 from jax_agent_rl.learner.experience import PerTerm, RefScores
 from jax_agent_rl.learner.image_packing import ImagePacking, blanks, image_packing
 from jax_agent_rl.learner.optimized_params import Arrays
 from jax_agent_rl.learner.packing import pack
 from jax_agent_rl.learner.parameterization import Parameterization, compute_params
 from jax_agent_rl.learner.programs import LearnerPrograms
-from jax_agent_rl.learner.scored_batch import mini_batches
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.sharding import make_mesh, place, replicated, row_sharding, row_shards
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import Group, Trajectory
 
 Weights = tuple[Params, Params]

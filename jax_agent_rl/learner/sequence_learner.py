@@ -24,7 +24,7 @@ import optax
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
 from jax_agent_rl.config.algorithm import PolicyLossConfig
-from jax_agent_rl.learner.batch import Batch
+from jax_agent_rl.learner.batch import Batch, TrainingSequence, terms_of
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
 from jax_agent_rl.learner.objective import ObjectiveConfig, router_balance, scored_sequences
 from jax_agent_rl.learner.optimized_params import (
@@ -39,7 +39,6 @@ from jax_agent_rl.learner.optimized_params import (
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.learner.programs import LearnerPrograms
 from jax_agent_rl.learner.scoring import Scorer, stack
-from jax_agent_rl.learner.training_sequence import TrainingSequence, terms_of
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.sharding import make_mesh, place, replicated

@@ -1,7 +1,7 @@
 """Model families in Flax, and their files.
 
 ``config`` and ``families`` hyperparameters and Hugging Face's ``config.json`` · ``decoder``, ``layers``, ``attention``,
-``moe`` the forward pass over packed token trees · ``tree_kernel`` their masks and TPU kernels ·
-``vision`` Qwen-VL's towers · ``sharding`` devices · ``lora``, ``quantized`` adapters and 8 bits · ``hf``,
-``stored``, ``convert`` files · ``tensor_samples`` comparing copies.
+``moe`` the forward pass over packed token trees · ``tree_kernel`` their masks and TPU kernels · ``image_processor``
+pixels to patches · ``vision_context`` where images stand in a sequence · ``vision_tower`` patches to features ·
+``sharding`` devices · ``lora`` adapters · ``hf``, ``tensors``, ``stored``, ``convert`` files.
 """

@@ -39,9 +39,9 @@ from jax_agent_rl.models.layers import (
 from jax_agent_rl.models.lora import LoRA
 from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.tree_kernel import TreeMask
-from jax_agent_rl.models.vision.context import ImageInputs
-from jax_agent_rl.models.vision.tower import VisionTower
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, LogprobProbe, rounded
+from jax_agent_rl.models.vision_context import ImageInputs
+from jax_agent_rl.models.vision_tower import VisionTower
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, LogprobProbe, rounded
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 """From queries [B, H, T, h], keys and values [B, K, T, h] and sinks [H] to their mixture [B, H, T, h]."""

@@ -18,7 +18,7 @@ from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.sharding import Device
-from jax_agent_rl.models.tensor_files import (
+from jax_agent_rl.models.tensors import (
     Names,
     Tensors,
     named_tensors,
@@ -28,7 +28,7 @@ from jax_agent_rl.models.tensor_files import (
     unstack,
 )
 from jax_agent_rl.utils.hub import model_folder
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 TOP = {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
 HEAD = "lm_head.weight"

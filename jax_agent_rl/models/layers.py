@@ -1,17 +1,21 @@
-"""Building blocks of decoders and vision towers. Shapes as in ``models.decoder``; [..] stands for any leading axes."""
+"""Building blocks of decoders and vision towers, and arrays in 8 bits.
+
+Shapes as in ``models.decoder``; [..] stands for any leading axes.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.attention import SAVED
 from jax_agent_rl.models.config import (
@@ -25,7 +29,7 @@ from jax_agent_rl.models.config import (
     YarnScaling,
 )
 from jax_agent_rl.models.lora import LoRA, restore
-from jax_agent_rl.models.vision.context import ImageInputs
+from jax_agent_rl.models.vision_context import ImageInputs
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -261,3 +265,61 @@ def stack(kind: Callable[..., nnx.Module], config: Any, *, rngs: nnx.Rngs) -> An
         return kind(config, rngs=rngs)
 
     return make(rngs)
+
+
+EightBits = Literal["int8", "fp8"]
+DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """An array in 8 bits with a scale per vector, of an engine's weights or KV cache: ``numbers * scale``.
+
+    Attributes:
+        numbers: int8 or float8_e4m3fn.
+        scale: float32, of the same shape but 1 along the vectors.
+    """
+
+    numbers: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+
+def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
+    """Quantize vectors along ``axis``; the largest value of each maps to the largest of ``dtype``.
+
+    qwix adds half a step for int8, so that the largest falls between -127 and -128; the last bit of a float decides.
+
+    >>> quantized(jnp.array([[0.5, -2.0]]), jnp.int8, axis=1).numbers
+    Array([[  32, -127]], dtype=int8)
+    """
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    largest = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    scale = jnp.where(peak > 0, peak, 1) / largest
+    numbers = jnp.clip(jnp.round(x / scale) if whole else x / scale, -largest, largest)
+    return Quantized(numbers.astype(dtype), scale)
+
+
+def split_weight(weight: Any, spec: PartitionSpec) -> Any:
+    """Return the specs of a weight [..., in], quantized along ``in`` or not; a scale's axis of 1 is not split.
+
+    >>> split_weight(jnp.zeros((4, 2)), PartitionSpec(None, "tensor"))
+    PartitionSpec(None, 'tensor')
+    >>> split_weight(jnp.zeros((4, 1)), PartitionSpec(None, "tensor"))
+    PartitionSpec(None, None)
+    """
+    return jax.tree.map(lambda x: spec if x.shape[-1] > 1 else PartitionSpec(*spec[:-1], None), weight)
+
+
+def product(weight: Any, x: jax.Array) -> jax.Array:
+    """Multiply [..., out, in] x [in, B] -> [..., out, B]; scales apply last, so only 8 bits per weight are read."""
+    if isinstance(weight, jax.Array):
+        return jnp.einsum("...od,db->...ob", weight, x)
+    out = jnp.einsum("...od,db->...ob", weight.numbers.astype(x.dtype), x)
+    return out * weight.scale.astype(x.dtype)

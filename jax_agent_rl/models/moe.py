@@ -4,7 +4,7 @@ On a mesh each shard of the axis ``expert`` holds its own experts::
 
     own tokens ─► all-gather over expert ─► own experts only (others sorted to the end) ─► sum-scatter back
 
-Choices may come from elsewhere (router replay, ``jax_agent_rl.replay``): weights and gradients are then those
+Choices may come from elsewhere (router replay, ``jax_agent_rl.generation``): weights and gradients are then those
 of the layer's own scores over the given experts.
 
 No token is dropped and there is no capacity factor; a shard holds the tokens of its ``expert`` neighbours for one
@@ -28,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
-from jax_agent_rl.models.quantized import split_weight
+from jax_agent_rl.models.layers import split_weight
 from jax_agent_rl.models.sharding import PARAMETER_AXES, ROWS, RULES, by_platform
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -215,7 +215,7 @@ def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Arra
 
     Args:
         x: rows ordered by group.
-        weight: matrices, quantized (``models.quantized``) or not.
+        weight: matrices, quantized (``models.layers``) or not.
         sizes: int32 [E], rows of each group.
         group: int32 [N], group of each row; rows past the last group are undefined, forward and backward.
     """

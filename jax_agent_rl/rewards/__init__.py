@@ -1,15 +1,50 @@
-"""Rewards.
+"""Rewards: a trajectory is scored by the function of its row's data source, called in bounded time.
 
-``registry`` finds the function of a row's ``data_source`` and its arguments · ``scoring`` calls it · ``rules`` and
-``code`` built-in functions · ``judge`` a model as judge, and a reward server · ``workers`` processes that can be
-killed.
+``registry`` finds the function of a row's ``data_source`` and its arguments · ``rules`` and ``code`` built-in
+functions · ``judge`` a model as judge, and a reward server · ``workers`` processes that can be killed.
+
+``solution_str`` is the text of the last assistant turn unless the function was registered with another ``solution``:
+it excludes tool results, so an answer that only a tool wrote earns nothing. Three kinds of reward are separate: those
+of tools (``tool_rewards`` per call, ``tool_scores`` per tool for the whole trajectory), of the environment per turn
+(``turn_scores``), and the function's result, the final reward; a function may request the others by name to combine
+them. A function that exceeds ``reward.timeout`` loses its trajectory, not the run.
+
+::
+
+    async def ──► awaited here                       (user code that blocks in it blocks the run)
+    def ──► of reward.path, requests no service ──► a worker process, killed on timeout
+        ──► any other ──► a thread, abandoned on timeout: the rules of this package take linear time
 """
 
+from __future__ import annotations
+
+import inspect
+import time
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
 from jax_agent_rl.rewards import code as _code  # registers its functions, like judge and rules
 from jax_agent_rl.rewards.judge import ModelJudge, RemoteReward
-from jax_agent_rl.rewards.registry import load_rewards, register_reward, require_rewards
+from jax_agent_rl.rewards.registry import (
+    RewardFunction,
+    Score,
+    Solution,
+    find_reward,
+    known_data_sources,
+    load_rewards,
+    register_reward,
+    require_rewards,
+    row_fields,
+    split_score,
+)
 from jax_agent_rl.rewards.rules import boxed, has_format, tagged
-from jax_agent_rl.rewards.scoring import score, solution_text
+from jax_agent_rl.rewards.workers import FunctionWorkers
+from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.threads import DaemonThreads, in_time
 
 __all__ = [
     "ModelJudge",
@@ -25,3 +60,120 @@ __all__ = [
 ]
 
 del _code
+
+
+_THREADS = DaemonThreads(kind="reward", error=RewardError)
+_NO_SERVICES: Mapping[str, Any] = MappingProxyType({})
+
+
+async def score(
+    trajectory: Trajectory,
+    *,
+    timeout: float = 60.0,
+    services: Mapping[str, Any] = _NO_SERVICES,
+    workers: FunctionWorkers | None = None,
+) -> Trajectory:
+    """Return the trajectory with its ``reward``, ``reward_parts`` and metrics.
+
+    ``metrics`` gains ``reward_seconds``, ``tool_reward`` and ``turn_score`` (sums over the trajectory).
+
+    Args:
+        trajectory: not scored yet.
+        timeout: seconds the function may take, ``reward.timeout``; then its thread is abandoned, see
+            :mod:`jax_agent_rl.utils.threads`.
+        services: what functions may request besides the trajectory and the row, e.g. ``judge``.
+        workers: runs the synchronous functions of ``reward.path``; None: threads do.
+
+    Raises:
+        RewardError: its data source has no function, the row lacks a requested field, the function raised, or its
+            score is not a finite number.
+        RewardTimeoutError: the function took longer than ``timeout``.
+    """
+    began = time.perf_counter()
+    data_source = str(trajectory.row.get("data_source"))
+    reward = find_reward(data_source)
+    if reward is None:
+        raise RewardError(f"no reward function for data_source {data_source!r}; there are {known_data_sources()}")
+
+    def late() -> RewardTimeoutError:
+        return RewardTimeoutError(
+            f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
+            "raise it, or give the function a time limit of its own"
+        )
+
+    try:
+        args, kwargs = _arguments(reward, trajectory, services)
+        if workers is not None and reward.path and not reward.is_async and not services.keys() & kwargs.keys():
+            try:
+                total, parts = await workers.score(data_source, args, kwargs, timeout=timeout)
+            except RewardTimeoutError:
+                raise late() from None
+        else:
+            result = await in_time(
+                _call(reward, data_source, args, kwargs),
+                timeout,
+                late=late,
+                error=lambda problem: RewardError(f"the reward function of {data_source!r} {problem}"),
+            )
+            total, parts = split_score(result, data_source)
+    except TrajectoryError:
+        raise
+    except Exception as error:
+        raise RewardError(f"the reward function of {data_source!r} raised {type(error).__name__}: {error}") from error
+    metrics = {
+        **trajectory.metrics,
+        "reward_seconds": time.perf_counter() - began,
+        "tool_reward": sum(call.reward for call in trajectory.tool_calls),
+        "turn_score": sum(trajectory.turn_scores),
+    }
+    return replace(trajectory, reward=total, reward_parts=parts, metrics=metrics)
+
+
+def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
+    """Return the text a reward function reads, turns joined by blank lines."""
+    turns = trajectory.num_turns
+    wanted = ("assistant",) if which != "conversation" else ("assistant", "tool", "user")
+    texts: list[str] = []
+    for message in reversed(trajectory.messages):  # stop before the prompt, which may hold assistant messages
+        if message["role"] in wanted:
+            texts.append(message["content"])
+        turns -= message["role"] == "assistant"
+        if turns == 0 or which == "last_turn" and texts:
+            break
+    return "\n\n".join(reversed(texts))
+
+
+def _arguments(
+    reward: RewardFunction, trajectory: Trajectory, services: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    row = trajectory.row
+    about = {
+        "finish_reason": trajectory.finish_reason,
+        "num_turns": trajectory.num_turns,
+        "tool_rewards": [call.reward for call in trajectory.tool_calls],
+        "tool_scores": dict(trajectory.tool_scores),
+        "turn_scores": list(trajectory.turn_scores),
+    }
+    classic = {
+        "data_source": str(row.get("data_source")),
+        "solution_str": solution_text(trajectory, reward.solution),
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": {**(row.get("extra_info") or {}), **about},
+    }
+    own = {"trajectory": trajectory, "role": trajectory.role, "messages": trajectory.messages, **about}
+    available = ChainMap(classic, own, dict(services), dict(row_fields(row)))
+    try:
+        return reward.bind(available)
+    except KeyError as error:
+        raise RewardError(
+            f"the reward function of {classic['data_source']!r} asks for {error}, which the row has neither as a "
+            "field nor in extra_info or reward_model"
+        ) from None
+
+
+async def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Score:
+    function = reward.compute_score
+    if reward.is_async:
+        return await function(*args, **kwargs)  # type: ignore[misc]
+    result = await _THREADS.run(lambda: function(*args, **kwargs), name=f"the reward of {data_source!r}")
+    return await result if inspect.isawaitable(result) else result

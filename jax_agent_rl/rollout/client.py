@@ -36,7 +36,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, TokenChunk
 from jax_agent_rl.rollout.server import AsyncServer, OnIds
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import BROADCAST, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 KIND = "object_store"
 """Kind of a :class:`WeightUpdate` whose payload is a :class:`StoredWeights`."""

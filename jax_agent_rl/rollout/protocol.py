@@ -24,7 +24,7 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, Support, T
 from jax_agent_rl.validation import check_bool, check_ids, check_int, check_str
 
 if TYPE_CHECKING:  # the launcher imports this module before anything is installed
-    from jax_agent_rl.utils.weight_checks import LogprobProbe
+    from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,9 +192,9 @@ class WeightUpdate:
             take it, too. Arrays are not lasting: the learner's next step reuses their memory.
         dtype: what the weights were rounded to, ``Capabilities.weight_dtype`` of the engines they are for; ``float32``:
             they are as the learner has them.
-        digests: digests of the payload's files by name (``jax_agent_rl.utils.weight_checks``), checked before an engine
-            takes anything; files without one are not checked.
-        deltas: delta files (``jax_agent_rl.utils.weight_deltas``) that make those of ``payload`` from the previous
+        digests: digests of the payload's files by name (``utils.weight_transfer``), checked before an engine takes
+            anything; files without one are not checked.
+        deltas: delta files (``utils.weight_transfer``) that make those of ``payload`` from the previous
             version's, and the digest of the file each changes. Empty: this version is sent whole. None: so is the next,
             and a server need not keep these files.
         probe: log-probs of a few sequences, which the weights have to give where they arrive. Those of ``safetensors``

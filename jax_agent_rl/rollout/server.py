@@ -25,7 +25,7 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, TokenOutput
 from jax_agent_rl.utils.prometheus import PREFIX
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -26,7 +26,7 @@ from jax_agent_rl.learner.parameterization import critic_shapes
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import open_tracer
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -52,8 +52,8 @@ from jax_agent_rl.runtime.placement import (
 from jax_agent_rl.runtime.publishers import make_publisher
 from jax_agent_rl.runtime.sampling import encode_text_of, open_agents, prepare, require_grammars, training_sources
 from jax_agent_rl.runtime.teachers import check_teachers, make_teachers, open_served_teachers, require_teachers
-from jax_agent_rl.trainer.components import RunComponents
-from jax_agent_rl.utils.weight_checks import AS_THEY_ARE, rounded
+from jax_agent_rl.trainer import RunComponents
+from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
 from jax_agent_rl.models.lora import blank_adapter, read_peft, read_settings
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.merge_outputs import DecodeText
 from jax_agent_rl.rollout.pool import BackendFactory

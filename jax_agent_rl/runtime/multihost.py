@@ -39,16 +39,15 @@ from pydantic import TypeAdapter
 
 from jax_agent_rl.config import MultihostConfig
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.generation import routed_from_json, routed_to_json
 from jax_agent_rl.learner.cancellation import StepCancellation, StepCancelled
 from jax_agent_rl.learner.checkpoint import Checkpointer, located
-from jax_agent_rl.learner.comparison import UNCHECKED, AgreementCheck, cancel_on_breach
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.metrics import UNCHECKED, AgreementCheck, UpdateResult, cancel_on_breach
 from jax_agent_rl.learner.optimized_params import LearnerState
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import gathered
-from jax_agent_rl.replay import from_json, to_json
 from jax_agent_rl.rollout.http.wire import decode_media, encode_media
 from jax_agent_rl.types import Group, Trajectory, Turn
 
@@ -345,12 +344,12 @@ def encode_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return what the learner reads of groups, for JSON; floats are exact."""
     lean = [replace(group, trajectories=tuple(map(_lean, group.trajectories))) for group in groups]
     # Encoded media are not of the types that are declared, which pydantic would warn of.
-    return [_map_routed(group, to_json) for group in _GROUPS.dump_python(lean, warnings=False)]
+    return [_map_routed(group, routed_to_json) for group in _GROUPS.dump_python(lean, warnings=False)]
 
 
 def decode_groups(encoded: list[dict[str, Any]]) -> list[Group]:
     """Invert :func:`encode_groups`."""
-    groups = _GROUPS.validate_python([_map_routed(group, from_json) for group in encoded])
+    groups = _GROUPS.validate_python([_map_routed(group, routed_from_json) for group in encoded])
     return [replace(group, trajectories=tuple(map(_with_images, group.trajectories))) for group in groups]
 
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import jax
 
 from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, ModelConfig, TeacherConfig, build, load
+from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
-from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.parameterization import Parameterization

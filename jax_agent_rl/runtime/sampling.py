@@ -22,7 +22,7 @@ from typing import Any
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
-from jax_agent_rl.collect.open_group import TimeLimits
+from jax_agent_rl.collect.groups import TimeLimits
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.run import report_idle_tools

@@ -28,7 +28,7 @@ from jax_agent_rl.learner.scoring import Teacher
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import check_files, load_config, load_hf
 from jax_agent_rl.models.sharding import make_mesh, parameter_shardings
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.types import Group, TokenScores, Trajectory
 from jax_agent_rl.utils.hub import model_folder

@@ -14,7 +14,7 @@ from rich.console import Console
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import CheckpointError, WeightUpdateError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
-from jax_agent_rl.learner.losses import aggregation
+from jax_agent_rl.learner.losses import describe_aggregation
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import reward_plot
 from jax_agent_rl.observe.report.command import write_report
@@ -24,9 +24,9 @@ from jax_agent_rl.observe.view import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
+from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer, OneStepOffTrainer
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.observing import Breakdown, format_breakdown, format_warnings, observers
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
@@ -109,7 +109,7 @@ async def _train(
                             progress.print_line(
                                 f"the checkpoint of step {step} was cut off while it was written: it is lost"
                             )
-                    progress.print_line(aggregation.describe_aggregation(config))
+                    progress.print_line(describe_aggregation(config))
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()

@@ -27,11 +27,11 @@ import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats.base import Message
-from jax_agent_rl.config.supervised import ConversationsConfig, SftDataConfig
+from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.dataset import find_files, json_lines
 from jax_agent_rl.errors import DataError, TemplateError
-from jax_agent_rl.learner.training_sequence import TrainingSequence
+from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
 
 Row = Mapping[str, Any]

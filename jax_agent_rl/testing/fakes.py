@@ -34,8 +34,7 @@ from jax_agent_rl.types import DropReason, Group, PauseMode, StopReason, Support
 
 if TYPE_CHECKING:
     from jax_agent_rl.learner.cancellation import StepCancellation
-    from jax_agent_rl.learner.comparison import AgreementCheck
-    from jax_agent_rl.learner.metrics import UpdateResult
+    from jax_agent_rl.learner.metrics import AgreementCheck, UpdateResult
 
 
 class FakeBackend(ABC):

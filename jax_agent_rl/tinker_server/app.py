@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config.servers import TinkerServerSettings
+from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.tinker_server.database import Database, Request

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jax_agent_rl.config.servers import TinkerServerSettings
+from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.tinker_server.database import Database
 from jax_agent_rl.tinker_server.training import PREFIX, Models
 from jax_agent_rl.utils.http_server import Refused, read_json

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config.servers import TinkerServerSettings
+from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.shapes import EngineShapes, kv_cache_tokens
 from jax_agent_rl.models.config import DecoderConfig, Params

@@ -9,6 +9,6 @@ Start it with ``jax-agent-rl tool-server tools=[python,search] …``.
                               metrics, health                 environments of its trajectories
 
 ``server`` the process that clients talk to, its requests and answers · ``worker`` the processes it starts · ``service``
-executes actions, opens and closes environments · ``plugin`` the interface of a tool · ``plugins`` the built-in tools ·
+executes actions, opens and closes environments · ``plugins`` the interface of a tool, and the built-in tools ·
 ``sandbox`` runs model-written programs.
 """

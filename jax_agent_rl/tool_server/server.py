@@ -33,9 +33,9 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from jax_agent_rl.config.servers import ToolServerSettings
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
-from jax_agent_rl.tool_server.plugin import FINISH, ToolReply
+from jax_agent_rl.tool_server.plugins import FINISH, ToolReply
 from jax_agent_rl.tool_server.service import CLOSED, OPENED
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.tools.client import ServerAction

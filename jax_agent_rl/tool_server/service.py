@@ -25,9 +25,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jax_agent_rl.config.servers import ToolServerSettings
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import (
+from jax_agent_rl.tool_server.plugins import (
     FINISH,
     Failure,
     ServerTool,

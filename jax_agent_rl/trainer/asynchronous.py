@@ -30,8 +30,7 @@ from typing import Any
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.collect.open_group import GroupRecord, continued
-from jax_agent_rl.collect.stream import GroupStream
+from jax_agent_rl.collect.groups import GroupRecord, GroupStream, continued
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities
 from jax_agent_rl.trainer.base import Trainer

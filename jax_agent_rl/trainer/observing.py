@@ -26,14 +26,14 @@ import jax
 
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
-from jax_agent_rl.learner.losses import aggregation
+from jax_agent_rl.learner.batch import trained_lengths
+from jax_agent_rl.learner.losses import depends_on_lengths, describe_batch
 from jax_agent_rl.learner.metrics import UpdateResult
-from jax_agent_rl.learner.scored_batch import trained_lengths
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
 from jax_agent_rl.observe.warnings import Watch, missing_agent_warning, rules
-from jax_agent_rl.trainer.components import RunComponents
+from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record
 from jax_agent_rl.trainer.step import recorded
 from jax_agent_rl.types import Group
@@ -212,11 +212,11 @@ class RunReporter:
         """
         config, done = self.runtime.config, [0, 0]
         minis = config.learner.num_minibatches
-        if not self._aggregation_described and aggregation.depends_on_lengths(config.algorithm, minis):
+        if not self._aggregation_described and depends_on_lengths(config.algorithm, minis):
             lengths = trained_lengths(
                 selection.groups, minis, masked=selection.masked, segment_weight=config.algorithm.segment_weight
             )
-            self.progress.print_line(f"  {aggregation.describe_batch(config.algorithm, lengths)}")
+            self.progress.print_line(f"  {describe_batch(config.algorithm, lengths)}")
         self._aggregation_described = True
         self.progress.phase(
             f"step {self.record.step + 1}: learner",

@@ -11,7 +11,7 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import shape
 from jax_agent_rl.config import Config
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages.step import running_baseline
+from jax_agent_rl.learner.advantages.estimators import running_baseline
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.rollout.client import LLMServerClient

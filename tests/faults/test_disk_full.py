@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import StorageError, WeightUpdateError
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.observe.run_dir import RunDir, read_records
+from jax_agent_rl.runtime.publishers import WeightFiles
 from tests.run_results import require_same
 from tests.tiny import TINY, tiny_params
 from tests.tiny_run import tiny_recipe

@@ -18,11 +18,11 @@ from flax import nnx
 from gpu_backend.backend import VllmBackend
 from gpu_backend.settings import DISTRIBUTIONS, VllmSettings
 from jax_agent_rl.data.tasks import prepare_calculator
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.files import cache_root
 from tests.tiny import tiny_params

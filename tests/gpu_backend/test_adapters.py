@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 
 from gpu_backend.updates import FILES
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import SamplingParams, TokenOutput
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, running, small_params
 

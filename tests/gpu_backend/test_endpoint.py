@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from jax_agent_rl.agents import AgentContext
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient

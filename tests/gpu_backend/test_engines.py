@@ -10,11 +10,11 @@ import pytest
 from gpu_backend.settings import argument_names
 from gpu_backend.updates import FILES
 from jax_agent_rl.errors import BackendClosedError, ConfigError, EngineDiedError
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import PauseMode, SamplingParams
 from tests.gpu_backend.conftest import PROBE, SMALL, Reference, prompt_of, request, running
 

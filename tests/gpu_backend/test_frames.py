@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_agent_rl.models.vision.image_processor import ImageProcessor
+from jax_agent_rl.models.image_processor import ImageProcessor
 from tests.gpu_backend.vision import picture, write_processors
 
 pytest.importorskip("torchvision", reason="transformers' video processor needs torchvision (third_party/vllm.md)")

@@ -10,13 +10,12 @@ from safetensors.numpy import load_file, save_file
 
 from gpu_backend import broadcast
 from jax_agent_rl.errors import EngineDiedError, WeightUpdateError
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, save_hf
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import BROADCAST, WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher
+from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
 from jax_agent_rl.types import PauseMode
 from tests.gpu_backend.conftest import PROBE, SMALL, Engine, Reference, prompt_of, request, small_params
 

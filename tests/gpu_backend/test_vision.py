@@ -25,7 +25,7 @@ from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools.base import BaseTool, ToolResponse
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import SamplingParams, digest_ids
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import IMAGE, VisionReference, picture, positions, write_model
 

@@ -8,11 +8,11 @@ import pytest
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_hf, save_hf
-from jax_agent_rl.models.vision.context import VisionProcessor
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import FinishReason, Group, Trajectory, Turn
 from tests.gpu_backend.conftest import request, running
 from tests.gpu_backend.vision import VisionReference, picture, write_model

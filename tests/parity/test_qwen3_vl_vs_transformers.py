@@ -19,8 +19,8 @@ from jax_agent_rl.jetstream.forward import Kernels, decode_step, engine_params, 
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
-from jax_agent_rl.models.vision.context import ImageInputs, feature_index, layout, locate, rope_positions
-from jax_agent_rl.models.vision.tower import VisionTower
+from jax_agent_rl.models.vision_context import ImageInputs, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision_tower import VisionTower
 
 torch = pytest.importorskip("torch")
 

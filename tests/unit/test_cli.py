@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from jax_agent_rl.cli import app
 from jax_agent_rl.cli.options import Panel, config_or_key
 from jax_agent_rl.config import Config, build, load
+from jax_agent_rl.config.commands import DpoConfig, SftConfig, ToolServerSettings
 from jax_agent_rl.config.loading import load_tree, valid_keys
-from jax_agent_rl.config.servers import ToolServerSettings
-from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.tool_server.plugins import tool_classes
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.replay import decode_supports, encode_supports, mask_words
+from jax_agent_rl.generation import decode_supports, encode_supports, mask_words
 
 
 def masks_of(kept: np.ndarray) -> np.ndarray:

@@ -26,8 +26,8 @@ import tinker  # noqa: E402
 import torch  # noqa: E402
 from tinker.types import GetInfoResponse  # noqa: E402
 
+from jax_agent_rl.config.commands import TinkerServerSettings  # noqa: E402
 from jax_agent_rl.config.loading import build_tree  # noqa: E402
-from jax_agent_rl.config.servers import TinkerServerSettings  # noqa: E402
 from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
 from jax_agent_rl.tinker_server.app import TinkerServer, open_server  # noqa: E402

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
-from jax_agent_rl.learner.advantages import Advantages
+from jax_agent_rl.learner.advantages import Advantages, ScoredBatch
 from jax_agent_rl.learner.losses import LossConfig, TermLoss, Terms
-from jax_agent_rl.learner.scored_batch import ScoredBatch
 
 
 def plain_gradient(terms: Terms, config: LossConfig) -> TermLoss:

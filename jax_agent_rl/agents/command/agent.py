@@ -32,8 +32,8 @@ from jax_agent_rl.agents.command.machines import (
 from jax_agent_rl.agents.command.runner import relay
 from jax_agent_rl.agents.command.task import CommandTask, read_files, read_task
 from jax_agent_rl.agents.context import AgentContext
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop
 from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.errors import ConfigError, DataError, TrajectoryError
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, open_sandbox

@@ -25,8 +25,8 @@ from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_c
 from jax_agent_rl.learner.linear_logprobs import linear_logprobs
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.layers import DTYPES
 from jax_agent_rl.models.moe import grouped_product
-from jax_agent_rl.models.quantized import DTYPES
 from jax_agent_rl.models.tree_kernel import TreeMask
 
 CLAIM = Claim(

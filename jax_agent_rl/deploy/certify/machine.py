@@ -60,7 +60,7 @@ def load_config(file: Path | None, overrides: Sequence[str], scratch: Path, *, d
     tree = {
         "model": {"path": str(fetch_quickstart_model())},
         "data": {"train": str(train), "eval": str(heldout), "shuffle": False},
-        "tools": {"function_tool_path": "jax_agent_rl.tools.builtin.shop"},
+        "tools": {"function_tool_path": "jax_agent_rl.tools.shop"},
         "agent": {"tool_prompt": "none", "tool_format": "pythonic", "max_prompt_length": 256}
         | {"max_response_length": 96, "max_assistant_turns": 4, "max_user_turns": 3, "max_tool_response_length": 24},
         "rollout": {"prompts_per_step": 4, "group_size": 12, "max_in_flight": 48, "max_model_len": 352}

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.config import Config
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.config.loading import load_tree
-from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.deploy.launch import (
     ROOT,
     TimedPrinter,

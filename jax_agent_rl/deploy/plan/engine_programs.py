@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import Inventory, Phase, Program, Published
+from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE
 from jax_agent_rl.jetstream.decode_batch import ALL_ALLOWED, PREFILL_ROWS, DecodeBatch, make_decode_batch, truncation_of
 from jax_agent_rl.jetstream.engine import Extension, JaxEngine
@@ -24,7 +25,6 @@ from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.replay import mask_words
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax_agent_rl.config import Config, LearnerConfig
 from jax_agent_rl.deploy.plan.compiled import Inventory, Program, Published
 from jax_agent_rl.deploy.plan.engine_programs import pass_flops
+from jax_agent_rl.generation import mask_words
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
 from jax_agent_rl.learner.image_packing import blanks, image_packing
 from jax_agent_rl.learner.losses.policy import SELECTORS
@@ -28,8 +29,7 @@ from jax_agent_rl.learner.scoring import teacher_programs
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import parameter_shardings, place, replicated, row_sharding, row_shards
-from jax_agent_rl.models.vision.context import VisionProcessor
-from jax_agent_rl.replay import mask_words
+from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.types import FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
 
 Arrays = Mapping[str, np.ndarray]

@@ -25,11 +25,11 @@ from jax_agent_rl.deploy.plan.engine_programs import add_engine
 from jax_agent_rl.deploy.plan.learner_programs import add_learner, describe
 from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
+from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
-from jax_agent_rl.replay import mask_words
 from jax_agent_rl.runtime.engine_devices import engine_shapes
 from jax_agent_rl.utils.hub import hub_name
 

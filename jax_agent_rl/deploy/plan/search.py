@@ -33,8 +33,8 @@ from jax_agent_rl.deploy.plan.topology import (
     learner_meshes,
 )
 from jax_agent_rl.errors import CompilerError, ConfigError
+from jax_agent_rl.generation import mask_words
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.replay import mask_words
 from jax_agent_rl.runtime.engine_devices import MASTER, ResidentBytes, engine_shapes, parameter_count
 
 TRIES = 3

@@ -2,15 +2,20 @@
 
 ::
 
-    within_group.py  one number per trajectory                       grpo dr_grpo rloo opo grpo_passk
-                     one per turn                                    gigpo mt_grpo
-                     along trees of branches                         tree_grpo treerl arpo
-    step.py          compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
-                     with a running mean per role                    rae
-                     with a critic                                   gae
-    (none)           0: what is learned from is the KL to a teacher  none
+    one number per trajectory                       grpo dr_grpo rloo opo grpo_passk
+    one per turn                                    gigpo mt_grpo
+    along trees of branches                         tree_grpo treerl arpo
+    compared over the whole step                    gpg gdpo remax reinforce_plus_plus(_baseline)
+    with a running mean per role                    rae
+    with a critic                                   gae
+    0: what is learned from is the KL to a teacher  none
 
-The functions in those files are the mathematics, on plain arrays; the adapters here read trajectories and config.
+``estimators`` is the mathematics, on plain arrays; the adapters here read trajectories and config. Shapes: N
+trajectories, L ids of a response.
+
+The response of a trajectory with segments is that of all its sequences, one after another: it is estimated as a whole,
+in one piece or in many. What depends on time (returns, discounts, first turns) follows the order in which its turns
+were sampled, which is another where sub-agents answered between two turns of their caller.
 """
 
 from __future__ import annotations
@@ -23,11 +28,111 @@ import numpy as np
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import step, within_group
-from jax_agent_rl.learner.scored_batch import PerToken, ScoredBatch, all_turns, turn_rewards, turn_spans
-from jax_agent_rl.trajectory_graph import TrajectoryGraph, inherited
-from jax_agent_rl.types import Trajectory
+from jax_agent_rl.learner.advantages import estimators
+from jax_agent_rl.learner.advantages.estimators import PerToken
+from jax_agent_rl.trajectory_graph import TrajectoryGraph, inherited, timeline
+from jax_agent_rl.types import Group, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.plugins import load_installed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """A whole step, before it is cut into mini-batches.
+
+    Attributes:
+        trajectories: in order of their groups.
+        groups: int [N], number of each trajectory's group and role: whose rewards compare.
+        masks: bool [L] each, ``loss_mask``: what was sampled, and observations that are trained on.
+        rewards: token rewards; a turn's stand at its last sampled token, the final one at the last of all.
+        greedy: float64 [N], reward of the greedy rollout of the same prompt (ReMax); NaN where there is none.
+        baselines: float64 [N], reward to expect of the same role (RAE); 0 where nothing is known.
+        values: float64 [L + 1] each, the critic's value of the state before every id and after the last; or None.
+    """
+
+    trajectories: Sequence[Trajectory]
+    groups: np.ndarray
+    masks: list[np.ndarray]
+    rewards: PerToken
+    greedy: np.ndarray
+    baselines: np.ndarray
+    values: list[np.ndarray] | None = None
+
+    @property
+    def totals(self) -> np.ndarray:
+        """float64 [N]: S, the sum of each trajectory's token rewards."""
+        return np.array([rewards.sum() for rewards in self.rewards])
+
+    @property
+    def members(self) -> list[np.ndarray]:
+        """For each group and role the indices of its trajectories."""
+        return [np.flatnonzero(self.groups == g) for g in range(int(self.groups.max(initial=-1)) + 1)]
+
+    @property
+    def orders(self) -> list[np.ndarray]:
+        """For each trajectory the places of its response in the order of time, int64 [L]."""
+        return [
+            np.concatenate([np.arange(at, at + len(t.output.token_ids) + len(t.appended_ids)) for at, t in turns])
+            for turns in map(timeline, self.trajectories)
+        ]
+
+    def broadcast(self, per_trajectory: np.ndarray) -> PerToken:
+        """Spread one number per trajectory over all its sampled tokens."""
+        return [value * mask for value, mask in zip(per_trajectory, self.masks, strict=True)]
+
+
+def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
+    """Lay out scored groups.
+
+    Args:
+        groups: of the step.
+        turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the final reward.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    masks = [np.concatenate([np.asarray(s.loss_mask, bool) for s in t.sequences]) for t in trajectories]
+    rewards = []
+    for trajectory, mask in zip(trajectories, masks, strict=True):
+        own = turn_rewards(trajectory, turn_reward)
+        own[-1] += trajectory.reward
+        rewards.append(np.zeros(len(mask)))
+        rewards[-1][[at + len(turn.output.token_ids) - 1 for at, turn in timeline(trajectory)]] = own
+    counts = [len(g.trajectories) for g in groups]
+    greedy = [np.nan if g.greedy_reward is None else g.greedy_reward for g in groups]
+    parts = [(number, t.role) for number, group in enumerate(groups) for t in group.trajectories]
+    numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+    return ScoredBatch(
+        trajectories=trajectories,
+        groups=np.array([numbers[part] for part in parts], np.intp),
+        masks=masks,
+        rewards=rewards,
+        greedy=np.repeat(np.asarray(greedy, np.float64), counts),
+        baselines=np.array([g.baselines.get(t.role or "", 0.0) for g in groups for t in g.trajectories], np.float64),
+    )
+
+
+def all_turns(trajectory: Trajectory) -> list[Turn]:
+    """Return the turns of all sequences of a trajectory in the order of time."""
+    return [turn for _, turn in timeline(trajectory)]
+
+
+def turn_spans(trajectory: Trajectory) -> list[slice]:
+    """Return each turn's span in the response: sampled ids, and appended ones if they are trained on."""
+    return [
+        slice(at, at + len(turn.output.token_ids) + len(turn.appended_ids) * turn.learn_appended)
+        for at, turn in timeline(trajectory)
+    ]
+
+
+def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
+    """Return one reward per turn, float64; 0 for turns without tool calls. See :data:`TURN_REWARDS` for the sources."""
+    rule = TURN_REWARDS[source]
+    return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in all_turns(trajectory)], np.float64)
+
+
+TURN_REWARDS: dict[str, Callable[[Sequence[ToolCallRecord]], float]] = {
+    "none": lambda calls: 0.0,
+    "tool_reward": lambda calls: sum(call.reward for call in calls),
+    "tool_success": lambda calls: sum(call.error is None for call in calls) / len(calls),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +173,7 @@ def _outcome(
 
 def _opo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     totals, lengths = samples.totals, np.array([mask.sum() for mask in samples.masks])
-    return _per_trajectory(samples, lambda members: within_group.opo(totals[members], lengths[members]))
+    return _per_trajectory(samples, lambda members: estimators.opo(totals[members], lengths[members]))
 
 
 def _in_time(estimator: Estimator) -> Estimator:
@@ -97,7 +202,7 @@ def _gdpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     keys = config.gdpo.reward_keys
     weights = dict(zip(keys, config.gdpo.reward_weights or (1.0,) * len(keys), strict=True))
     parts = {key: np.array([_part(t, key) for t in samples.trajectories]) for key in keys}
-    return Advantages(advantages=step.gdpo(parts, weights, samples.members, samples.masks))
+    return Advantages(advantages=estimators.gdpo(parts, weights, samples.members, samples.masks))
 
 
 def _part(trajectory: Trajectory, key: str) -> float:
@@ -119,8 +224,8 @@ def _gae(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         bootstraps = config.bootstrap == "truncated" and trajectory.finish_reason.truncated
         value_after = float(samples.values[i][-1]) if bootstraps else 0.0
         arrays = (samples.rewards[i], samples.values[i][:-1], samples.masks[i])
-        pairs.append(step.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))
-    whitened = step.whiten([advantages for advantages, _ in pairs], samples.masks)
+        pairs.append(estimators.gae(*arrays, gamma=config.gamma, lam=config.lam, value_after=value_after))
+    whitened = estimators.whiten([advantages for advantages, _ in pairs], samples.masks)
     return Advantages(advantages=whitened, returns=[returns for _, returns in pairs])
 
 
@@ -129,7 +234,7 @@ def _gigpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
     def one(group: np.ndarray) -> list[np.ndarray]:
         members = [samples.trajectories[i] for i in group]
-        return within_group.gigpo(
+        return estimators.gigpo(
             samples.totals[group],
             [np.array([samples.rewards[i][span].sum() for span in turn_spans(samples.trajectories[i])]) for i in group],
             [_observations(t) for t in members],
@@ -163,7 +268,7 @@ def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         members = [samples.trajectories[i] for i in group]
         scores = np.array([turn_rewards(t, config.turn_reward).sum() for t in members])
         firsts = [next((k + 1 for k, turn in enumerate(all_turns(t)) if turn.tool_calls), 0) for t in members]
-        pairs = within_group.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
+        pairs = estimators.mt_grpo(samples.totals[group] - scores, scores, firsts, config.turn_advantage_coef)
         return [
             np.where(np.arange(len(all_turns(t))) < first, *pair)
             for t, first, pair in zip(members, firsts, pairs, strict=True)
@@ -174,10 +279,10 @@ def _mt_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
 def _tree_grpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     totals, ids = samples.totals, np.array([t.tree_id for t in samples.trajectories])
-    return _per_trajectory(samples, lambda members: within_group.tree_grpo(totals[members], ids[members]))
+    return _per_trajectory(samples, lambda members: estimators.tree_grpo(totals[members], ids[members]))
 
 
-def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, within_group.Paths], list[np.ndarray]]) -> Advantages:
+def _by_nodes(samples: ScoredBatch, one: Callable[[np.ndarray, estimators.Paths], list[np.ndarray]]) -> Advantages:
     """Spread per-node numbers of each group's graph over the nodes' tokens and what was appended after them."""
     advantages = [np.zeros(len(mask)) for mask in samples.masks]
     for group in samples.members:
@@ -202,30 +307,30 @@ def _by_turns(samples: ScoredBatch, one: Callable[[np.ndarray], list[np.ndarray]
 
 
 def _arpo(samples: ScoredBatch, config: AlgorithmConfig) -> Advantages:
-    return _by_nodes(samples, functools.partial(within_group.arpo, hard=config.shared_tokens == "hard"))
+    return _by_nodes(samples, functools.partial(estimators.arpo, hard=config.shared_tokens == "hard"))
 
 
 ESTIMATORS: dict[str, Estimator] = {
     **{
         estimator.__name__: functools.partial(_outcome, estimator)
-        for estimator in (within_group.grpo, within_group.dr_grpo, within_group.rloo, within_group.grpo_passk)
+        for estimator in (estimators.grpo, estimators.dr_grpo, estimators.rloo, estimators.grpo_passk)
     },
     "opo": _opo,
     "none": lambda x, config: Advantages(advantages=[np.zeros(len(mask)) for mask in x.masks]),
     "rae": lambda x, config: Advantages(advantages=x.broadcast(x.totals - x.baselines)),
-    "gpg": lambda x, config: Advantages(advantages=x.broadcast(step.gpg(x.totals, x.members))),
+    "gpg": lambda x, config: Advantages(advantages=x.broadcast(estimators.gpg(x.totals, x.members))),
     "gdpo": _gdpo,
-    "remax": _in_time(lambda x, config: Advantages(advantages=step.remax(x.rewards, x.masks, x.greedy))),
+    "remax": _in_time(lambda x, config: Advantages(advantages=estimators.remax(x.rewards, x.masks, x.greedy))),
     "reinforce_plus_plus": _in_time(
-        lambda x, config: Advantages(advantages=step.reinforce_plus_plus(x.rewards, x.masks, config.gamma))
+        lambda x, config: Advantages(advantages=estimators.reinforce_plus_plus(x.rewards, x.masks, config.gamma))
     ),
     "reinforce_plus_plus_baseline": lambda x, config: Advantages(
-        advantages=step.reinforce_plus_plus_baseline(x.totals, x.members, x.masks)
+        advantages=estimators.reinforce_plus_plus_baseline(x.totals, x.members, x.masks)
     ),
     "gae": _in_time(_gae),
     "gigpo": _gigpo,
     "mt_grpo": _mt_grpo,
     "tree_grpo": _tree_grpo,
-    "treerl": lambda x, config: _by_nodes(x, within_group.treerl),
+    "treerl": lambda x, config: _by_nodes(x, estimators.treerl),
     "arpo": _arpo,
 }

@@ -19,7 +19,7 @@ from jax_agent_rl.models.config import (
     VisionConfig,
     YarnScaling,
 )
-from jax_agent_rl.models.tensor_files import Packed
+from jax_agent_rl.models.tensors import Packed
 
 
 @dataclass(frozen=True, kw_only=True)

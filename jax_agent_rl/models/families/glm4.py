@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.families.common import ModelFamily, read_common, refuse, write_common
-from jax_agent_rl.models.tensor_files import Packed
+from jax_agent_rl.models.tensors import Packed
 
 
 def read(raw: Mapping[str, Any]) -> DecoderConfig:

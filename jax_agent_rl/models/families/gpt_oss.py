@@ -20,7 +20,7 @@ from jax_agent_rl.models.families.common import (
     write_layer_kinds,
     write_scaling,
 )
-from jax_agent_rl.models.tensor_files import Packed
+from jax_agent_rl.models.tensors import Packed
 
 _FIXED = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _YARN = {

@@ -26,7 +26,7 @@ from jax_agent_rl.models.families.common import (
     section,
     write_common,
 )
-from jax_agent_rl.models.tensor_files import Names
+from jax_agent_rl.models.tensors import Names
 
 _TOP_IDS = ("eos_token_id", "bos_token_id")
 _PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

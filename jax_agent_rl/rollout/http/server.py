@@ -33,7 +33,7 @@ from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 logger = logging.getLogger(__name__)
 Body = dict[str, Any]

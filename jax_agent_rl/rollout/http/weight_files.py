@@ -21,14 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.utils import weight_deltas
 from jax_agent_rl.utils.files import SHARED_MEMORY, make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.weight_checks import check_files
+from jax_agent_rl.utils.weight_transfer import apply_delta, base_of, check_files, result_name
 
 logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _PUBLISHED = re.compile(r"jax_agent_rl-weights-[A-Za-z0-9_]+")
-"""Folders that a learner on this machine makes in shared memory, see ``learner.export``."""
+"""Folders that a learner on this machine makes in shared memory, see ``runtime.publishers``."""
 _BELOW = re.compile(r"[A-Za-z0-9_./=-]*")
 """What may follow the configured address: no character with a meaning in URLs."""
 
@@ -336,11 +335,11 @@ def _apply_deltas(deltas: Sequence[Path], bases: Mapping[str, Path]) -> int:
     """Put the files that deltas make in place of the deltas, and delete the bases; return the bytes that are added."""
     added = 0
     for delta in deltas:
-        digest = weight_deltas.base_of(delta)
+        digest = base_of(delta)
         if digest not in bases:
             raise WeightUpdateError(f"{delta.name} changes a file with the digest {digest}, which this server lacks")
-        out = delta.with_name(weight_deltas.result_name(delta))
-        weight_deltas.apply_delta(bases[digest], delta, out)
+        out = delta.with_name(result_name(delta))
+        apply_delta(bases[digest], delta, out)
         added += out.stat().st_size - delta.stat().st_size
         for used in (bases[digest], delta):
             used.unlink()

@@ -26,8 +26,7 @@ from jax_agent_rl.errors import (
     TokenDriftError,
     WeightUpdateError,
 )
-from jax_agent_rl.generation import ID_BOUND
-from jax_agent_rl.replay import from_json, to_json
+from jax_agent_rl.generation import ID_BOUND, routed_from_json, routed_to_json
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, TokenChunk
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, TokenScores
 from jax_agent_rl.utils.media import as_frames, as_image
@@ -77,7 +76,7 @@ def encode_output(output: TokenOutput) -> dict[str, Any]:
     """Return an output as JSON."""
     data = {f.name: getattr(output, f.name) for f in fields(output)}  # not asdict(), which copies every id
     routed = output.routed_experts
-    return data | {"routed_experts": to_json(asdict(routed) if routed else None)}
+    return data | {"routed_experts": routed_to_json(asdict(routed) if routed else None)}
 
 
 def decode_output(data: Mapping[str, Any]) -> TokenOutput:
@@ -85,7 +84,7 @@ def decode_output(data: Mapping[str, Any]) -> TokenOutput:
     sequences = {name: tuple(data[name]) for name in _SEQUENCES}
     restored = {
         "stop_reason": StopReason(data["stop_reason"]),
-        "routed_experts": from_json(data["routed_experts"]),
+        "routed_experts": routed_from_json(data["routed_experts"]),
     }
     return TokenOutput(**{**data, **sequences, **restored})
 

@@ -29,7 +29,7 @@ from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import Capabilities, GenerateRequest, WeightUpdate
 from jax_agent_rl.testing.fakes import BatchingEngine, Run
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.types import PauseMode
 from jax_agent_rl.utils.process import run_server
 

@@ -46,8 +46,8 @@ from jax_agent_rl.testing.chaos.ledger import Ledger, WatchedAccounting, Watched
 from jax_agent_rl.testing.chaos.proxy import FaultProxy
 from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.testing.leaks import MARK
+from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.asynchronous import FullyAsyncTrainer
-from jax_agent_rl.trainer.components import RunComponents
 from jax_agent_rl.trainer.record import RunRecord
 from jax_agent_rl.types import Group, PauseMode, Trajectory
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.chat.grammar import GrammarCompiler
-from jax_agent_rl.chat.media import MediaTokens
+from jax_agent_rl.chat.special_tokens import MediaTokens
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
@@ -35,7 +35,7 @@ from jax_agent_rl.testing.conformance.models import (
 from jax_agent_rl.utils.plugins import installed, load_installed
 
 if TYPE_CHECKING:
-    from jax_agent_rl.models.quantized import EightBits
+    from jax_agent_rl.models.layers import EightBits
 
 BASE, OTHER, MIXED = "base", "other", "mixed"
 """Weight sets of one architecture: the initial one, one that differs in every parameter, and a mixture of both."""
@@ -252,7 +252,7 @@ def jetstream(options: BackendOptions) -> BackendUnderTest:
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
     from jax_agent_rl.models.hf import load_hf
     from jax_agent_rl.models.lora import read_peft
-    from jax_agent_rl.models.vision.context import VisionProcessor
+    from jax_agent_rl.models.vision_context import VisionProcessor
 
     folders = options.folders
     config, params = load_hf(folders.base)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.utils.hub import model_folder
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
 _ADAPTED = ("self_attn.q_proj.weight", "self_attn.v_proj.weight")

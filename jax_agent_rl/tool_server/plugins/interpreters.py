@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import (
     extract_code,
     fenced_blocks,

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.interpreters import failure_metrics
 from jax_agent_rl.tool_server.plugins.markup import parse_tool_call
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig

@@ -19,9 +19,9 @@ import bm25s
 import numpy as np
 from bm25s.utils.corpus import JsonlCorpus
 
-from jax_agent_rl.config.servers import SearchSettings
+from jax_agent_rl.config.commands import SearchSettings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolAction, ToolObservation
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
 
 

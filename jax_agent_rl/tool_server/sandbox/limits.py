@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jax_agent_rl.config.servers import LimitSettings
+    from jax_agent_rl.config.commands import LimitSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

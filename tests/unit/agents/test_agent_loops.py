@@ -19,7 +19,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry
-from jax_agent_rl.tools.builtin.calculator import calculator
+from jax_agent_rl.tools.calculator import calculator
 from jax_agent_rl.types import FinishReason, SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
 

@@ -14,7 +14,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402

@@ -18,13 +18,13 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
 from jax_agent_rl.agents import AgentContext  # noqa: E402
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
-from jax_agent_rl.chat.media import MediaTokens  # noqa: E402
+from jax_agent_rl.chat.special_tokens import MediaTokens  # noqa: E402
 from jax_agent_rl.config import AgentConfig, AlgorithmConfig, LearnerConfig  # noqa: E402
 from jax_agent_rl.jetstream.engine import EngineShapes  # noqa: E402
 from jax_agent_rl.learner.learner import Learner  # noqa: E402
-from jax_agent_rl.models.vision.context import VisionProcessor  # noqa: E402
+from jax_agent_rl.models.vision_context import VisionProcessor  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
 from jax_agent_rl.types import Group, SamplingParams  # noqa: E402

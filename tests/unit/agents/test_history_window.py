@@ -11,9 +11,8 @@ from jax_agent_rl.agents import ToolAgent
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import compute
+from jax_agent_rl.learner.advantages import compute, scored_batch
 from jax_agent_rl.learner.packing import pack
-from jax_agent_rl.learner.scored_batch import scored_batch
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason
 from tests.agent_testbed import AgentHarness

@@ -11,7 +11,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from jax_agent_rl.agents.openai_loop import OpenAIAgentLoop  # noqa: E402
+from jax_agent_rl.agents.frameworks import OpenAIAgentLoop  # noqa: E402
 from jax_agent_rl.errors import AgentTimeoutError, HistoryEditedError, PromptTooLongError, TrajectoryError  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.http.client import RemoteBackend  # noqa: E402

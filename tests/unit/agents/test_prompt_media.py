@@ -11,8 +11,8 @@ from jax_agent_rl.agents.command.task import read_task
 from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.agents.conversation import plain_messages
 from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.frameworks import graph_messages
 from jax_agent_rl.agents.prompt import openai_prompt
-from jax_agent_rl.agents.react import graph_messages
 from jax_agent_rl.errors import BackendError, DataError
 from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.rollout.protocol import Capabilities

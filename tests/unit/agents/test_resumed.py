@@ -9,7 +9,7 @@ import pytest
 
 from jax_agent_rl.agents import SingleTurnAgent, TextToolAgent
 from jax_agent_rl.agents.context import Prefix
-from jax_agent_rl.collect.open_group import GroupRecord
+from jax_agent_rl.collect.groups import GroupRecord
 from jax_agent_rl.config import ToolClientConfig
 from jax_agent_rl.errors import ReplayError
 from jax_agent_rl.rollout.protocol import Capabilities

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from jax_agent_rl.chat.media import MediaTokens
+from jax_agent_rl.chat.special_tokens import MediaTokens
 from jax_agent_rl.errors import ModelError, TemplateError
 
 IMAGE, VIDEO = 7, 8

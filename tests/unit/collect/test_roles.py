@@ -10,8 +10,7 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import select
 from jax_agent_rl.config import AgentConfig, AlgorithmConfig, build
 from jax_agent_rl.errors import ConfigError, TrajectoryError
-from jax_agent_rl.learner.advantages import compute
-from jax_agent_rl.learner.scored_batch import scored_batch
+from jax_agent_rl.learner.advantages import compute, scored_batch
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.trainer.step import recorded, update_role_baselines, with_role_baselines

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from jax_agent_rl.cli.config import app
 from jax_agent_rl.config import Config, load
+from jax_agent_rl.config.commands import DpoConfig, SftConfig, TinkerServerSettings, ToolServerSettings
 from jax_agent_rl.config.loading import read_tree, valid_keys
 from jax_agent_rl.config.reference import describe_type, find, list_keys
-from jax_agent_rl.config.servers import TinkerServerSettings, ToolServerSettings
-from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from jax_agent_rl.chat.formats import get_format
 from jax_agent_rl.config import load
 from jax_agent_rl.data.tasks import SHOWN, TABLES, prepare_shop
 from jax_agent_rl.rewards.registry import find_reward
-from jax_agent_rl.tools.builtin.calculator import evaluate
+from jax_agent_rl.tools.calculator import evaluate
 from tests.dataset_rows import load_rows
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -55,7 +55,7 @@ def test_difficulty_is_mixed_half_of_the_questions_need_two_calls(files: list[li
 
 
 async def test_the_prompts_calls_are_read_as_written_and_give_the_results_shown(files: list[list[dict]]):
-    from jax_agent_rl.tools.builtin import shop
+    from jax_agent_rl.tools import shop
 
     config = load(QUICKSTART)
     assert (config.agent.tool_format, config.tools.function_tool_path) == ("pythonic", shop.__name__)
@@ -80,7 +80,7 @@ def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Pat
 
 
 async def test_demonstrations_answer_the_training_questions_with_calls_that_give_their_results(tmp_path: Path):
-    from jax_agent_rl.tools.builtin import shop
+    from jax_agent_rl.tools import shop
 
     train, _, demonstrations = prepare_shop(tmp_path, train=40, heldout=4)
     lines = [json.loads(line) for line in demonstrations.read_text().splitlines()]

@@ -12,10 +12,10 @@ from gpu_backend.settings import VllmSettings
 from gpu_backend.updates import WeightUpdater
 from gpu_backend.weights import Checkpoint, read_header, read_update
 from jax_agent_rl.errors import ConfigError, WeightUpdateError
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.utils.weight_checks import LogprobProbe
+from jax_agent_rl.runtime.publishers import WeightFiles
+from jax_agent_rl.utils.weight_transfer import LogprobProbe
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 PROBE = LogprobProbe(ids=((3, 4, 5),), log_probs=((-1.0, -2.0),))

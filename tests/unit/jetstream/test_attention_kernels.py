@@ -14,7 +14,7 @@ from jax_agent_rl.jetstream import attention
 from jax_agent_rl.jetstream import decode_kernel as decode_kernel_module
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
-from jax_agent_rl.models.quantized import DTYPES
+from jax_agent_rl.models.layers import DTYPES
 
 LENGTH = 300  # of a row
 PAGE, COUNT = 64, 5

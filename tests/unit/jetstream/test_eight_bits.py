@@ -15,7 +15,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
 from jax_agent_rl.jetstream.forward import engine_params
 from jax_agent_rl.jetstream.kv_cache import LayerKV, empty_cache, from_cache, gather_pages, to_cache
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params
-from jax_agent_rl.models.quantized import DTYPES
+from jax_agent_rl.models.layers import DTYPES
 from tests.tiny import TINY, full_logits, tiny_params
 
 EXPERTS = replace(TINY, experts=Experts(count=4, per_token=2, intermediate_size=24, normalize=True))

@@ -14,8 +14,8 @@ from jax_agent_rl.jetstream.attention import chunk_attention, decode_attention
 from jax_agent_rl.jetstream.decode_batch import PREFILL_ROWS
 from jax_agent_rl.jetstream.kv_cache import LayerKV, to_cache
 from jax_agent_rl.models.attention import sharded_tree_attention
+from jax_agent_rl.models.layers import Quantized
 from jax_agent_rl.models.moe import grouped_product
-from jax_agent_rl.models.quantized import Quantized
 from jax_agent_rl.models.sharding import MESH_AXES
 from jax_agent_rl.models.tree_kernel import TreeMask
 

@@ -17,12 +17,12 @@ import pytest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.rollout.object_store import from_object_store, store
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import SamplingParams
 from tests.served import behind_server
 from tests.tiny import TINY, greedy, tiny_params
@@ -72,7 +72,7 @@ class Paths:
     def files(self, params: Params, version: int) -> WeightUpdate:
         files = WeightFiles(TINY, probe_ids=CANARY, folder=self._folder)
         with self._patch.context() as patch:
-            patch.setattr("jax_agent_rl.learner.export.score_probe", lambda *_, dtype: canary())
+            patch.setattr("jax_agent_rl.runtime.publishers.score_probe", lambda *_, dtype: canary())
             paths = files.write(params, version)
         return WeightUpdate(version=version, kind="safetensors", payload=paths, digests=files.digests)
 

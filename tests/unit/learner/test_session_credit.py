@@ -12,8 +12,9 @@ import pytest
 from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, LossAggMode
 from jax_agent_rl.learner import advantages
+from jax_agent_rl.learner.advantages import ScoredBatch, scored_batch
+from jax_agent_rl.learner.batch import trained_lengths
 from jax_agent_rl.learner.experience import Scores, build_experience, mini_batch_terms
-from jax_agent_rl.learner.scored_batch import ScoredBatch, scored_batch, trained_lengths
 from jax_agent_rl.types import Group, Trajectory
 from tests.trajectories import call, numbered, trajectory
 

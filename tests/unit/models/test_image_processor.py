@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.vision.image_processor import ImageProcessor
+from jax_agent_rl.models.image_processor import ImageProcessor
 
 PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 

@@ -62,8 +62,8 @@ for config in (
 
 # Two rows, each with two images and padding, on the mesh: what the tower gives, and its gradients.
 from jax.sharding import PartitionSpec as P
-from jax_agent_rl.models.vision.context import layout
-from jax_agent_rl.models.vision.tower import VisionTower
+from jax_agent_rl.models.vision_context import layout
+from jax_agent_rl.models.vision_tower import VisionTower
 from tests.tiny_vision import TINY_VISION, TINY_VL, drawn
 
 config = replace(TINY_VL, vocab_size=96)

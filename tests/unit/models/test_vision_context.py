@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_agent_rl.models.vision.context import ImageKeys, MultimodalContext, VisionProcessor
+from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext, VisionProcessor
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
 PROCESSOR = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here

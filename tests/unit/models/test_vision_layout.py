@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.models.config import VisionConfig
-from jax_agent_rl.models.vision.context import ImageSpan, feature_index, layout, locate, rope_positions
+from jax_agent_rl.models.vision_context import ImageSpan, feature_index, layout, locate, rope_positions
 
 IMAGE, VIDEO = 7, 8
 VISION = VisionConfig(

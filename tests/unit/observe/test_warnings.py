@@ -32,7 +32,7 @@ HEALTHY = {
     "engine_busy_share": 0.98,
     "recompilations_after_warmup": 0,
 }
-TOOLS = {"tools": {"function_tool_path": "jax_agent_rl.tools.builtin.calculator"}}
+TOOLS = {"tools": {"function_tool_path": "jax_agent_rl.tools.calculator"}}
 
 
 def conf(*overrides: str, **sections: dict) -> Config:

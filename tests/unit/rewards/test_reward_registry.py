@@ -10,7 +10,7 @@ import pytest
 
 from jax_agent_rl import rewards
 from jax_agent_rl.errors import ConfigError, RewardError, RewardTimeoutError
-from jax_agent_rl.rewards import registry, scoring
+from jax_agent_rl.rewards import registry
 from jax_agent_rl.types import DropReason, FinishReason, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.plugins import load_user_module
 from jax_agent_rl.utils.threads import DaemonThreads
@@ -190,7 +190,7 @@ def released():
 
 async def test_a_function_that_hangs_is_given_up_and_others_go_on(released, monkeypatch):
     threads = DaemonThreads(max_abandoned=2, kind="reward", error=RewardError)
-    monkeypatch.setattr(scoring, "_THREADS", threads)
+    monkeypatch.setattr(rewards, "_THREADS", threads)
 
     @rewards.register_reward("mine")
     def hang(*_):

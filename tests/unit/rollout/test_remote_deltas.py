@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import WeightUpdate
-from jax_agent_rl.runtime.publishers import FilePublisher
-from jax_agent_rl.utils.weight_checks import check_files
+from jax_agent_rl.runtime.publishers import FilePublisher, WeightFiles
+from jax_agent_rl.utils.weight_transfer import check_files
 from tests.served import behind_server
 from tests.tiny import TINY, tiny_params
 from tests.toy_backend import ToyBackend

@@ -30,7 +30,7 @@ ALGORITHM = {"adv_estimator": "gae", "kl": {"where": "loss"}}  # a critic and a 
 SCRIPT = """
 import json, sys, jax
 from jax_agent_rl.config import build
-from jax_agent_rl.models import hf, tensor_files
+from jax_agent_rl.models import hf, tensors
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.multihost import initialize
 
@@ -61,8 +61,8 @@ class Counted:
         Counted.peak = max(Counted.peak, held())
         return part
 
-own = tensor_files.safe_open
-tensor_files.safe_open = lambda *arguments, **keywords: Counted(own(*arguments, **keywords))
+own = tensors.safe_open
+tensors.safe_open = lambda *arguments, **keywords: Counted(own(*arguments, **keywords))
 config = build(json.loads(sys.argv[1]), sys.argv[2:])
 initialize(config.learner.multihost)
 learner = make_learner(config, hf.load_config(config.model.path))

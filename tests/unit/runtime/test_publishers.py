@@ -22,7 +22,7 @@ from jax_agent_rl.models import stored
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.decoder import score_probe
 from jax_agent_rl.models.hf import device_tensors, hf_tensors
-from jax_agent_rl.models.quantized import EightBits
+from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
@@ -31,7 +31,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.publishers import ArrayPublisher, ObjectStorePublisher, make_publisher
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
-from jax_agent_rl.trainer.components import Publisher
+from jax_agent_rl.trainer import Publisher
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 from tests.toy_backend import ToyBackend

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.config.supervised import ConversationsConfig, SftDataConfig
+from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.supervised.conversations import Encoder, encode_conversation

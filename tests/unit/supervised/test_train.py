@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from jax_agent_rl.config import LearnerConfig
+from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.config.supervised import DpoConfig, SftConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError, NonFiniteError
+from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
-from jax_agent_rl.learner.training_sequence import TrainingSequence
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.observe.run_dir import read_metrics
 from jax_agent_rl.runtime.policy import PolicyChoice, export_run, open_policy, resolve_model

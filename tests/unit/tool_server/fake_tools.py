@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tool_server.plugin import ServerTool, ToolObservation
+from jax_agent_rl.tool_server.plugins import ServerTool, ToolObservation
 
 
 class EchoTool(ServerTool):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_agent_rl.tool_server.plugin import Failure
+from jax_agent_rl.tool_server.plugins import Failure
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import agent, text_of
 

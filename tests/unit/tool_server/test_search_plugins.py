@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_agent_rl.config.servers import SearchSettings
+from jax_agent_rl.config.commands import SearchSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins.search import BM25Index
 from tests.tool_serving import agent, text_of

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugin import Failure
-from jax_agent_rl.tool_server.plugins import interpreters
+from jax_agent_rl.tool_server.plugins import Failure, interpreters
 from jax_agent_rl.tool_server.plugins.interpreters import same_output
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port

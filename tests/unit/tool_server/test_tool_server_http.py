@@ -6,8 +6,8 @@ import json
 import pytest
 import pytest_asyncio
 
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.server import ToolServer
 from jax_agent_rl.tool_server.worker import assign_worker

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from jax_agent_rl.config.servers import ToolServerSettings
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.tool_server.plugin import Failure, ToolContext
-from jax_agent_rl.tool_server.plugins import tool_classes
+from jax_agent_rl.tool_server.plugins import Failure, ToolContext, tool_classes
 from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.threads import DaemonThreads

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tools.builtin.calculator import calculator, evaluate, format_number
+from jax_agent_rl.tools.calculator import calculator, evaluate, format_number
 
 BINARY = {
     "+": operator.add,

@@ -3,7 +3,7 @@
 import pytest
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tools.builtin.shop import PRICES, WEIGHTS, price, weight
+from jax_agent_rl.tools.shop import PRICES, WEIGHTS, price, weight
 
 
 def test_every_item_has_a_price_and_a_weight_of_two_digits():

@@ -24,7 +24,7 @@ def write(folder, text, name="tools.py"):
 
 def test_tools_load_from_a_file_and_from_a_module(tmp_path):
     registry = ToolRegistry.from_path(write(tmp_path, ADD))
-    registry.load("jax_agent_rl.tools.builtin.calculator")
+    registry.load("jax_agent_rl.tools.calculator")
     assert list(registry) == ["add", "calculator"]
     assert [s["function"]["name"] for s in list_schemas(registry.select())] == ["add", "calculator"]
 
@@ -34,9 +34,9 @@ def test_no_path_means_no_tools():
 
 
 def test_imported_tools_count_and_the_same_tool_twice_is_fine(tmp_path):
-    both = "from jax_agent_rl.tools.builtin.calculator import calculator" + ADD
+    both = "from jax_agent_rl.tools.calculator import calculator" + ADD
     registry = ToolRegistry.from_path(write(tmp_path, both))
-    registry.load("jax_agent_rl.tools.builtin.calculator")
+    registry.load("jax_agent_rl.tools.calculator")
     assert list(registry) == ["calculator", "add"]
 
 
@@ -50,7 +50,7 @@ def test_a_name_used_twice_names_both_places(tmp_path):
 
 def test_a_sample_selects_its_tools(tmp_path):
     registry = ToolRegistry.from_path(write(tmp_path, ADD))
-    registry.load("jax_agent_rl.tools.builtin.calculator")
+    registry.load("jax_agent_rl.tools.calculator")
     assert list(registry.select(["calculator"])) == ["calculator"]
     assert list(registry.select([])) == []
     with pytest.raises(DataError, match=r"\['sub'\]"):

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.errors import DisagreementError
-from jax_agent_rl.learner.comparison import Comparison
-from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.learner.metrics import Comparison, UpdateResult
 from tests.fake_training import IdleLearner, finish, make_trainer, steps_of
 
 CLOSE, FAR = Comparison(tokens=8, mean=1e-6, largest=1e-5), Comparison(tokens=8, mean=0.2, largest=1.5)

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from jax_agent_rl.collect.open_group import NO_LIMITS, TimeLimits
+from jax_agent_rl.collect.groups import NO_LIMITS, TimeLimits
 from jax_agent_rl.testing.simulate.workload import SimulationStuckError
 from jax_agent_rl.types import DropReason
 from tests.virtual_training import Coin, JsonNotes, in_virtual_time, make_virtual

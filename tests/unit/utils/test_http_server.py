@@ -14,8 +14,8 @@ from aiohttp import web
 from jax_agent_rl.agents.endpoint.app import Endpoint
 from jax_agent_rl.agents.endpoint.sessions import SessionStore
 from jax_agent_rl.config import EndpointConfig
+from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.config.servers import ToolServerSettings
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks.metrics import TrainerMetrics, trainer_server
 from jax_agent_rl.rollout.http import wire

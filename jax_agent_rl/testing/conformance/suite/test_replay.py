@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.replay import decode_supports
+from jax_agent_rl.generation import decode_supports
 from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.testing.conformance.backends import BASE, OTHER
 from jax_agent_rl.testing.conformance.models import log_softmax, predictions

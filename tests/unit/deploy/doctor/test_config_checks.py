@@ -120,7 +120,7 @@ async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(reci
 
 
 async def test_rows_that_would_call_no_tool_are_told(recipe):
-    found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.builtin.calculator")
+    found = await findings(recipe, "tools.function_tool_path=jax_agent_rl.tools.calculator")
     assert any(s == "warn" and "11 rows have no agent_name" in text for s, text in found["data.train"])
 
 

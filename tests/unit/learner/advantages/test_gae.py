@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
-from jax_agent_rl.learner.advantages import compute
-from jax_agent_rl.learner.advantages.step import gae, whiten
-from jax_agent_rl.learner.scored_batch import scored_batch
+from jax_agent_rl.learner.advantages import compute, scored_batch
+from jax_agent_rl.learner.advantages.estimators import gae, whiten
 from jax_agent_rl.types import FinishReason
 from tests.trajectories import group_of, trajectory
 

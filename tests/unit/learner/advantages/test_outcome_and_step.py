@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import ADV_ESTIMATORS, AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.advantages import ESTIMATORS, compute, step, within_group
-from jax_agent_rl.learner.scored_batch import scored_batch
+from jax_agent_rl.learner.advantages import ESTIMATORS, compute, estimators, scored_batch
 from tests.trajectories import group_of, random_groups, trajectory
 
 TOTALS = np.array([1.0, 0.0, 0.5, 2.0, 2.5, 0.7])
@@ -29,7 +28,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_outcome_estimators_match_a_peer(name: str):
-    estimator = getattr(within_group, name)
+    estimator = getattr(estimators, name)
     got = [estimator(TOTALS[g], LENGTHS[g]) if name == "opo" else estimator(TOTALS[g]) for g in MEMBERS]
     got = np.concatenate(got)
     np.testing.assert_allclose(got, GOLDEN[name], atol=1e-12)
@@ -38,22 +37,22 @@ def test_outcome_estimators_match_a_peer(name: str):
 def test_pass_at_k_rewards_the_lead_of_the_best_alone():
     # three rewards 1, 0, .5: lead .5, unbiased deviation .5; two rewards 2, 2.5: lead .5, deviation .5 / sqrt 2;
     # both from the peer
-    np.testing.assert_allclose(within_group.grpo_passk(TOTALS[:3]), [0.999998000004, 0, 0], atol=1e-12)
-    np.testing.assert_allclose(within_group.grpo_passk(TOTALS[3:5]), [0, 1.4142095623844086], atol=1e-12)
-    assert within_group.grpo_passk(TOTALS[5:]).tolist() == [0.0]
+    np.testing.assert_allclose(estimators.grpo_passk(TOTALS[:3]), [0.999998000004, 0, 0], atol=1e-12)
+    np.testing.assert_allclose(estimators.grpo_passk(TOTALS[3:5]), [0, 1.4142095623844086], atol=1e-12)
+    assert estimators.grpo_passk(TOTALS[5:]).tolist() == [0.0]
 
 
 def test_dr_grpo_is_the_plain_difference_from_the_mean():
-    np.testing.assert_allclose(within_group.dr_grpo(np.array([1.0, 0.0, 0.0, 1.0])), [0.5, -0.5, -0.5, 0.5])
+    np.testing.assert_allclose(estimators.dr_grpo(np.array([1.0, 0.0, 0.0, 1.0])), [0.5, -0.5, -0.5, 0.5])
 
 
 def test_gpg_matches_a_peer():
-    np.testing.assert_allclose(step.gpg(TOTALS, MEMBERS), [0.6, -0.6, 0.0, -0.3, 0.3, 0.84], atol=1e-12)
+    np.testing.assert_allclose(estimators.gpg(TOTALS, MEMBERS), [0.6, -0.6, 0.0, -0.3, 0.3, 0.84], atol=1e-12)
 
 
 def test_remax_matches_a_peer():
     rewards = [np.array([0.0, 0.0, s]) for s in TOTALS]
-    got = step.remax(rewards, MASKS, np.full(6, 0.5))
+    got = estimators.remax(rewards, MASKS, np.full(6, 0.5))
     expected = [[0.5, 0.5, 0.5], [-0.5, 0, -0.5], [0, 0, 0], [1.5, 1.5, 1.5], [2, 0, 2], [0.2, 0.2, 0.2]]
     np.testing.assert_allclose(got, expected, atol=1e-12)  # the peer leaves numbers at mask 0, which nothing reads
 
@@ -61,24 +60,24 @@ def test_remax_matches_a_peer():
 def test_reinforce_plus_plus_baseline_matches_a_peer():
     golden = [0.7870198701788719, -1.5052710138372596, -0.35912557182919386, -0.9321982928332266,
               0.21394714917483898, 1.245478046982098]  # fmt: skip
-    got = step.reinforce_plus_plus_baseline(TOTALS, MEMBERS, MASKS)
+    got = estimators.reinforce_plus_plus_baseline(TOTALS, MEMBERS, MASKS)
     np.testing.assert_allclose(got, [g * m for g, m in zip(golden, MASKS, strict=True)], atol=1e-12)
 
 
 def test_reinforce_plus_plus_matches_a_peer_where_nothing_is_masked():
     rewards, masks = [np.array([0.0, 0.0, s]) for s in TOTALS], [np.ones(3, bool)] * 6
-    got = step.reinforce_plus_plus(rewards, masks, 0.9)
+    got = estimators.reinforce_plus_plus(rewards, masks, 0.9)
     np.testing.assert_allclose(got[0], [-0.24424937443394684, -0.13363042375376968, -0.010720478553572822], atol=1e-12)
     np.testing.assert_allclose(got[4], [1.2491064597484451, 1.5256538364488883, 1.8329286994493805], atol=1e-12)
 
 
 def test_a_discounted_return_crosses_tool_results_without_losing_anything():
     rewards, mask = np.array([0, 0, 0, 0, 2.0]), np.array([1, 1, 0, 0, 1], bool)
-    assert step.discounted_returns(rewards, mask, 0.5).tolist() == [0.5, 1, 0, 0, 2]
+    assert estimators.discounted_returns(rewards, mask, 0.5).tolist() == [0.5, 1, 0, 0, 2]
 
 
 def test_a_reward_on_a_tool_result_belongs_to_the_token_before_it():
-    got = step.discounted_returns(np.array([0.0, 3.0, 0.0]), np.array([1, 0, 1], bool), 0.5)
+    got = estimators.discounted_returns(np.array([0.0, 3.0, 0.0]), np.array([1, 0, 1], bool), 0.5)
     assert got.tolist() == [3.0, 0.0, 0.0]
 
 
@@ -86,7 +85,7 @@ def test_a_reward_on_a_tool_result_belongs_to_the_token_before_it():
 def test_whitening_gives_zero_mean_and_unit_variance(rows):
     values = [np.array([v for v, _ in row]) for row in rows]
     masks = [np.array([m for _, m in row]) for row in rows]
-    out = step.whiten(values, masks)
+    out = estimators.whiten(values, masks)
     inside = np.concatenate([o[m] for o, m in zip(out, masks, strict=True)])
     before = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
     assert all((o[~m] == 0).all() for o, m in zip(out, masks, strict=True)) and np.isfinite(inside).all()
@@ -100,7 +99,7 @@ def test_gdpo_normalizes_each_part_by_itself():
     unit = 1 / np.sqrt(2)  # what GRPO makes of two different rewards, whatever their scale
     raw = np.array([1 * unit - 3 * unit, -1 * unit + 3 * unit])
     whitened = (raw - raw.mean()) / np.repeat(raw, 2).std(ddof=1)
-    got = step.gdpo(parts, {"a": 1.0, "b": 3.0}, [np.array([0, 1])], masks)
+    got = estimators.gdpo(parts, {"a": 1.0, "b": 3.0}, [np.array([0, 1])], masks)
     np.testing.assert_allclose(got, np.repeat(whitened, 2).reshape(2, 2), atol=1e-4)
 
 

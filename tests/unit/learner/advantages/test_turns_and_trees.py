@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.config.algorithm import AlgorithmConfig
-from jax_agent_rl.learner.advantages import compute
-from jax_agent_rl.learner.advantages.within_group import anchor_groups, arpo, gigpo, grpo, tree_grpo, treerl
-from jax_agent_rl.learner.scored_batch import scored_batch
+from jax_agent_rl.learner.advantages import compute, scored_batch
+from jax_agent_rl.learner.advantages.estimators import anchor_groups, arpo, gigpo, grpo, tree_grpo, treerl
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Fork
 from tests.trajectories import call, group_of, trajectory

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.learner.losses.aggregation import term_weights
-from jax_agent_rl.learner.losses.kl import adapt_kl_coef, kl_forward, kl_penalty
+from jax_agent_rl.learner.losses import adapt_kl_coef, kl_forward, kl_penalty, term_weights
 from jax_agent_rl.learner.objective import clipped_value
 
 NEW, REF = np.array([-0.5, -1.2, -2.0, -0.6]), np.array([-0.9, -1.0, -1.1, -1.9])

@@ -10,8 +10,8 @@ import pytest
 
 from jax_agent_rl.config import build
 from jax_agent_rl.config.algorithm import LossAggMode
-from jax_agent_rl.learner.losses.aggregation import FORMULAS, describe_aggregation, describe_batch, weight_ratios
-from jax_agent_rl.learner.scored_batch import mini_batches, trained_lengths
+from jax_agent_rl.learner.batch import mini_batches, trained_lengths
+from jax_agent_rl.learner.losses import AGGREGATION_FORMULAS, describe_aggregation, describe_batch, weight_ratios
 from tests.trajectories import random_groups
 
 UPDATES = ((2, 6), (4, 8, 4))  # 8 and 16 tokens, of 24
@@ -69,7 +69,7 @@ def test_what_depends_on_lengths_is_said_for_equal_ones(overrides: list[str], ve
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_every_aggregation_is_said_with_its_formula(mode: str):
     constant = ["algorithm.loss_scale_factor=7"] if mode.endswith("norm") else []
-    assert f"{mode} = {FORMULAS[mode].format(scale_factor=7, units='trajectories')}, over" in said(
+    assert f"{mode} = {AGGREGATION_FORMULAS[mode].format(scale_factor=7, units='trajectories')}, over" in said(
         f"algorithm.loss_agg_mode={mode}", *constant
     )
 

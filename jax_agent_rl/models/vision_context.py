@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_agent_rl.models.config import DecoderConfig, VisionConfig
-from jax_agent_rl.models.vision.image_processor import Grid, ImageProcessor, Pixels, ProcessedImage
+from jax_agent_rl.models.image_processor import Grid, ImageProcessor, Pixels, ProcessedImage
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import FRAMES_PER_SECOND
 
@@ -183,7 +183,7 @@ class ImageInputs(NamedTuple):
 
     Attributes:
         rope_positions: int32 [B, T, 3], time, row and column of every token, text included.
-        features: [B, N, feature_size], from ``models.vision``.
+        features: [B, N, feature_size], from ``models.vision_tower``.
         feature_index: int32 [B, T], the feature at each token; -1 for text.
     """
 

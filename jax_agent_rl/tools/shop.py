@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from jax_agent_rl.errors import ToolError
-from jax_agent_rl.tools.builtin.calculator import calculator
+from jax_agent_rl.tools.calculator import calculator
 from jax_agent_rl.tools.function_tool import function_tool
 
 __all__ = ["PRICES", "WEIGHTS", "calculator", "price", "weight"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
-from jax_agent_rl.models.tensor_files import Packed, named_tensors, open_tensors, read_slice
+from jax_agent_rl.models.tensors import Packed, named_tensors, open_tensors, read_slice
 
 SHAPE = (2, 3, 4)
 

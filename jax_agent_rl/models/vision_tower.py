@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL and Qwen3-VL: image patches to features among a decoder's embeddings.
 
 Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): most layers attend within windows, whose patches lie side
-by side (``models.vision.context.layout``), some within a whole image or group of frames. Qwen3-VL (Bai et al. 2025,
+by side (``models.vision_context.layout``), some within a whole image or group of frames. Qwen3-VL (Bai et al. 2025,
 arXiv 2511.21631, section 2): all layers do the latter, patches have learned positions, and features of inner layers go
 to the decoder's first layers.
 
@@ -33,7 +33,7 @@ from jax_agent_rl.models.layers import (
 )
 from jax_agent_rl.models.sharding import ROWS, constrain
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
-from jax_agent_rl.models.vision.context import Layout
+from jax_agent_rl.models.vision_context import Layout
 
 _NOWHERE = -2  # a window without patches or padding
 _HALVES = Rope()  # frequencies, and how numbers of a head are paired

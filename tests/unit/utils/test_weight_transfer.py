@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import WeightUpdateError
-from jax_agent_rl.utils.weight_checks import file_digest
-from jax_agent_rl.utils.weight_deltas import apply_delta, base_of, delta_path, result_name, write_delta
+from jax_agent_rl.utils.weight_transfer import apply_delta, base_of, delta_path, file_digest, result_name, write_delta
 
 NUMBERS = 40_000
 

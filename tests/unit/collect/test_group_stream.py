@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jax_agent_rl.collect.buffer import RolloutBuffer
-from jax_agent_rl.collect.stream import GroupStream
+from jax_agent_rl.collect.groups import GroupStream
 from jax_agent_rl.types import DropReason, Group
 
 

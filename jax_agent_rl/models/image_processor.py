@@ -1,6 +1,6 @@
 """How an image or a video becomes the patches a vision model reads.
 
-Counting an image's ids (``chat.media``) and computing on its pixels (``models.vision``) share one implementation:
+Counting an image's ids (``chat.special_tokens``) and computing on its pixels share one implementation:
 transformers' image processor of the model's folder.
 """
 

@@ -9,8 +9,8 @@ import pytest
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.learner.export import WeightFiles
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.runtime.publishers import WeightFiles
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import TINY, greedy, tiny_params
 

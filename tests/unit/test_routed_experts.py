@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.replay import RoutedExperts, join_routed
+from jax_agent_rl.generation import RoutedExperts, join_routed
 from jax_agent_rl.rollout.http.wire import decode_output, encode_output
 from jax_agent_rl.rollout.merge_outputs import remaining_request
 from jax_agent_rl.rollout.protocol import GenerateRequest

@@ -1,1 +1,0 @@
-"""Tools that come with the package; name one of these modules in ``tools.function_tool_path``."""
