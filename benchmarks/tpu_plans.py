@@ -1,4 +1,4 @@
-"""Whether well-known models fit on TPU slices, the time of a step and what a million trained tokens cost; without a TPU.
+"""Fit, time of a step and cost of a million trained tokens, for well-known models on TPU slices; no TPU is needed.
 
     python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
 
