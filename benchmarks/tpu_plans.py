@@ -3,9 +3,9 @@
     python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
 
 Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all programs are compiled and
-their times predicted. A million trained tokens includes their rollout. Prices are dollars per chip-hour, on demand, as
-Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is
-ready, in Markdown.
+their times predicted. Trained tokens are the sampled ones; their cost includes the rollout. Prices are dollars per
+chip-hour, on demand, as Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes
+and is printed when it is ready, in Markdown.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def row(made: dict[str, Any]) -> list[str]:
         change = next(program["change"] for program in made["programs"] if not program["fits"])
         return [str(made["chips"]), f"{fit}: try {change[0]}", *["-"] * 5]
     times = [f"{step[part]:.0f} s" for part in ("seconds", "rollout", "learner")]
-    speed = f"{step['trained'] / step['seconds']:,.0f}"
+    speed = f"{step['sampled'] / step['seconds']:,.0f}"
     return [str(made["chips"]), fit, *times, speed, f"{made['cost_of_million_trained_tokens']:.2f}"]
 
 

@@ -335,3 +335,21 @@ def report_idle_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> tu
     )
     fixes = " or ".join(dict.fromkeys(idle.values()))
     return seen, f"set {fixes}, or agent_name in the rows; if that is intended, set agent.default_agent={PLAIN_AGENT}"
+
+
+def uses_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
+    """Return whether trajectories are expected to call tools: functions are configured, or rows use a tool server.
+
+    Environment steps need not be tool calls.
+    """
+    default = default_agent(config.agent, config.tool_config)
+    served = {"text_tool_agent", "search_agent"} | ({"server_tool_agent"} if config.agent.enable_agent else set())
+    named = {row.get("agent_name") or default for row in rows}
+    return bool(config.tools.function_tool_path or config.tools.tool_config_path or named & served)
+
+
+def has_own_devices(config: Config) -> bool:
+    """Return whether engines compute without taking time from the learner."""
+    rollout = config.rollout
+    beside = rollout.backend == "jetstream" and rollout.jetstream.device_offset >= config.learner.mesh.devices
+    return rollout.placement != "colocated" or rollout.backend == "remote" or beside

@@ -28,6 +28,7 @@ SAME: Mapping[str, str] = {
     f"{TURNS}max_user_turns": "agent.max_user_turns",
     f"{TURNS}max_parallel_calls": "agent.max_parallel_calls",
     f"{TURNS}tool_config_path": "tools.tool_config_path",
+    f"{TURNS}function_tool_path": "tools.function_tool_path",
     f"{TURNS}interaction_config_path": "interactions.interaction_config_path",
     f"{TURNS}format": "agent.tool_format",
     f"{ROLLOUT}agent.default_agent_loop": "agent.default_agent",
@@ -54,7 +55,9 @@ SAME: Mapping[str, str] = {
     "trainer.critic_warmup": "critic.critic_warmup",
     "trainer.project_name": "trainer.project_name",
     "trainer.total_training_steps": "trainer.steps",
+    "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
     "custom_reward_function.path": "reward.path",
+    "reward.custom_reward_function.path": "reward.path",
 }
 """verl's key -> ours, where the value is the same."""
 
@@ -121,7 +124,7 @@ CHOICES: Mapping[str, str] = {
     rf"{ACTOR}optim\.lr_warmup_steps_ratio": "set learner.lr_warmup_steps in training steps",
     r"trainer\.total_epochs": "set trainer.steps = epochs * rows / rollout.prompts_per_step",
     r"trainer\.resume_mode": "resume with the option --resume of train",
-    r"custom_reward_function\.name": "name the function compute_score, or register it with @register_reward",
+    r"(reward\.)?custom_reward_function\.name": "name the function compute_score, or register it with @register_reward",
     r"custom_reward_function\..*|(reward|reward_model)\.(?!.*overlong_buffer).*": (
         "register the function with @register_reward in a file, and set reward.path"
     ),

@@ -163,6 +163,7 @@ def save_hf(
     save_file(dict(hf_tensors(config, params)), folder / "model.safetensors", metadata={"format": "pt"})
     raw = write_config(config) | {"dtype": str(params["embed"].dtype)}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets only the owner read
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
     if tokenizer_from is not None:
         generation = _copy_tokenizer(model_folder(tokenizer_from), folder) | generation

@@ -162,7 +162,10 @@ def outline(record: Mapping[str, Any], *, title: str) -> str:
     messages = record["messages"]
     replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"][-len(record["turns"]) :]
     asked = max(0, replies[0] - 1) if replies else 0
-    lines = [f"{title}: step {record['step']}, reward {record['reward']:.2f}, {record['trajectory_id']}"]
+    lines = [
+        f"{title}: step {record['step']}, reward {record['reward']:.2f}, truth {visible(str(_truth(record)))}, "
+        f"end {record['finish_reason']}, {record['trajectory_id']}"
+    ]
     for message in messages[asked:]:
         text = " ".join(visible(str(message.get("content") or "")).split())
         calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -181,12 +184,15 @@ def visible(text: str) -> str:
     return text.translate(_ESCAPES)
 
 
+def _truth(record: Mapping[str, Any]) -> Any:
+    return (record["row"].get("reward_model") or {}).get("ground_truth")
+
+
 def _headline(record: Mapping[str, Any]) -> Text:
     calls = [call for turn in turns(record) for call in turn["tool_calls"]]
     failed = [call["error"] for call in calls if call["error"]]
-    truth = (record["row"].get("reward_model") or {}).get("ground_truth")
     facts = (
-        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {truth}  "
+        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {_truth(record)}  "
         f"turns {len(turns(record))}  tool calls {len(calls)}"
         + (f" ({', '.join(failed)})" if failed else "")
         + f"  end {record['finish_reason']}  sampled {sum(sum(part['response_mask']) for part in contexts(record))} of "

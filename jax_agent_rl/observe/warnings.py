@@ -7,6 +7,9 @@
 
 The thresholds and their sources:
 
+reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at least 0.1
+    Our estimate: rewards vary between steps, but do not vanish. A broken policy also causes warnings of its symptoms,
+    which need a step more.
 zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
     Half of the groups have equal rewards, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
     2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
@@ -47,7 +50,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.config.run import default_agent, report_idle_tools
+from jax_agent_rl.config.run import has_own_devices, uses_tools
 
 Record = Mapping[str, Any]
 """A line of ``metrics.jsonl``, kind ``step``."""
@@ -188,6 +191,20 @@ class SinceStart:
         return self._compare(value, sum(self._first) / self._steps)
 
 
+class SinceBest:
+    """The share of the best step's reward that is gone, from a mean reward of 0.1 on; a :data:`Value`."""
+
+    def __init__(self) -> None:
+        self._best = 0.0
+
+    def __call__(self, record: Record) -> float | None:
+        reward = record.get("reward_mean")
+        if reward is None:
+            return None
+        self._best = max(self._best, reward)
+        return 1 - reward / self._best if self._best >= 0.1 else None
+
+
 class SinceLast:
     """The growth of a running total since the step before; a :data:`Value`.
 
@@ -210,6 +227,17 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
     sequence = config.algorithm.policy_loss.loss_mode in ("gspo", "geo_mean")
     clipped = 0.4 if sequence else 0.2
     table = [
+        Rule(
+            name="reward_collapse",
+            value=SinceBest(),
+            begins=0.9,
+            ends=0.5,
+            steps=2,
+            message="{value:.0%} of the best step's reward is gone: an update has probably broken the policy",
+            advice="read what it writes now ('jax-agent-rl view RUN'), and begin again with a lower "
+            f"learner.learning_rate={config.learner.learning_rate:g}, or with learner.lr_warmup_steps; cut-off texts, "
+            "equal rewards and missing tool calls of these steps follow from it",
+        ),
         Rule(
             name="truncated",
             value=lambda record: record.get("truncated_share"),
@@ -286,8 +314,9 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 begins=0.5,
                 ends=0.3,
                 message="{value:.0%} of the groups have equal rewards and teach nothing",
-                advice=f"{refill}drop rows that are always right or always wrong, raise rollout.group_size="
-                f"{config.rollout.group_size}, or give partial credit in the reward",
+                advice="if all rewards are 0, check that a right answer earns one in the form the model writes "
+                f"('jax-agent-rl view RUN' shows texts and truths); else {refill}drop rows that are always right or "
+                f"always wrong, raise rollout.group_size={config.rollout.group_size}, or give partial credit",
             )
         )
     if not config.trainer.staleness_bound:
@@ -301,7 +330,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 advice=_precision_advice(config),
             )
         )
-    if _has_tools(config, rows):
+    if uses_tools(config, rows):
         table.append(
             Rule(
                 name="tools_unused",
@@ -311,22 +340,11 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 message="tools are configured and no trajectory calls one",
                 advice="look at one with 'jax-agent-rl view RUN'; rows need the agent_name of the tools (or set "
                 "agent.default_agent), prompts must describe them (agent.tool_prompt), and the model must write calls "
-                "in the expected format (agent.tool_format; agent.action_stop_tokens of a tool server)",
+                "in the expected format (agent.tool_format; agent.action_stop_tokens of a tool server): a small one "
+                "needs an example of a call in the prompt",
             )
         )
     return [*table, _idle_rule(config)]
-
-
-def missing_agent_warning(config: Config, rows: Collection[Mapping[str, Any]]) -> RunWarning | None:
-    """Return a warning if rows name no agent and run as plain generation, though tools are configured.
-
-    It is printed when rows are loaded; this is for the summary.
-    """
-    idle = report_idle_tools(config, rows)
-    if idle is None:
-        return None
-    message, advice = idle
-    return RunWarning(name="agent_name_missing", message=message, advice=advice, first_step=0, last_step=0, steps=0)
 
 
 def overlap_gain(record: Record, *, own_devices: bool) -> float:
@@ -345,17 +363,6 @@ def _free_share(record: Record, own_devices: bool) -> float:
     """Return the share of a step in which the learner could compute and does not."""
     idle = record["learner_idle_share"]
     return idle if own_devices else idle * max(0.0, 1 - record["engine_busy_share"])
-
-
-def _has_tools(config: Config, rows: Collection[Mapping[str, Any]]) -> bool:
-    """Return whether trajectories are expected to call tools: functions are configured, or rows use a tool server.
-
-    Environment steps need not be tool calls.
-    """
-    default = default_agent(config.agent, config.tool_config)
-    served = {"text_tool_agent", "search_agent"} | ({"server_tool_agent"} if config.agent.enable_agent else set())
-    named = {row.get("agent_name") or default for row in rows}
-    return bool(config.tools.function_tool_path or config.tools.tool_config_path or named & served)
 
 
 def _idle_rule(config: Config) -> Rule:
@@ -381,13 +388,6 @@ def _idle_rule(config: Config) -> Rule:
         message="the learner waits {value:.0%} of the time and could compute",
         advice=advice,
     )
-
-
-def has_own_devices(config: Config) -> bool:
-    """Return whether engines compute without taking time from the learner."""
-    rollout = config.rollout
-    beside = rollout.backend == "jetstream" and rollout.jetstream.device_offset >= config.learner.mesh.devices
-    return rollout.placement != "colocated" or rollout.backend == "remote" or beside
 
 
 def _precision_advice(config: Config) -> str:

@@ -26,13 +26,14 @@ import jax
 
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import Config
+from jax_agent_rl.config.run import report_idle_tools
 from jax_agent_rl.learner.batch import trained_lengths
 from jax_agent_rl.learner.losses import depends_on_lengths, describe_batch
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
-from jax_agent_rl.observe.warnings import Watch, missing_agent_warning, rules
+from jax_agent_rl.observe.warnings import RunWarning, Watch, rules
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record
 from jax_agent_rl.trainer.step import recorded
@@ -292,6 +293,18 @@ def observers(
             progress.warn(watch.active)
 
         yield Observers(watch=watch, sinks=sinks, each=[look, *each])
+
+
+def missing_agent_warning(config: Config, rows: Collection[Mapping[str, Any]]) -> RunWarning | None:
+    """Return a warning if rows name no agent and run as plain generation, though tools are configured.
+
+    It is printed when rows are loaded; this is for the summary.
+    """
+    idle = report_idle_tools(config, rows)
+    if idle is None:
+        return None
+    message, advice = idle
+    return RunWarning(name="agent_name_missing", message=message, advice=advice, first_step=0, last_step=0, steps=0)
 
 
 def format_warnings(warnings: Sequence[Mapping[str, Any]]) -> str:

@@ -209,14 +209,15 @@ def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> dict[str, Any]:
     """Return one ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong.
 
-    ``accuracy`` is the mean of the reward part of this name, of the reward itself where the reward function gives none.
+    ``accuracy`` is the mean of the reward part ``accuracy``, or ``acc`` as in verl, and of the reward itself where
+    the reward function gives neither.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     lost = Counter(str(reason) for g in groups for reason, count in g.dropped.items() for _ in range(count))
     return {
         "kind": "evaluation",
         "step": step,
-        "accuracy": sum(t.reward_parts.get("accuracy", t.reward) for t in trajectories)
+        "accuracy": sum(t.reward_parts.get("accuracy", t.reward_parts.get("acc", t.reward)) for t in trajectories)
         / max(1, len(trajectories) + sum(lost.values())),
         **_role_metrics(groups),
         "rows": len(groups),

@@ -138,6 +138,8 @@ def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
 def load_user_module(where: str, *, key: str) -> ModuleType:
     """Import ``my_tools.py``, ``path/to/my_tools.py`` or ``package.my_tools``, once per process.
 
+    Modules beside the file, and those in the working directory, are found from then on, after all others.
+
     Args:
         where: a path (ends with ``.py`` or has a path separator) or a dotted module name.
         key: the config key that names it, for error messages.
@@ -147,6 +149,8 @@ def load_user_module(where: str, *, key: str) -> ModuleType:
             declared tool, say) pass through.
     """
     is_path = where.endswith(".py") or os.sep in where
+    folders = [str(Path(where).expanduser().resolve().parent)] if is_path else []
+    sys.path += [folder for folder in (*folders, os.getcwd()) if folder not in sys.path]
     try:
         return _import_file(Path(where)) if is_path else importlib.import_module(where)
     except JaxAgentRLError:
@@ -155,7 +159,9 @@ def load_user_module(where: str, *, key: str) -> ModuleType:
         raise ConfigError(f"{key}={where!r}: no such file (relative to {os.getcwd()})") from None
     except ModuleNotFoundError as error:
         if error.name and (where == error.name or where.startswith(error.name + ".")):
-            raise ConfigError(f"{key}={where!r}: no such module; a file must end with .py") from None
+            raise ConfigError(
+                f"{key}={where!r}: no such module in {os.getcwd()} or the environment; a file must end with .py"
+            ) from None
         raise ConfigError(f"{key}={where!r}: it imports {error.name!r}, which is not installed") from error
     except Exception as error:
         raise ConfigError(f"{key}={where!r}: importing it raised {type(error).__name__}: {error}") from error

@@ -206,8 +206,8 @@ def _cost(plan: ResourcePlan, price: float) -> float:
 
 
 def _cost_of_million(plan: ResourcePlan, price: float) -> float:
-    """Return the cost of a million trained tokens, those of their rollout included; see :func:`_cost`."""
-    return _cost(plan, price) * 1e6 / plan.step.trained
+    """Return the cost of sampling and training on a million tokens; see :func:`_cost`."""
+    return _cost(plan, price) * 1e6 / plan.step.sampled
 
 
 def as_json(plan: ResourcePlan, *, price: float | None = None) -> dict[str, Any]:

@@ -177,7 +177,8 @@ def write_report(
 
 def render_report(data: RunData, decode: Decode | None = None) -> str:
     """Return the page of a run, as HTML; without ``decode``, load the run's tokenizer."""
-    notes = list(data.notes)
+    warned = [one for one in data.summary.get("warnings", ()) if isinstance(one, Mapping)]
+    notes = [*data.notes, *(f"{w.get('name')}: {w.get('message')}. What to do: {w.get('advice')}" for w in warned)]
     decode = decode or decoder(data.config, notes)
     vocabulary = Vocabulary(decode)
     prompts = Prompts(vocabulary)

@@ -77,6 +77,11 @@ def test_a_reward_file_is_taken_and_another_name_in_it_is_left(tmp_path: Path):
     assert "custom_reward_function.name=score" in left and "name the function compute_score" in left
 
 
+def test_verls_newer_place_of_the_reward_file_is_known(tmp_path: Path):
+    text = MODEL_AND_ROWS + "reward.custom_reward_function.path=my/reward.py\n"
+    assert import_verl(overrides(tmp_path, text)).values["reward.path"] == "my/reward.py"
+
+
 def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
     text = MODEL_AND_ROWS + (
         "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 algorithm.filter_groups.enable=True\n"

@@ -31,6 +31,10 @@ def test_what_was_saved_is_read_back(folder: Path):
     np.testing.assert_array_equal(params["layers"]["q"], tiny_params()["layers"]["q"])
 
 
+def test_whoever_reads_the_configuration_reads_the_weights(folder: Path):
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -181,7 +181,8 @@ def test_records_of_earlier_versions_are_shown_without_calls(tmp_path):
 
 def record(*, turns: int, messages: list[tuple[str, str]]) -> dict:
     said = [{"role": role, "content": content} for role, content in messages]
-    return {"step": 7, "reward": 0.5, "trajectory_id": "t-1", "turns": [{}] * turns, "messages": said}
+    facts = {"step": 7, "reward": 0.5, "trajectory_id": "t-1", "finish_reason": "answer"}
+    return {**facts, "row": {"reward_model": {"ground_truth": "4"}}, "turns": [{}] * turns, "messages": said}
 
 
 WORKED = [("system", "Use tools."), ("user", "What is 1 plus 1?"), ("assistant", "[add()]"), ("tool", "2")]
@@ -191,7 +192,7 @@ def test_worked_examples_of_the_prompt_are_left_out():
     played = [("user", "What is 2 plus 2?"), ("assistant", "[add()]"), ("tool", "4"), ("assistant", "= 4")]
     text = outline(record(turns=2, messages=[*WORKED, ("assistant", "= 2"), *played]), title="best")
     assert text.splitlines() == [
-        "best: step 7, reward 0.50, t-1",
+        "best: step 7, reward 0.50, truth 4, end answer, t-1",
         "       user  What is 2 plus 2?",
         "  assistant  [add()]",
         "       tool  4",

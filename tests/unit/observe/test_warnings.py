@@ -7,19 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_agent_rl.config import Config, build
+from jax_agent_rl.config.run import has_own_devices
 from jax_agent_rl.observe.warnings import (
     Rule,
     SinceLast,
     SinceStart,
     Watch,
-    has_own_devices,
-    missing_agent_warning,
     overlap_gain,
     rules,
 )
+from jax_agent_rl.trainer.observing import missing_agent_warning
 
 HEALTHY = {
     "kind": "step",
+    "reward_mean": 0.5,
     "zero_variance_share": 0.1,
     "truncated_share": 0.0,
     "tool_error_share": 0.05,
@@ -154,6 +155,18 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
     assert watch.active == [name]
     (line,) = said
     assert line.startswith(f"  warning ({name}): ") and advice in line.partition("What to do: ")[2]
+
+
+def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():
+    """A run with a hundred times the learning rate: good for a step, then repeated tokens to the limit."""
+    broken = {"reward_mean": 0.0, "truncated_share": 1.0, "zero_variance_share": 1.0, "tool_calls_mean": 0.0}
+    said, _ = watched(conf("learner.learning_rate=0.003", **TOOLS), {"reward_mean": 0.75}, *[broken] * 3)
+    assert "(reward_collapse)" in said[0] and "learner.learning_rate=0.003" in said[0] and len(said) == 4
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 6, [0.05, 0.0, 0.0, 0.0], [0.8, 0.1, 0.7, 0.1], [-1.0, -2.0, -3.0]])
+def test_low_and_changing_rewards_are_no_collapse(rewards: list[float]):
+    assert watched(conf(), *[{"reward_mean": reward} for reward in rewards])[0] == []
 
 
 def test_programs_compiled_after_warm_up_are_said_in_the_steps_that_compiled_them():

@@ -1,6 +1,8 @@
 """Tools from a YAML file: what is built, what is refused, and that each message names the place."""
 
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ import yaml
 from jax_agent_rl.config import ToolsConfig
 from jax_agent_rl.errors import ConfigError, ToolDefinitionError
 from jax_agent_rl.tools.registry import open_tools
+from jax_agent_rl.utils.plugins import load_user_module
 
 CLASSES = textwrap.dedent(
     """
@@ -129,3 +132,15 @@ async def test_a_missing_file_is_named():
 
 async def test_neither_path_means_no_tools():
     assert await names_of(ToolsConfig()) == []
+
+
+def test_modules_beside_a_users_file_and_in_the_working_directory_are_found(tmp_path: Path, monkeypatch):
+    """As with ``python -m``, which verl's scripts run; a console script has neither on its path."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "neighbour_of_tools.py").write_text("FACTOR = 3\n")
+    (tmp_path / "beside" / "tools_with_neighbour.py").write_text("from neighbour_of_tools import FACTOR\n")
+    (tmp_path / "module_in_cwd.py").write_text("FACTOR = 4\n")
+    found = load_user_module("beside/tools_with_neighbour.py", key="tools.function_tool_path")
+    assert found.FACTOR == 3 and load_user_module("module_in_cwd", key="agent.module").FACTOR == 4

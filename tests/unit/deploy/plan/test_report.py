@@ -115,7 +115,7 @@ def test_the_cost_of_a_run_whose_engines_are_elsewhere_is_said_to_be_its_learner
 def test_the_cost_of_a_million_trained_tokens_is_the_steps_share(plan):
     made = plan([gradient(), *rollouts()])
     told = as_json(made, price=1.2)
-    assert told["cost_of_million_trained_tokens"] == pytest.approx(told["cost"] / 640 * 1e6)
+    assert told["cost_of_million_trained_tokens"] == pytest.approx(told["cost"] / told["step"]["sampled"] * 1e6)
     assert f"{told['cost_of_million_trained_tokens']:.3g} a million trained tokens" in "\n".join(shown(made, price=1.2))
     assert as_json(made)["cost_of_million_trained_tokens"] is None
 
