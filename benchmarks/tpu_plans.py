@@ -11,36 +11,17 @@ and is printed when it is ready, in Markdown.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
-from common import ROOT, argument_parser
+from common import argument_parser
+from tpu_programs import RECIPE, Case
 
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.errors import CompilerError
 
-RECIPE = ROOT / "configs" / "tpu_8b.yaml"
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model on a slice: chips of an engine, and the learner's mesh."""
-
-    model: str
-    topology: str
-    tensor: int
-    learner: str
-
-    @property
-    def overrides(self) -> list[str]:
-        """Return the changes of the recipe."""
-        changes = [f"rollout.jetstream.mesh.tensor={self.tensor}", "learner.mesh.tensor=1"]
-        return [*changes, *(f"learner.mesh.{part}" for part in self.learner.split())]
-
-
 CASES = (
     Case("qwen2.5-1.5b", "v5e:2x2", 1, "fsdp=4"),
     Case("qwen2.5-1.5b", "v6e:2x2", 1, "fsdp=4"),

@@ -32,7 +32,7 @@ RECIPE = Path(__file__).parent.parent / "configs" / "tpu_8b.yaml"
 MAIN = {"decode": "decode", "prefill": "prefill", "learner": "policy gradient"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A model on a slice: devices of an engine, and the learner's mesh."""
 
@@ -53,10 +53,10 @@ def cases() -> Iterator[Case]:
     for topology in ("v5e:2x4", "v5p:2x2x1", "v6e:2x4"):
         chips = Slice.parse(topology).chips
         fsdp = f"fsdp={chips}"
-        yield Case(model="qwen2.5-1.5b", topology=topology, tensor=1, learner=fsdp)
-        yield Case(model="qwen3-8b", topology=topology, tensor=4, learner=fsdp)
-        yield Case(model="qwen3-32b", topology=topology, tensor=chips, learner=fsdp)
-        yield Case(model="qwen3-30b-a3b", topology=topology, tensor=4, learner=f"fsdp={chips // 2} expert=2")
+        yield Case("qwen2.5-1.5b", topology, 1, fsdp)
+        yield Case("qwen3-8b", topology, 4, fsdp)
+        yield Case("qwen3-32b", topology, chips, fsdp)
+        yield Case("qwen3-30b-a3b", topology, 4, f"fsdp={chips // 2} expert=2")
 
 
 def compiled_with(case: Case, program: Profile, layers: int, more: list[str]) -> Compiled:
@@ -85,7 +85,7 @@ def main() -> None:
     chosen = cases()
     if args.case:
         model, topology, tensor, learner = args.case
-        chosen = [Case(model=model, topology=topology, tensor=int(tensor), learner=learner)]
+        chosen = [Case(model, topology, int(tensor), learner)]
     for case in chosen:
         if args.only not in f"{case.model}/{case.topology}":
             continue

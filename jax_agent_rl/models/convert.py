@@ -27,6 +27,7 @@ import numpy as np
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.hf import HEAD, LAYER, TOP, load_hf, save_hf
+from jax_agent_rl.models.tensors import save_tensors
 from jax_agent_rl.utils.files import cache_root
 
 _LAYER_NAMES = {
@@ -100,7 +101,6 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 def _write_weights(reader: Any, fields: Mapping[str, Any], target: Path) -> None:
     from gguf.quants import dequantize
-    from safetensors.numpy import save_file
 
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     tensors = {}
@@ -117,7 +117,7 @@ def _write_weights(reader: Any, fields: Mapping[str, Any], target: Path) -> None
         else:
             raise ModelError(f"tensor {tensor.name!r} is not part of a Llama model")
         tensors[name] = np.ascontiguousarray(weight)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, target / "model.safetensors")
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
@@ -24,6 +23,7 @@ from jax_agent_rl.models.tensors import (
     named_tensors,
     open_tensors,
     read_slice,
+    save_tensors,
     tensor_name,
     unstack,
 )
@@ -160,10 +160,9 @@ def save_hf(
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(hf_tensors(config, params)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(dict(hf_tensors(config, params)), folder / "model.safetensors")
     raw = write_config(config) | {"dtype": str(params["embed"].dtype)}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets only the owner read
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
     if tokenizer_from is not None:
         generation = _copy_tokenizer(model_folder(tokenizer_from), folder) | generation

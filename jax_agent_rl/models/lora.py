@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jax_agent_rl.config import LoraConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
+from jax_agent_rl.models.tensors import save_tensors
 
 TILE = 32  # values that share one scale
 
@@ -226,7 +227,7 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         for part, stack in adapter.items()
         for module, matrix in zip(_modules(model, names[name]), np.asarray(stack), strict=True)
     }
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
 
@@ -117,6 +118,17 @@ def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
     else:
         for inner, part in zip(names, array, strict=True):
             yield from unstack(inner, part)
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
+    """Write a safetensors file that whoever may read the folder's other files can read.
+
+    The library lets only the owner read its files: a server under another user could not load an exported model.
+    """
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def open_tensors(files: Sequence[str | Path]) -> Tensors:
