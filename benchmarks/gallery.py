@@ -49,7 +49,7 @@ def run(command: str) -> Path:
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         print("+", command, flush=True)
-        program = [] if "/" in words[0] else [sys.executable, "-m", "jax_agent_rl.cli"]
+        program = [] if words[0] == "env" or "/" in words[0] else [sys.executable, "-m", "jax_agent_rl.cli"]
         environment = {"JAX_PLATFORMS": "cpu"} | os.environ
         if words[1].endswith(".py"):  # a peer's script
             environment.pop("PYTHONPATH", None)  # it is for our environment
@@ -60,7 +60,7 @@ def run(command: str) -> Path:
 
 
 def measure(
-    commands: Sequence[str], metric: str, seed: int, out: Path, slug: str, pythons: Mapping[str, str]
+    commands: Sequence[str], metric: str, seed: int, out: Path, slug: str, places: Mapping[str, str]
 ) -> dict[str, Any]:
     """Run a curve's commands with a seed; return its values by training step, and what it cost.
 
@@ -72,7 +72,7 @@ def measure(
     for number, command in enumerate(commands):
         last = number == len(commands) - 1
         name = slug if last else f"{slug}-{number}"
-        made = f"{command} seed={seed}".format(out=out, seed=seed, **pythons)
+        made = f"{command} seed={seed}".format(out=out, seed=seed, **places)
         folders.append(run(made if "run_dir=" in made else f"{made} run_dir={out}/{name}-{seed}"))
     records = [read_records(folder / "metrics.jsonl") for folder in folders]
     train_seconds = sum(line["step_seconds"] for lines in records for line in lines if line["kind"] == "step")
@@ -142,9 +142,9 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
 
 def as_typed(command: str) -> str:
     """Return a command as a user types it."""
-    typed = re.sub(r"\{(\w+)_python\}", lambda found: f"{found[1].upper()}_PYTHON", command)
-    typed = typed.replace("{out}", "runs").replace("-{seed}", "")
-    return typed if "/" in typed.split()[0] or "PYTHON" in typed else f"jax-agent-rl {typed}"
+    typed = command.replace("{out}", "runs").replace("-{seed}", "").removeprefix("env ")
+    typed = re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), typed)  # an interpreter, a folder
+    return typed if typed[0].isupper() or "/" in typed.split()[0] else f"jax-agent-rl {typed}"
 
 
 def metric_of(figure: Mapping[str, Any]) -> str:
@@ -184,8 +184,9 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="train nothing")
     for peer in ("trl", "tunix", "vllm"):
         parser.add_argument(f"--{peer}-python", help=f"interpreter of {peer}'s environment")
+    parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2")
     options = parser.parse_args()
-    pythons = {name: value for name, value in vars(options).items() if name.endswith("_python") and value}
+    places = {name: value for name, value in vars(options).items() if name == "minilm" or name.endswith("_python")}
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = {label: figures[name] for name in options.only for label in figures[name]["curves"]}
     failed = []
@@ -197,11 +198,11 @@ def main() -> None:
             if str(seed) in results.get(label, {}):
                 continue
             commands = curves[label]["commands"]
-            if missing := set(re.findall(r"\{(\w+_python)\}", " ".join(commands))) - set(pythons):
-                print(f"{label}: --{missing.pop().replace('_', '-')} is not given", flush=True)
+            if missing := [name for name in places if f"{{{name}}}" in " ".join(commands) and not places[name]]:
+                print(f"{label}: --{missing[0].replace('_', '-')} is not given", flush=True)
                 break
             try:
-                made = measure(commands, metric_of(figure), seed, options.out, slug, pythons)
+                made = measure(commands, metric_of(figure), seed, options.out, slug, places)
             except subprocess.CalledProcessError as error:
                 failed.append(f"{label}, seed {seed} (status {error.returncode})")
                 continue

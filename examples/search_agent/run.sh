@@ -6,5 +6,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/lib.sh"
 
 prepare_example search_agent tool-server "$@"
-start_tool_server 'tools=[search]' search.corpus=data/search_agent/corpus.jsonl
+start_tool_server 'tools=[search]' search.corpus=data/search_agent/corpus.jsonl ${SEARCH_ENCODER:+"search.encoder=$SEARCH_ENCODER"}
 train_example search_agent "search.server_url=$TOOL_SERVER_URL/retrieve"

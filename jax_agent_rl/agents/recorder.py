@@ -25,6 +25,8 @@ behind for its sibling is not trained on, as nothing came of it.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +53,7 @@ from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, digest_ids
 
 OnIds = Callable[[Sequence[int]], None]
+logger = logging.getLogger(__name__)
 
 
 class ChatRecorder:
@@ -112,6 +115,8 @@ class ChatRecorder:
         with self._remember_failure():
             plain = plain_messages(messages, self.context.modalities)
             schemas = self._shown(tools)
+            if tools and not schemas:
+                _warn_if_hidden(tools, plain)
             request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self.context.codec, output, tools=tools, stop=sampling.stop))
@@ -338,4 +343,19 @@ def _agreement(turn: RecordedTurn, replies: Sequence[Traces]) -> int:
         ((trace.reasoning or "").strip() == (past.reply.reasoning or "").strip())
         + (trace.call_ids == tuple(call.id for call in past.reply.tool_calls))
         for past, trace in pairs
+    )
+
+
+def _warn_if_hidden(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if the prompt neither describes a request's tools nor mentions one of them."""
+    names = tuple(str((tool.get("function") or tool).get("name")) for tool in tools)
+    if not any(name in str(message.get("content")) for name in names for message in messages):
+        _warn_about_hidden(names)
+
+
+@functools.cache  # once for the same tools
+def _warn_about_hidden(names: tuple[str, ...]) -> None:
+    logger.warning(
+        f"the model is not told of the tools {', '.join(names)} that a request carries, because agent.tool_prompt=none "
+        "leaves them out of the prompt and no message names one; remove that key, or describe them in the rows"
     )

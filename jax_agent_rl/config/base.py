@@ -226,7 +226,8 @@ class UsedByAgents(Condition):
         return f"by {', '.join(others)} and {last}" if others else f"by {last}"
 
     def instead(self, config: Section, facts: Facts) -> str:
-        return f"no row selects {'it' if len(self.names) == 1 else 'one of them'}"
+        which = "it" if len(self.names) == 1 else "one of them"
+        return f"no row selects {which} (by agent_name; agent.default_agent is for rows without)"
 
 
 class WhenModelHasVision(Condition):
@@ -326,8 +327,9 @@ def _unused(
             yield from _unused(config, value, facts, path + ".", wanted)
         elif failed:
             shown = "" if isinstance(value, Section) else f"={_yaml(value)}"
-            reset = f", or reset its section ({prefix[:-1]}={{}})" if failed in above else ""
-            yield f"{path}{shown} is used only {failed.words()}; {failed.instead(config, facts)}; remove it{reset}"
+            reset = f", or its section ({prefix[:-1]}=null)" if failed in above else ""
+            why = failed.instead(config, facts)
+            yield f"{path}{shown} is used only {failed.words()}; {why}; remove it, or reset it ({path}=null){reset}"
 
 
 def _yaml(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_agent_rl.config.agent import AgentConfig
 from jax_agent_rl.config.loading import valid_keys
-from jax_agent_rl.config.overrides_script import Override
+from jax_agent_rl.config.overrides_script import CONFIG_NAME, Override
 from jax_agent_rl.config.run import Config, build
 from jax_agent_rl.config.verl_keys import (
     ACTOR,
@@ -33,6 +33,7 @@ from jax_agent_rl.config.verl_keys import (
 from jax_agent_rl.errors import ConfigError
 
 _DEFAULT = "verl's default"
+_DEFAULT_FILES = ("ppo_trainer.yaml", "ppo_megatron_trainer.yaml")
 _KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _SIDES = {"left": "right", "right": "left", "middle": "middle"}  # verl names the side that is kept
 
@@ -87,6 +88,11 @@ def import_verl(given: Mapping[str, Override]) -> Imported:
             continue
         if one.value is None:
             continue  # verl's way to leave a key unset
+        if key == CONFIG_NAME:
+            file = f"{one.value}.yaml"
+            if not (file in _DEFAULT_FILES or any(other.where.startswith(f"{file}:") for other in given.values())):
+                made.leave("choice", f"{line}: the script changes {file}; give that file before the script")
+            continue
         try:
             derived = _derive(key, one.value, known)
         except (TypeError, AttributeError, ValueError, ZeroDivisionError, IndexError):
@@ -133,6 +139,14 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if key == f"{ROLLOUT}name":
         other = {"choice": "set rollout.backend (jetstream, vllm, remote); jetstream is the default"}
         return {"rollout.backend": "vllm"} if value == "vllm" else other
+    if key == f"{TURNS}enable":
+        named = f"{ROLLOUT}agent.default_agent_loop" in given
+        unnamed = "rows without an agent_name are plain generation; for tools, set agent.default_agent=tool_agent"
+        return {"choice": unnamed} if value and not named else {}
+    if key == "data.prompt_key":
+        return {} if value == "prompt" else {"choice": "rename the rows' column to prompt"}
+    if key.endswith("custom_reward_function.name") and value == "compute_score":
+        return {}
     if key == f"{ROLLOUT}top_k":
         return {"rollout.top_k": max(value, 0)}
     if key == f"{ROLLOUT}val_kwargs.temperature":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from jax_agent_rl.config.reference import list_keys
 from jax_agent_rl.errors import ConfigError
 
 Tree = TypeVar("Tree", bound=BaseModel)
+_keys = functools.cache(list_keys)
 
 
 def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -47,13 +49,15 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
     Args:
         model: the root section.
         tree: the nested mapping; not changed.
-        overrides: ``key.path=value``, values in YAML.
+        overrides: ``key.path=value``, values in YAML. Here and in files, null stands for the default of a key that
+            can't be null.
 
     Raises:
         ConfigError: with all problems at once.
     """
     tree = copy.deepcopy(dict(tree))
     problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
+    _drop_nulls(tree, model)
     try:
         made = model.model_validate(tree)
     except ValidationError as error:
@@ -93,6 +97,15 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 def parse_value(text: str) -> Any:
     """Parse the value of an override; raise ``yaml.YAMLError``."""
     return yaml.load(text, _Loader)
+
+
+def _drop_nulls(tree: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
+    """Remove keys that are null and can't be, in place."""
+    for name, value in list(tree.items()):
+        if isinstance(value, dict):
+            _drop_nulls(value, model, f"{prefix}{name}.")
+        elif value is None and (key := _keys(model).get(f"{prefix}{name}")) and not key.nullable:
+            del tree[name]
 
 
 def _apply_override(tree: dict[str, Any], item: str) -> str | None:

@@ -9,6 +9,7 @@ the text and is named in :attr:`Override.unresolved`.
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 import re
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _TOKEN = re.compile(
 )
 _IN_DOUBLE = re.compile(rf'\\(?P<escaped>["$`\\])|\\(?P<newline>\n)|(?P<expansion>{_EXPANSION})', re.S)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
+CONFIG_NAME = "--config-name"
+"""Hydra's option for the YAML file that the overrides change; read like a key."""
 _OVERRIDE = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)(?:=(?P<value>.*))?", re.S)
 _TRAINER = re.compile(r"[\w.]+\.main_\w+|\S*main_\w+\.py")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
@@ -68,7 +71,10 @@ def read_overrides(path: Path) -> dict[str, Override]:
     reader = _ScriptReader(text, path)
     reader.read()
     found: dict[str, Override] = {}
-    for word, line in reader.words:
+    for (word, line), (after, _) in itertools.pairwise([*reader.words, ("", 0)]):
+        if word.partition("=")[0] == CONFIG_NAME:
+            name = word.partition("=")[2] or after
+            found[CONFIG_NAME] = Override(key=CONFIG_NAME, value=name, where=f"{path.name}:{line}")
         if not (match := _OVERRIDE.fullmatch(word)):
             continue
         key, written, where = match["key"], match["value"], f"{path.name}:{line}"

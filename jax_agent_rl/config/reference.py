@@ -65,6 +65,11 @@ class KeyInfo:
         """Path of its section; empty at the root."""
         return self.path.rpartition(".")[0]
 
+    @property
+    def nullable(self) -> bool:
+        """Whether null is a value of it, rather than another word for its default."""
+        return self.default == "null" or self.type.endswith("null")
+
 
 def list_keys(model: type[BaseModel]) -> dict[str, KeyInfo]:
     """Return every key and section of a tree by path, in the order of the code, sections before their keys."""

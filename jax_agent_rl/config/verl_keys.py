@@ -79,9 +79,10 @@ AGENTFLY: Mapping[str, str] = {
 """The same for AgentFly, whose other keys are verl's."""
 
 NO_MEANING: Mapping[str, str] = {
-    r"data\.(filter_overlong_prompts.*|return_raw_chat|val_batch_size|prompt_key|truncation)": (
+    r"data\.(filter_overlong_prompts.*|return_raw_chat|truncation)": (
         "messages are kept, and trajectories with too long a prompt dropped and counted"
     ),
+    r"data\.val_batch_size": "data.eval_limit rows are evaluated together",
     rf"{MODEL}(use_remove_padding|trust_remote_code|use_fused_kernels|use_shm)": (
         "rows are always packed, and code of a checkpoint never runs"
     ),
@@ -103,7 +104,9 @@ NO_MEANING: Mapping[str, str] = {
     rf"{ROLLOUT}(mode|free_cache_engine|enable_chunked_prefill|calculate_log_probs|dtype|load_format|layered_summon)": (
         "the engine always works asynchronously, prefills in chunks and reports log-probs"
     ),
-    rf"{TURNS}enable": "a row's agent_name, or agent.default_agent, selects the agent",
+    r"reward\.(num_workers|reward_manager\.name)": (
+        "functions are called by their parameters, in reward.workers processes"
+    ),
     r"trainer\.(val_before_train|default_hdfs_dir|balance_batch|\w+_data_dir|log_val_generations)": (
         "a run evaluates first if data.eval is set, and keeps trajectories in its folder"
     ),

@@ -201,11 +201,13 @@ def _headline(record: Mapping[str, Any]) -> Text:
     return Text(visible(facts), style="italic")
 
 
-def best_and_worst(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the records of highest and lowest reward, the latest of each."""
+def best_and_worst(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the records of highest and lowest reward, the latest of each, by a title; one where all are equal."""
+    if not records:
+        return {}
     best = max(reversed(records), key=lambda r: r["reward"])
     worst = min(reversed(records), key=lambda r: r["reward"])
-    return best, worst
+    return {"every reward is the same": best} if best is worst else {"best": best, "worst": worst}
 
 
 def split_groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -293,7 +295,9 @@ def view_run(
         if given := [option for option, is_changed in changed.items() if is_changed]:
             raise ConfigError(f"{', '.join(given)} has no effect on --tree; leave one of them out")
     if not (run / "trajectories.jsonl").is_file():
-        raise DataError(f"{run} contains no trajectories.jsonl; give a run folder such as runs/quickstart")
+        raise DataError(
+            f"{run} contains no trajectories.jsonl; give a run folder such as runs/quickstart, or one of `eval`"
+        )
     data = read_run(run, limit=0)
     notes = list(data.notes)
     decode = decoder(data.config, notes)

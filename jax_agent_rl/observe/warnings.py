@@ -1,12 +1,10 @@
 """A run's warnings: what can go wrong without stopping it, from which threshold on, and the remedy.
 
-::
-
-    a step's metrics ─► every Rule: value >= begins, `steps` times in a row ─► printed; counted from there on
-                                    value <  ends,   `steps` times in a row ─► over; it may begin again
-
 The thresholds and their sources:
 
+no_reward: every reward of the first step is 0, and no later one differs
+    Our estimate: a small share of right answers is there from the start in what can be learned at all. A reward that
+    expects another form than the model writes, or compares with the wrong truth, looks like this.
 reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at least 0.1
     Our estimate: rewards vary between steps, but do not vanish. A broken policy also causes warnings of its symptoms,
     which need a step more.
@@ -44,182 +42,12 @@ recompilations >= 1 in a step
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import has_own_devices, uses_tools
-
-Record = Mapping[str, Any]
-"""A line of ``metrics.jsonl``, kind ``step``."""
-Value = Callable[[Record], float | None]
-"""The value a rule compares; None where a step has none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A condition that should not last.
-
-    Attributes:
-        name: key of the warning.
-        value: the watched value.
-        begins: the condition holds from this value on.
-        ends: it is over below this value.
-        message: the observation, with ``{value}``.
-        advice: what to do.
-        steps: consecutive steps that it takes to begin, or to end.
-    """
-
-    name: str
-    value: Value
-    begins: float
-    ends: float
-    message: str
-    advice: str
-    steps: int = 3
-
-
-@dataclass(kw_only=True)
-class RunWarning:
-    """The state of one warning of a run.
-
-    Attributes:
-        name, message, advice: from the rule, the message with the value at which it last began.
-        first_step: the step at which it was printed; 0: before the first.
-        last_step: the last step on which it held.
-        steps: number of steps on which it held.
-        active: whether it still holds.
-    """
-
-    name: str
-    message: str
-    advice: str
-    first_step: int
-    last_step: int
-    steps: int = 1
-    active: bool = True
-
-
-class Watch:
-    """Evaluates rules on every step of a run.
-
-    Args:
-        rules: with different names; not shared with another watch, because their values may remember earlier steps.
-        print_line: takes a warning that begins.
-    """
-
-    def __init__(self, rules: Sequence[Rule], print_line: Callable[[str], None]) -> None:
-        self._rules = rules
-        self._streaks: Counter[str] = Counter()
-        self._warnings: dict[str, RunWarning] = {}  # by name, in the order of their first steps
-        self._print_line = print_line
-
-    def update(self, record: Record, *, silent: bool = False) -> None:
-        """Take a record of ``metrics.jsonl``; those of other kinds than ``step`` are ignored.
-
-        ``silent`` is for records from before a restart, whose warnings were printed then.
-        """
-        if record.get("kind") != "step":
-            return
-        for rule in self._rules:
-            value = rule.value(record)
-            if value is not None and self._begins(rule, record["step"], value) and not silent:
-                warning = self._warnings[rule.name]
-                self._print_line(f"  warning ({warning.name}): {warning.message}. What to do: {warning.advice}")
-
-    def _begins(self, rule: Rule, step: int, value: float) -> bool:
-        """Take one value; return whether the warning begins with it."""
-        warning = self._warnings.get(rule.name)
-        active = warning if warning and warning.active else None
-        changes = value < rule.ends if active else value >= rule.begins
-        self._streaks[rule.name] = self._streaks[rule.name] + 1 if changes else 0
-        if active and not changes:
-            active.last_step, active.steps = step, active.steps + 1
-        if self._streaks[rule.name] < rule.steps:
-            return False
-        self._streaks[rule.name] = 0
-        if active:
-            active.active = False
-            return False
-        self._warnings[rule.name] = RunWarning(
-            name=rule.name,
-            message=rule.message.format(value=value),
-            advice=rule.advice,
-            first_step=warning.first_step if warning else step,  # if it began before, it is one entry
-            last_step=step,
-            steps=warning.steps + 1 if warning else 1,
-        )
-        return True
-
-    def add(self, warning: RunWarning) -> None:
-        """Add a warning printed before the first step."""
-        self._warnings[warning.name] = warning
-
-    @property
-    def warnings(self) -> list[RunWarning]:
-        """All warnings so far, in the order of their first steps."""
-        return list(self._warnings.values())
-
-    @property
-    def active(self) -> list[str]:
-        """Names of the warnings that hold now."""
-        return [warning.name for warning in self.warnings if warning.active]
-
-
-class SinceStart:
-    """A metric compared with its mean over the first steps that trained on tokens; a :data:`Value`.
-
-    Args:
-        name: name of the metric.
-        compare: takes the current value and the mean of the first ones; returns the rule's value.
-        steps: number of first steps.
-    """
-
-    def __init__(self, name: str, compare: Callable[[float, float], float], *, steps: int = 3) -> None:
-        self._name, self._compare, self._steps = name, compare, steps
-        self._first: list[float] = []
-
-    def __call__(self, record: Record) -> float | None:
-        value = record.get(self._name)
-        if value is None or not record.get("trained_tokens"):
-            return None
-        if len(self._first) < self._steps:
-            self._first.append(value)
-            return None
-        return self._compare(value, sum(self._first) / self._steps)
-
-
-class SinceBest:
-    """The share of the best step's reward that is gone, from a mean reward of 0.1 on; a :data:`Value`."""
-
-    def __init__(self) -> None:
-        self._best = 0.0
-
-    def __call__(self, record: Record) -> float | None:
-        reward = record.get("reward_mean")
-        if reward is None:
-            return None
-        self._best = max(self._best, reward)
-        return 1 - reward / self._best if self._best >= 0.1 else None
-
-
-class SinceLast:
-    """The growth of a running total since the step before; a :data:`Value`.
-
-    A total smaller than the one before was restarted by a process that resumed the run.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name, self._before = name, 0.0
-
-    def __call__(self, record: Record) -> float | None:
-        total = record.get(self._name)
-        if total is None:
-            return None
-        before, self._before = self._before, total
-        return total - before if total >= before else total
+from jax_agent_rl.observe.watch import NoneEarned, Record, Rule, SinceBest, SinceLast, SinceStart
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
@@ -227,6 +55,17 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
     sequence = config.algorithm.policy_loss.loss_mode in ("gspo", "geo_mean")
     clipped = 0.4 if sequence else 0.2
     table = [
+        Rule(
+            name="no_reward",
+            value=NoneEarned(),
+            begins=1,
+            ends=1,
+            steps=1,
+            message="no trajectory has earned a reward yet",
+            advice="read some ('jax-agent-rl view RUN' shows texts and truths): would a right answer earn one in the "
+            "form that the model writes ('jax-agent-rl doctor CONFIG' tries it)? If so, show worked examples in the "
+            "prompts, take easier rows, or give partial credit",
+        ),
         Rule(
             name="reward_collapse",
             value=SinceBest(),
@@ -243,8 +82,8 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             value=lambda record: record.get("truncated_share"),
             begins=0.2,
             ends=0.1,
-            message="{value:.0%} of the trajectories were cut off by a limit of tokens or turns",
-            advice="raise the limit that finish_reasons names, "
+            message="{value:.0%} of the trajectories were cut off by a limit of tokens or turns ({limit})",
+            advice="raise that limit, "
             f"agent.max_response_length={config.agent.max_response_length} (and rollout.max_model_len) or those of "
             "turns, or mask them: algorithm.filters.overlong=mask, or algorithm.shaping.overlong_buffer",
         ),
@@ -314,9 +153,8 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
                 begins=0.5,
                 ends=0.3,
                 message="{value:.0%} of the groups have equal rewards and teach nothing",
-                advice="if all rewards are 0, check that a right answer earns one in the form the model writes "
-                f"('jax-agent-rl view RUN' shows texts and truths); else {refill}drop rows that are always right or "
-                f"always wrong, raise rollout.group_size={config.rollout.group_size}, or give partial credit",
+                advice=f"{refill}drop rows that are always right or always wrong, raise "
+                f"rollout.group_size={config.rollout.group_size}, or give partial credit",
             )
         )
     if not config.trainer.staleness_bound:

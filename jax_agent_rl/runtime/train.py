@@ -230,7 +230,7 @@ def _conclude(
     decode = functools.partial(runtime.codec.decode, skip_special_tokens=False)
     report = write_report(folder.path, decode=decode)
     trained = [r for r in read_trajectories(folder.trajectories) if r["split"] == "train"]
-    for name, extreme in zip(("best", "worst"), best_and_worst(trained) if trained else (), strict=False):
+    for name, extreme in best_and_worst(trained).items():
         print_line(console, outline(extreme, title=name))
     print_line(console, _headline(summary))
     if warnings := format_warnings(observed["warnings"]):

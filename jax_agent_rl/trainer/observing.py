@@ -33,7 +33,8 @@ from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
-from jax_agent_rl.observe.warnings import RunWarning, Watch, rules
+from jax_agent_rl.observe.warnings import rules
+from jax_agent_rl.observe.watch import RunWarning, Watch
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record
 from jax_agent_rl.trainer.step import recorded

@@ -28,6 +28,7 @@ EXAMPLES = {
     "gsm8k_tool": (["--source", "examples/gsm8k_tool/sample.jsonl"], None, []),
     "reasoning_gym": (["--train", "8", "--heldout", "2"], "reasoning_gym", ["agent.max_response_length=16"]),
     "textworld": (["--train", "2", "--heldout", "1"], "textworld", ["agent.max_response_length=300"]),
+    "simulated_user": (["--train", "6", "--heldout", "2"], None, []),
     "kuhn_poker": (["--train", "6", "--heldout", "2"], None, []),
     "solver_checker": (["--train", "4", "--heldout", "2"], None, ["learner.lora.rank=4"]),
 }
@@ -41,6 +42,12 @@ WITH_TOOL_SERVER = {
         "search",
     ),
     "python_agent": (["tools=[python]"], "tool_config.server_url", "", "tool"),
+    "sql_agent": (
+        ["tools=[sql]", "sql.databases={data}/databases"],
+        "agent.tool_server_url",
+        "/get_observation",
+        "tool_server",
+    ),
 }
 
 

@@ -380,6 +380,7 @@ def compare_devices(
         report.fail(
             f"learner.mesh and rollout.jetstream need {need} devices, there are {seen.count}; make the meshes smaller"
             + (f", or set XLA_FLAGS=--xla_force_host_platform_device_count={need}" if seen.platform == "cpu" else "")
+            + "; of a configuration for a TPU slice, jax-agent-rl plan tells more"
         )
     elif seen.platform != "cpu":
         for line in find_idle(seen.count):

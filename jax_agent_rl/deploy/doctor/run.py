@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, load_agents, select_agents
 from jax_agent_rl.agents.prompt import encode_prompt
@@ -251,22 +252,28 @@ class RunChecks:
                 report.ok(f"{name}: asks for the judge, which starts with the run; not tried")
                 continue
             answer, form, reward = _right_answer(row), "", 0.0
+
             for form in _FORMS[:1] if answer is None else _FORMS:
-                answered = _answer(row, form.format(answer))
-                reward = (await score(answered, timeout=config.reward.timeout, services=services)).reward
-                if reward > 0:
+                if (reward := await self._reward(row, form.format(answer), services)) > 0:
                     break
             if answer is None:
                 report.ok(f"{name}: called; its first row holds no answer to try it with")
             elif reward > 0:
-                report.ok(f"{name}: its first row's ground truth earns {reward:g} as {form.format(answer)[:60]!r}")
+                text = f"{name}: its first row's ground truth earns {reward:g} as {form.format(answer)[:60]!r}"
+                sentence = f"The answer is {answer}."
+                if form == "{}" and await self._reward(row, sentence, services) <= 0:
+                    text += f", and nothing as {sentence[:80]!r}: the answer must be all that the policy writes"
+                report.ok(text)
             else:  # no failure: the function may want a program, tool calls, or a form of its own
                 report.warn(
                     f"{name}: its first row's ground truth {answer[:60]!r} earns nothing, neither bare nor as "
-                    f"{', '.join(form.format('…') for form in _FORMS[1:])}. Unless answers have another form here, "
-                    "check that data_source names the reward function you mean, and that reward_model.ground_truth is "
-                    "what it compares with"
+                    f"{', '.join(form.format('…') for form in _FORMS[1:])}. Unless it wants another form, check "
+                    "data_source, which names the function, and reward_model.ground_truth, with which it compares"
                 )
+
+    async def _reward(self, row: Row, text: str, services: Mapping[str, Any]) -> float:
+        """Return what the row's reward function pays for an answer."""
+        return (await score(_answer(row, text), timeout=self.config.reward.timeout, services=services)).reward
 
     # --- what a run connects to or starts -----------------------------------------------------------------------
 
@@ -293,12 +300,6 @@ class RunChecks:
     async def engine(self, report: Reporter) -> None:
         """Check the backend's packages, or its servers."""
         rollout = self.config.rollout
-        try:
-            check_engine(self.config)
-            report.ok(f"rollout.backend={rollout.backend}, placement {rollout.placement}")
-        except ConfigError as error:
-            for problem in error.problems:
-                report.fail(problem)
         if rollout.placement != "colocated":
             machine.require_extra(report, "ray", f"rollout.placement={rollout.placement}")
         if (lora := self.config.learner.lora) and lora.quantize != "none":
@@ -306,6 +307,8 @@ class RunChecks:
         token = os.environ.get(rollout.token_env) if rollout.token_env else None  # check_engine reports a missing one
         for url in rollout.urls:
             await _check_server(report, url, token)
+        check_engine(self.config)
+        report.ok(f"rollout.backend={rollout.backend}, placement {rollout.placement}")
 
     async def shared_memory(self, report: Reporter) -> None:
         """Check the shared memory through which weights pass to engines in other processes."""

@@ -157,6 +157,15 @@ class Compiled:
         """Whether there was text to read exchanges from: a program that does not fit has none."""
         return self.memory is not None or self.program.mesh.size == 1
 
+    def summary(self, chip: Chip) -> str:
+        """Return what it was found to take, in a few words."""
+        took = f"compiled in {format_seconds(self.seconds)}"
+        if self.prediction is None:
+            return f"refused, {took}"
+        steps, predicted = self.program.loops, self.prediction.seconds
+        share = f"{ideal_seconds(self, chip).total / predicted:.0%} of the ideal"
+        return f"{format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, {share}, {took}"
+
     @property
     def flops(self) -> float:
         """Least operations of a call, on all chips together."""
@@ -302,12 +311,13 @@ def profile_table(one: Compiled) -> Table:
     made = Table(box=None, padding=(0, 1, 0, 0))
     for heading in ("time", "share", "runs"):
         made.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("what", "operation", "where, and from where"):
+    for heading in ("what", "operation"):
         made.add_column(heading, overflow="fold")
+    made.add_column("where, and from where", overflow="fold", min_width=30)  # a path and its line stay on one
     shown, others = one.prediction.parts[:ROWS], one.prediction.parts[ROWS:]
     for part in shown:
         numbers = format_seconds(part.seconds / steps), f"{part.seconds / whole:.1%}", f"{part.runs / steps:.4g}"
-        made.add_row(*numbers, part.what, part.operation, "  ".join(part.source[:2]) or "(the compiler)")
+        made.add_row(*numbers, part.what, part.operation, "\n".join(part.source[:2]) or "(the compiler)")
     if rest := sum(part.seconds for part in others):
         made.add_row(format_seconds(rest / steps), f"{rest / whole:.1%}", "", f"{len(others)} others")
     return made

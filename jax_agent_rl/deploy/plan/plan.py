@@ -30,7 +30,7 @@ from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
-from jax_agent_rl.runtime.engine_devices import engine_shapes
+from jax_agent_rl.runtime.engine_devices import engine_shapes, report_idle
 from jax_agent_rl.utils.hub import hub_name
 
 BATCH, TEMPORARIES, CODE = "gradients and batches", "temporaries", "code"
@@ -231,12 +231,15 @@ def make_plan(
     """
     config = choose_engine_mesh(config, model, slice)
     where = place_devices(config, slice.devices)
+    for line in idle_chips(config, slice, where):
+        on_progress(f"{line}, or add --search")
     on_progress("tracing")
     made = inventory(config, model, where)
-    compiled = []
+    compiled, before = [], ""
     for number, program in enumerate(made.programs, 1):
-        on_progress(f"compiling {program.name} ({number} of {len(made.programs)})")
+        on_progress(f"compiling {program.name} ({number} of {len(made.programs)}){before}")
         compiled.append(compile_program(program, slice.chip))
+        before = f"; before it, {compiled[-1].summary(slice.chip)}"
     return ResourcePlan(
         config=config,
         model=model,
@@ -248,6 +251,18 @@ def make_plan(
             config, compiled, slice.chip, engines=where.engine_count, disjoint=where.disjoint, utilization=utilization
         ),
         utilization=utilization,
+    )
+
+
+def idle_chips(config: Config, slice: Slice, placement: DevicePlacement) -> list[str]:
+    """Return a line, with a fix, for each phase in which chips have nothing to do."""
+    number = {device: i for i, device in enumerate(slice.devices)}
+    return report_idle(
+        config,
+        count=slice.chips,
+        sampling={number[device] for mesh in placement.engines for device in mesh.devices.flat},
+        learning={number[device] for device in placement.learner.devices.flat},
+        hosts=max(1, len(placement.engines)),
     )
 
 

@@ -14,19 +14,19 @@ from jax_agent_rl.config import Config, build
 from jax_agent_rl.deploy.plan.compiled import UNITS, Compiled, format_bytes, format_seconds, ideal_seconds, unit_power
 from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.hlo import Collective
-from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
+from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan, idle_chips
 from jax_agent_rl.deploy.plan.search import estimate
 from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.runtime.engine_devices import engine_shapes, report_idle
+from jax_agent_rl.runtime.engine_devices import engine_shapes
 
 COLUMNS = {
     "program": "what a run compiles, the largest of each kind",
     "chips": "chips that it runs on",
     "memory": "used on the fullest chip while it runs, with what stays there between programs; ! is too much",
-    "TFLOP": "operations that the model needs, on all chips together",
-    "bytes": "weights and visible keys and values, once, or operands of products; without products, all of its arrays",
+    "TFLOP": "operations that the model needs in a call (in decoding: in all its steps), on all chips together",
+    "bytes": "of such a call: weights, visible keys and values, or operands of products; without any, all arrays",
     "sent": "bytes that each chip sends in one call; - if the compiler refused the program and they are not known",
     "ideal": "least time of a call, or of a step of decoding; >= without what is sent; - where it hardly counts",
     "bound": "what limits that: products, memory, or links between chips",
@@ -153,14 +153,7 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
             yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
         else:
             yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
-    number = {device: i for i, device in enumerate(plan.slice.devices)}
-    idle = report_idle(
-        plan.config,
-        count=plan.slice.chips,
-        sampling={number[device] for mesh in plan.placement.engines for device in mesh.devices.flat},
-        learning={number[device] for device in plan.placement.learner.devices.flat},
-        hosts=max(1, len(plan.placement.engines)),
-    )
+    idle = idle_chips(plan.config, plan.slice, plan.placement)
     yield from (f"[yellow]{line}[/yellow], or add --search." for line in idle)
 
 

@@ -220,3 +220,14 @@ async def test_a_raw_prompt_that_continues_nothing_says_where_it_differs():
     assert other.note == (
         "message 1 of 1 (user) has 'once upon a hill' where the recorded one (user) has 'once upon a time'"
     )
+
+
+async def test_tools_that_the_prompt_does_not_show_are_warned_of_once(caplog):
+    hidden, named = TOOL | {"function": {"name": "look_up"}}, TOOL | {"function": {"name": "add"}}
+    recorder = recorder_of(smollm(), ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+    await recorder.chat([{"role": "user", "content": "Call add."}], tools=[named], sampling=sampling())
+    assert "agent.tool_prompt" not in caplog.text
+    for _ in range(2):
+        await recorder.chat([QUESTION], tools=[hidden], sampling=sampling())
+    (record,) = [one for one in caplog.records if "agent.tool_prompt=none" in one.getMessage()]
+    assert "look_up" in record.getMessage()

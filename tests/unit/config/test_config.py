@@ -106,6 +106,15 @@ def test_every_key_is_described():
     assert [key for key, text in valid_keys(Config).items() if not text and key != "run_dir"] == []
 
 
+def test_null_is_the_default_of_a_key_that_cannot_be_null():
+    tree = MINIMAL | {"trainer": {"project_name": None, "steps": 7}}
+    assert build(tree).trainer.project_name == build(MINIMAL).trainer.project_name and build(tree).trainer.steps == 7
+    assert build(tree, ["trainer=null"]).trainer == build(MINIMAL).trainer
+    assert build(MINIMAL, ["algorithm.filter_zero_variance=null"]).algorithm.filter_zero_variance is None
+    assert any("trainer.setps: unknown key" in line for line in problems(MINIMAL, "trainer.setps=null"))
+    assert any("model.path: required" in line for line in problems(MINIMAL, "model.path=null"))
+
+
 def test_a_rollout_server_is_named_once():
     url = "http://10.0.0.5:8100"
     (line,) = problems(MINIMAL, "rollout.backend=remote", f"rollout.urls=[{url}, {url}]")

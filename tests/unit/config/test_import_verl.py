@@ -82,6 +82,32 @@ def test_verls_newer_place_of_the_reward_file_is_known(tmp_path: Path):
     assert import_verl(overrides(tmp_path, text)).values["reward.path"] == "my/reward.py"
 
 
+def test_a_file_that_the_script_changes_is_asked_for(tmp_path: Path):
+    text = f"python -m verl.trainer.main_ppo --config-name='gsm8k_multiturn' {MODEL_AND_ROWS}"
+    script = overrides(tmp_path, text)
+    (left,) = import_verl(script).leftovers["choice"]
+    assert left.startswith("run.sh:1: --config-name=gsm8k_multiturn: ") and "gsm8k_multiturn.yaml" in left
+    named = overrides(tmp_path, text.replace("='gsm8k_multiturn'", " gsm8k_multiturn"))
+    assert import_verl(named).leftovers["choice"] == [left]
+    file = overrides(tmp_path, "data: {max_prompt_length: 64}", "gsm8k_multiturn.yaml")
+    assert "choice" not in import_verl(file | script).leftovers
+    assert "choice" not in import_verl(overrides(tmp_path, text.replace("gsm8k_multiturn", "ppo_trainer"))).leftovers
+
+
+def test_rows_for_tools_need_an_agent(tmp_path: Path):
+    text = MODEL_AND_ROWS + "actor_rollout_ref.rollout.multi_turn.enable=True\n"
+    (left,) = import_verl(overrides(tmp_path, text)).leftovers["choice"]
+    assert "agent.default_agent=tool_agent" in left
+    named = text + "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent\n"
+    assert not import_verl(overrides(tmp_path, named)).leftovers
+
+
+def test_the_column_of_prompts_has_to_be_renamed(tmp_path: Path):
+    assert not import_verl(overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=prompt\n")).leftovers
+    (left,) = import_verl(overrides(tmp_path, MODEL_AND_ROWS + "data.prompt_key=question\n")).leftovers["choice"]
+    assert "rename the rows' column" in left
+
+
 def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
     text = MODEL_AND_ROWS + (
         "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 algorithm.filter_groups.enable=True\n"

@@ -9,7 +9,7 @@ import yaml
 from jax_agent_rl.config.run import load
 from tests.unit.docs.pages import BENCHMARKS, DOCS, ROOT, import_benchmark
 
-PYTHONS = ("trl_python", "tunix_python", "vllm_python")
+PLACES = ("trl_python", "tunix_python", "vllm_python", "minilm")
 TREE = yaml.safe_load((BENCHMARKS / "gallery.yaml").read_text())
 
 
@@ -31,7 +31,9 @@ def test_every_curve_is_shown_and_every_shown_curve_has_commands():
 
 @pytest.mark.parametrize("command", [c for curve in TREE["curves"].values() for c in curve["commands"]])
 def test_a_command_names_existing_files_and_keys(command: str):
-    program, *words = shlex.split(command.format(out="runs", seed=0, **dict.fromkeys(PYTHONS, "/python")))
+    program, *words = shlex.split(command.format(out="runs", seed=0, **dict.fromkeys(PLACES, "/python")))
+    if program == "env":
+        program, *words = words[1:]
     if program.endswith(".sh"):
         assert (ROOT / program).is_file()
         load((ROOT / program).with_name("config.yaml"), words)

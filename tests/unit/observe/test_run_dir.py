@@ -72,8 +72,9 @@ def test_sampled_and_inserted_tokens_differ_without_colours_too():
 
 def test_best_and_worst_are_by_reward():
     records = [{"reward": r, "id": i} for i, r in enumerate([0.0, 1.0, 0.5, 0.0, 1.0])]
-    best, worst = best_and_worst(records)
-    assert (best["id"], worst["id"]) == (4, 3)
+    assert {name: record["id"] for name, record in best_and_worst(records).items()} == {"best": 4, "worst": 3}
+    assert [record["id"] for record in best_and_worst(records[:1] + records[3:4]).values()] == [3]
+    assert best_and_worst([]) == {}
 
 
 def test_the_plot_is_an_image_even_without_steps(tmp_path: Path):

@@ -8,14 +8,8 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config import Config, build
 from jax_agent_rl.config.run import has_own_devices
-from jax_agent_rl.observe.warnings import (
-    Rule,
-    SinceLast,
-    SinceStart,
-    Watch,
-    overlap_gain,
-    rules,
-)
+from jax_agent_rl.observe.warnings import overlap_gain, rules
+from jax_agent_rl.observe.watch import Rule, SinceLast, SinceStart, Watch
 from jax_agent_rl.trainer.observing import missing_agent_warning
 
 HEALTHY = {
@@ -143,6 +137,7 @@ def test_a_healthy_run_has_no_warnings():
     [
         ("zero_variance", {"zero_variance_share": 0.7}, "algorithm.max_resample_rounds=3"),
         ("truncated", {"truncated_share": 0.3}, "agent.max_response_length=512"),
+        ("no_reward", {"reward_max": 0.0}, "jax-agent-rl doctor"),
         ("tool_errors", {"tool_error_share": 0.4}, "agent.tool_timeout"),
         ("clipped", {"clip_fraction": 0.3}, "learner.learning_rate"),
         ("logprob_gap", {"logprob_gap_mean": 0.06}, "rollout.deterministic"),
@@ -155,6 +150,17 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
     assert watch.active == [name]
     (line,) = said
     assert line.startswith(f"  warning ({name}): ") and advice in line.partition("What to do: ")[2]
+
+
+def test_the_limit_that_cuts_most_off_is_named():
+    ends = {"answer": 2, "max_user_turns": 1, "response_length": 3}
+    said, _ = watched(conf(), *[{"truncated_share": 0.6, "finish_reasons": ends}] * 3)
+    assert "60% of the trajectories" in said[0] and "(response_length)" in said[0]
+
+
+def test_once_a_trajectory_has_earned_something_steps_without_reward_are_another_matter():
+    said, watch = watched(conf(), {"reward_max": 0.0}, {"reward_max": 0.5}, *[{"reward_max": 0.0}] * 3)
+    assert len(said) == 1 and watch.active == [] and watch.warnings[0].steps == 1
 
 
 def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():

@@ -105,6 +105,16 @@ async def test_a_ground_truth_is_tried_in_the_form_its_reward_function_wants(
     assert status == "ok" and found in text
 
 
+async def test_a_reward_that_pays_for_a_bare_answer_alone_is_told(recipe, tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def compute_score(solution_str, ground_truth):\n    return float(solution_str == ground_truth)\n"
+    )
+    overrides = (one_row(tmp_path, "warehouse", "408"), "data.eval=null", f"reward.path={rewards}")
+    status, text = only(await findings(recipe, *overrides, of=SCORING), "rewards")
+    assert status == "ok" and "earns 1 as '408', and nothing as 'The answer is 408.'" in text
+
+
 async def test_a_ground_truth_that_earns_nothing_is_told_with_what_to_check(recipe, tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
