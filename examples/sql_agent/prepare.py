@@ -1,6 +1,6 @@
 """Writes a SQLite database of invented books, and questions about it: ``python examples/sql_agent/prepare.py``.
 
-The prompt shows the table and two questions answered with a query; others need another column or aggregate.
+The prompt shows the table and three questions answered with a query; others need another column or aggregate.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ TITLES = (
     ("Silver", "Quiet", "Burning", "Last", "Hidden", "Winter", "Broken", "Golden", "Distant", "Red"),
     ("Garden", "River", "Letter", "Harbour", "Mirror", "Road", "Tower", "Island", "Orchard", "Bell"),
 )
-QUESTIONS = (  # question, query: the worked ones first
+QUESTIONS = (  # question, query
     ("How many books did {author} write?", "SELECT COUNT(*) FROM books WHERE author = '{author}'"),
     ("How many pages has {title}?", "SELECT pages FROM books WHERE title = '{title}'"),
+    ("How many books were published before {year}?", "SELECT COUNT(*) FROM books WHERE year < {year}"),
     ("What does {title} cost?", "SELECT price FROM books WHERE title = '{title}'"),
     ("In which year was {title} published?", "SELECT year FROM books WHERE title = '{title}'"),
     (
         "How many books of {author} cost more than {price}?",
         "SELECT COUNT(*) FROM books WHERE author = '{author}' AND price > {price}",
     ),
-    ("How many books were published before {year}?", "SELECT COUNT(*) FROM books WHERE year < {year}"),
     (
         "What does the most expensive book published before {year} cost?",
         "SELECT MAX(price) FROM books WHERE year < {year}",
     ),
     ("How many pages has the longest book published after {year}?", "SELECT MAX(pages) FROM books WHERE year > {year}"),
 )
+WORKED = 3  # of these kinds, in the prompt
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def main() -> None:
         connection.execute("CREATE TABLE books (title TEXT, author TEXT, year INTEGER, pages INTEGER, price INTEGER)")
         connection.executemany("INSERT INTO books VALUES (:title, :author, :year, :pages, :price)", books)
         print(f"{database}: {len(books)} books")
-        worked = [ask(connection, *QUESTIONS[kind], books[kind]) for kind in (0, 1)]
+        worked = [ask(connection, *kind, book) for kind, book in zip(QUESTIONS[:WORKED], books, strict=False)]
         questions = ask_all(connection, books, rng, {question for question, _, _ in worked})
         for name, count in (("heldout", arguments.heldout), ("train", arguments.train)):
             file = arguments.out / f"{name}.jsonl"
@@ -118,7 +119,8 @@ def row_of(question: str, query: str, answer: str, worked: list[tuple[str, str, 
 def answered(question: str, query: str, answer: str) -> list[dict[str, str]]:
     """A question and the text of a trajectory that answers it."""
     column = query.split()[1]
-    observation = f"\n\n<observation>{column}\n{answer}</observation>\n\n"
+    reminder = "<reminder>You have 1 turns left to complete the task.</reminder>"
+    observation = f"\n\n<observation>{column}\n{answer}\n{reminder}</observation>\n\n"  # as the server writes it
     text = f"<sql>{query}</sql>{observation}The answer is {answer}."
     return [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
 

@@ -8,6 +8,9 @@ no_reward: every reward of the first step is 0, and no later one differs
 reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0.5), if that was at least 0.1
     Our estimate: rewards vary between steps, but do not vanish. A broken policy also causes warnings of its symptoms,
     which need a step more.
+reward_hacking >= 0.9 of the best step's accuracy is gone for two steps, but at most half of the reward (ends < 0.5)
+    Our estimate, from a run that earned 0.4 a trajectory by calls alone and answered nothing. For rewards with a part
+    ``accuracy``.
 zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
     Half of the groups have equal rewards, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
     2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
@@ -47,7 +50,7 @@ from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import has_own_devices, uses_tools
-from jax_agent_rl.observe.watch import NoneEarned, Record, Rule, SinceBest, SinceLast, SinceStart
+from jax_agent_rl.observe.watch import NoneEarned, PaidForOther, Record, Rule, SinceBest, SinceLast, SinceStart
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
@@ -68,7 +71,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="reward_collapse",
-            value=SinceBest(),
+            value=SinceBest("reward_mean"),
             begins=0.9,
             ends=0.5,
             steps=2,
@@ -76,6 +79,16 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             advice="read what it writes now ('jax-agent-rl view RUN'), and begin again with a lower "
             f"learner.learning_rate={config.learner.learning_rate:g}, or with learner.lr_warmup_steps; cut-off texts, "
             "equal rewards and missing tool calls of these steps follow from it",
+        ),
+        Rule(
+            name="reward_hacking",
+            value=PaidForOther(),
+            begins=0.9,
+            ends=0.5,
+            steps=2,
+            message="{value:.0%} of the best step's accuracy is gone, and most of the reward is not",
+            advice="something other than right answers pays: see what in the best trajectories ('jax-agent-rl view RUN "
+            "--sort best'), and lower that part of the reward, or set algorithm.turn_reward=none if calls are paid",
         ),
         Rule(
             name="truncated",

@@ -161,17 +161,28 @@ class SinceStart:
 
 
 class SinceBest:
-    """The share of the best step's reward that is gone, from a mean reward of 0.1 on; a :data:`Value`."""
+    """The share of a metric's best value that is gone, once that was at least 0.1; a :data:`Value`."""
 
-    def __init__(self) -> None:
-        self._best = 0.0
+    def __init__(self, name: str) -> None:
+        self._name, self._best = name, 0.0
 
     def __call__(self, record: Record) -> float | None:
-        reward = record.get("reward_mean")
-        if reward is None:
+        value = record.get(self._name)
+        if value is None:
             return None
-        self._best = max(self._best, reward)
-        return 1 - reward / self._best if self._best >= 0.1 else None
+        self._best = max(self._best, value)
+        return 1 - value / self._best if self._best >= 0.1 else None
+
+
+class PaidForOther:
+    """The share of the best step's accuracy that is gone, 0 unless most of the reward has stayed; a :data:`Value`."""
+
+    def __init__(self) -> None:
+        self._reward, self._accuracy = SinceBest("reward_mean"), SinceBest("reward/accuracy")
+
+    def __call__(self, record: Record) -> float | None:
+        reward, accuracy = self._reward(record), self._accuracy(record)
+        return 0.0 if accuracy is None or reward is None or reward > 0.5 else accuracy
 
 
 class SinceLast:

@@ -170,6 +170,15 @@ def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():
     assert "(reward_collapse)" in said[0] and "learner.learning_rate=0.003" in said[0] and len(said) == 4
 
 
+def test_rewards_that_are_not_earned_by_right_answers_are_told():
+    """A run whose calls were paid: it called to the limit and answered nothing."""
+    steps = [(0.46, 0.38), (0.45, 0.25), (0.45, 0.02), (0.37, 0.0)]
+    said, watch = watched(conf(), *[{"reward_mean": reward, "reward/accuracy": right} for reward, right in steps])
+    assert watch.active == ["reward_hacking"] and "algorithm.turn_reward=none" in said[0]
+    both = [{"reward_mean": 0.5, "reward/accuracy": 0.5}, *[{"reward_mean": 0.0, "reward/accuracy": 0.0}] * 3]
+    assert watched(conf(), *both)[1].active == ["reward_collapse"]
+
+
 @pytest.mark.parametrize("rewards", [[0.0] * 6, [0.05, 0.0, 0.0, 0.0], [0.8, 0.1, 0.7, 0.1], [-1.0, -2.0, -3.0]])
 def test_low_and_changing_rewards_are_no_collapse(rewards: list[float]):
     assert watched(conf(), *[{"reward_mean": reward} for reward in rewards])[0] == []
