@@ -155,6 +155,8 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             "images of new sizes, are the usual causes",
         ),
     ]
+    if config.algorithm.adv_estimator == "none":  # rewards are not learned from
+        table = [rule for rule in table if rule.name not in ("no_reward", "reward_collapse", "reward_hacking")]
     if config.algorithm.needs_group:
         refill = (
             "" if config.algorithm.max_resample_rounds else "set algorithm.max_resample_rounds=3 (dynamic sampling), "

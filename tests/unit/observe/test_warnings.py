@@ -158,6 +158,11 @@ def test_the_limit_that_cuts_most_off_is_named():
     assert "60% of the trajectories" in said[0] and "(response_length)" in said[0]
 
 
+def test_rewards_that_nothing_learns_from_are_not_watched():
+    config = conf("algorithm.adv_estimator=none", "algorithm.kl.coef=0.1", "algorithm.kl.where=loss")
+    assert watched(config, *[{"reward_max": 0.0, "reward_mean": 0.0}] * 3)[0] == []
+
+
 def test_once_a_trajectory_has_earned_something_steps_without_reward_are_another_matter():
     said, watch = watched(conf(), {"reward_max": 0.0}, {"reward_max": 0.5}, *[{"reward_max": 0.0}] * 3)
     assert len(said) == 1 and watch.active == [] and watch.warnings[0].steps == 1
