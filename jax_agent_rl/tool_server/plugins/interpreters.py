@@ -245,10 +245,11 @@ class SqlTool(ServerTool[tuple[str, str], None]):
         request = json.dumps({"query": query, "max_rows": self.context.settings.sql.max_rows})
         result = await sandbox.run([sandbox.python, "-I", "query.py"], stdin=request.encode(), files=files)
         text = describe_result(result, sandbox.limits)
+        metrics = failure_metrics(result.ok and not text.startswith("Error: "))
         turns_left = action.extra.get("turns_left")
         if isinstance(turns_left, int):
             text += f"\n<reminder>You have {turns_left} turns left to complete the task.</reminder>"
-        return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n")
+        return ToolObservation(text=f"\n\n<observation>{text}</observation>\n\n", metrics=metrics)
 
     def _database(self, db_id: object) -> Path:
         """Resolve ``ID.sqlite``, ``ID/ID.sqlite`` (the layout of Spider and BIRD) or ``ID`` itself."""

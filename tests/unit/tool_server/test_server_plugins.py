@@ -167,7 +167,8 @@ async def test_sql_answers_with_rows_and_turns_left_and_the_solution_ends(databa
         )
         assert "(more rows; the first 3 are shown)" in text_of(await act("<sql>SELECT * FROM item</sql>"))
         assert "(no rows)" in text_of(await act("<sql>SELECT * FROM item WHERE 0</sql>"))
-        assert "Error: no such table: nope" in text_of(await act("<sql>SELECT * FROM nope</sql>"))
+        refused = await act("<sql>SELECT * FROM nope</sql>")
+        assert "Error: no such table: nope" in text_of(refused) and refused.observation["metrics"] == {"failed": 1.0}
         assert "pen" in text_of(await act("<sql>SELECT name FROM item</sql>", db_id="other"))
         reply = await act("<solution>SELECT 1</solution>")
         assert (reply.done, reply.valid, reply.observation) == (True, False, "")
