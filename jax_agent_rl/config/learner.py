@@ -141,8 +141,8 @@ class RowsConfig(OptimizerSection):
     share_prefixes: bool = Field(default=True, description="Compute tokens shared by several sequences of a row once.")
     remat: Literal["none", "dots", "full"] = Field(
         default="dots",
-        description="What the backward pass recomputes. none: nothing. dots: all but matrix products (and attention, "
-        "on CPUs). full: whole layers.",
+        description="What the backward pass recomputes. none: nothing. dots: all but matrix products and attention. "
+        "full: whole layers.",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

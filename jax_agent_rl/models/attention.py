@@ -28,7 +28,7 @@ from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 
 BLOCK = 128
 SAVED = "attention"
-"""Checkpoint name of what the backward pass reuses, for rematerialization policies."""
+"""Checkpoint name of attention's output, which the backward pass reuses, for rematerialization policies."""
 
 
 def sharded_tree_attention(
@@ -126,8 +126,7 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: Tree
 def _save(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
 ) -> tuple[jax.Array, tuple]:
-    arrays = (q, k, v, *_forward(q, k, v, tree_mask, sinks))
-    q, k, v, output, normalizer = (checkpoint_name(x, SAVED) for x in arrays)
+    output, normalizer = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, tree_mask, sinks))
     return output, ((q, k, v, tree_mask, output, normalizer), sinks)
 
 

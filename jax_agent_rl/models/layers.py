@@ -45,8 +45,7 @@ ACTIVATIONS = {
 }
 """From the two products of a gated network to its hidden units."""
 REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
+    "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(SAVED),
     ),
