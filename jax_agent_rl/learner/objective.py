@@ -81,8 +81,8 @@ def objective_config(
         temperature: the rollout's.
         mesh: of parameters and batch; None on one device.
         scored: old log-probs come from elsewhere.
-        on_cpu: the objective runs on a CPU. There arithmetic is dear and memory is not, so logits are kept for the
-            backward pass; they are computed in smaller chunks.
+        on_cpu: the objective runs on a CPU. There arithmetic is dear and memory is not, so that more is kept for the
+            backward pass: logits, and with remat ``dots`` what attention is given. Logits are computed in smaller chunks.
     """
     correction, kl = algorithm.rollout_correction, algorithm.kl
     needs_old = (
@@ -104,7 +104,7 @@ def objective_config(
         temperature=temperature,
         on_policy=not (needs_old or correction.bypass_mode),
         bypass=correction.bypass_mode,
-        remat=config.remat,
+        remat="dots_and_attention" if on_cpu and config.remat == "dots" else config.remat,
         mesh=mesh,
         kept_logits=KEPT_LOGITS if on_cpu and mesh is None else 0,
         targets_per_chunk=TARGETS_PER_CHUNK["cpu" if on_cpu else "accelerator"],

@@ -27,8 +27,8 @@ from jax_agent_rl.models.sharding import ROWS, by_platform
 from jax_agent_rl.models.tree_kernel import MASK_VALUE, TreeMask
 
 BLOCK = 128
-SAVED = "attention"
-"""Checkpoint name of attention's output, which the backward pass reuses, for rematerialization policies."""
+ATTENTION_INPUTS, ATTENTION_OUTPUT = "attention inputs", "attention output"
+"""Checkpoint names of what the backward pass reuses, for rematerialization policies."""
 
 
 def sharded_tree_attention(
@@ -126,7 +126,8 @@ def _forward_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: Tree
 def _save(
     q: jax.Array, k: jax.Array, v: jax.Array, tree_mask: TreeMask, sinks: jax.Array | None
 ) -> tuple[jax.Array, tuple]:
-    output, normalizer = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, tree_mask, sinks))
+    output, normalizer = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(q, k, v, tree_mask, sinks))
+    q, k, v = (checkpoint_name(x, ATTENTION_INPUTS) for x in (q, k, v))
     return output, ((q, k, v, tree_mask, output, normalizer), sinks)
 
 

@@ -189,7 +189,7 @@ class Decoder(Module):
             routed_experts: [B, T, L, k], experts to take; a token of -1 chooses its own, as all do with None.
             images: features and rotary positions; None for text alone, whose rotary positions are ``positions``.
             remat: what the backward pass recomputes: ``none``; ``dots``, all but matrix products and attention;
-                ``full``, each layer.
+                ``dots_and_attention``, all but them and what attention is given; ``full``, each layer.
             mesh: splits rows, tokens and experts, see ``models.sharding``; None on one device.
 
         Returns:

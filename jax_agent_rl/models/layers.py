@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_agent_rl.models.attention import SAVED
+from jax_agent_rl.models.attention import ATTENTION_INPUTS, ATTENTION_OUTPUT
 from jax_agent_rl.models.config import (
     DecoderConfig,
     DynamicScaling,
@@ -47,7 +47,11 @@ ACTIVATIONS = {
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(SAVED),
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
+    ),
+    "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_INPUTS, ATTENTION_OUTPUT),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
