@@ -82,7 +82,7 @@ def objective_config(
         mesh: of parameters and batch; None on one device.
         scored: old log-probs come from elsewhere.
         on_cpu: the objective runs on a CPU. There arithmetic is dear and memory is not, so that more is kept for the
-            backward pass: logits, and with remat ``dots`` what attention is given. Logits are computed in smaller chunks.
+            backward pass: logits, and with remat ``dots`` what attention is given. Logits are made in smaller chunks.
     """
     correction, kl = algorithm.rollout_correction, algorithm.kl
     needs_old = (
