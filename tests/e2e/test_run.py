@@ -49,8 +49,8 @@ def test_a_run_leaves_a_complete_folder_and_can_be_viewed_and_exported(recipe: P
     assert len(steps) == 2 and all(r["weight_update_seconds"] > 0 for r in steps)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "config.json").read_text())["trainer"]["steps"] == 2
-    assert "held-out accuracy" in result.stdout and "best: step " in result.stdout
-    assert "worst: step " in result.stdout and "  assistant  " in result.stdout and "report.html" in result.stdout
+    assert "held-out accuracy" in result.stdout and "report.html" in result.stdout
+    assert "every reward is the same: step " in result.stdout and "  assistant  " in result.stdout  # a random model
     for record in read_records(folder / "trajectories.jsonl"):
         count = len(record["response_ids"])
         assert len(record["response_mask"]) == len(record["rollout_logprobs"]) == count
