@@ -8,8 +8,7 @@ and the running maximum and sum of each query's softmax, so the program does not
 - Fully masked pairs of blocks are found once, outside, and neither computed nor read.
 - Scores are [keys, queries], so that values per query (softmax statistics, index, depth) are a row of lanes, as in
   memory, and only values per key (end of its subtree, depth) are a column.
-- One grid step serves one query head, so a head's block is a plain matrix; the G heads of one key/value head add up
-  their gradients in the same buffer.
+- A grid step serves one query head, so its block is a plain matrix; the G heads of a key/value head share a gradient.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ async def test_a_run_that_resumes_remembers_what_it_was_warned_of_and_does_not_s
     lines: list[str] = []
     trainer.progress.print_line = lines.append
     with observers(trainer.runtime.config, trainer.folder, step=4, rows=[], progress=trainer.progress) as found:
-        assert [w["name"] for w in found.summary()["warnings"]][:1] == ["zero_variance"] and lines == []
+        assert [w["name"] for w in found.summary()["warnings"]][:2] == ["no_reward", "zero_variance"] and lines == []
 
 
 async def test_rows_without_an_agent_are_in_the_summary_from_the_start(tmp_path: Path):
