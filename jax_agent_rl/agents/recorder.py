@@ -85,6 +85,7 @@ class ChatRecorder:
         self._by_conversation: dict[str, list[RecordedTurn]] = {}
         self._images = SessionImages(max_pixels=context.limits.endpoint.max_session_pixels)
         self._asked: Counter[str] = Counter()
+        self._hidden: set[tuple[str, ...]] = set()  # tools looked for in a prompt that does not describe them
         self._open = 0  # requests that are being sampled
 
     async def chat(
@@ -116,7 +117,7 @@ class ChatRecorder:
             plain = plain_messages(messages, self.context.modalities)
             schemas = self._shown(tools)
             if tools and not schemas:
-                _warn_if_hidden(tools, plain)
+                self._warn_if_hidden(tools, plain)
             request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self.context.codec, output, tools=tools, stop=sampling.stop))
@@ -215,6 +216,15 @@ class ChatRecorder:
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """Return the tools that the prompt shows."""
         return tuple(tools) if self.context.limits.tool_prompt == "template" else ()
+
+    def _warn_if_hidden(self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
+        """Warn if no message mentions one of the tools; conversations grow, so only their first request is read."""
+        names = tuple(str((tool.get("function") or tool).get("name")) for tool in tools)
+        if names in self._hidden:
+            return
+        self._hidden.add(names)
+        if not any(name in str(message.get("content")) for name in names for message in messages):
+            _warn_about_hidden(names)
 
     def _resolve_text(self, prompt: str) -> TurnRequest:
         codec = self.context.codec
@@ -344,13 +354,6 @@ def _agreement(turn: RecordedTurn, replies: Sequence[Traces]) -> int:
         + (trace.call_ids == tuple(call.id for call in past.reply.tool_calls))
         for past, trace in pairs
     )
-
-
-def _warn_if_hidden(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
-    """Warn if the prompt neither describes a request's tools nor mentions one of them."""
-    names = tuple(str((tool.get("function") or tool).get("name")) for tool in tools)
-    if not any(name in str(message.get("content")) for name in names for message in messages):
-        _warn_about_hidden(names)
 
 
 @functools.cache  # once for the same tools

@@ -44,15 +44,18 @@ ACTIVATIONS = {
     "clamped_swiglu": _clamped_swiglu,
 }
 """From the two products of a gated network to its hidden units."""
+
+
+def _save_dots_and(*names: str) -> Callable[..., Any]:
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*names)
+    )
+
+
 REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
-    ),
-    "dots_and_attention": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_INPUTS, ATTENTION_OUTPUT),
-    ),
+    "dots": _save_dots_and(ATTENTION_OUTPUT),
+    "dots_and_attention": _save_dots_and(ATTENTION_INPUTS, ATTENTION_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -50,7 +50,7 @@ from typing import Any
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import has_own_devices, uses_tools
-from jax_agent_rl.observe.watch import NoneEarned, PaidForOther, Record, Rule, SinceBest, SinceLast, SinceStart
+from jax_agent_rl.observe.watch import NoReward, Record, RewardWithoutAccuracy, Rule, SinceBest, SinceLast, SinceStart
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
@@ -60,7 +60,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
     table = [
         Rule(
             name="no_reward",
-            value=NoneEarned(),
+            value=NoReward(),
             begins=1,
             ends=1,
             steps=1,
@@ -82,7 +82,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="reward_hacking",
-            value=PaidForOther(),
+            value=RewardWithoutAccuracy(),
             begins=0.9,
             ends=0.5,
             steps=2,

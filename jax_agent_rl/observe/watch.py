@@ -1,4 +1,4 @@
-"""Rules on a run's steps, and the warnings that come of them; the rules themselves are in ``warnings``.
+"""Watching a run's steps by rules, and the warnings that they raise; ``warnings`` holds the table of rules.
 
 ::
 
@@ -174,7 +174,7 @@ class SinceBest:
         return 1 - value / self._best if self._best >= 0.1 else None
 
 
-class PaidForOther:
+class RewardWithoutAccuracy:
     """The share of the best step's accuracy that is gone, 0 unless most of the reward has stayed; a :data:`Value`."""
 
     def __init__(self) -> None:
@@ -202,12 +202,12 @@ class SinceLast:
         return total - before if total >= before else total
 
 
-class NoneEarned:
-    """1 until a trajectory earns something, then 0; a :data:`Value`."""
+class NoReward:
+    """1 while every reward has been 0, then 0; a :data:`Value`."""
 
     def __init__(self) -> None:
         self._earned = False
 
     def __call__(self, record: Record) -> float | None:
-        self._earned |= bool(record.get("reward_max", 1.0))
+        self._earned |= bool(record.get("reward_max", 1.0) or record.get("reward_min"))
         return float(not self._earned)

@@ -232,14 +232,14 @@ def make_plan(
     config = choose_engine_mesh(config, model, slice)
     where = place_devices(config, slice.devices)
     for line in idle_chips(config, slice, where):
-        on_progress(f"{line}, or add --search")
+        on_progress(line)
     on_progress("tracing")
     made = inventory(config, model, where)
     compiled, before = [], ""
     for number, program in enumerate(made.programs, 1):
         on_progress(f"compiling {program.name} ({number} of {len(made.programs)}){before}")
         compiled.append(compile_program(program, slice.chip))
-        before = f"; before it, {compiled[-1].summary(slice.chip)}"
+        before = f"; {program.name}: {compiled[-1].summary(slice.chip)}"
     return ResourcePlan(
         config=config,
         model=model,
@@ -257,13 +257,14 @@ def make_plan(
 def idle_chips(config: Config, slice: Slice, placement: DevicePlacement) -> list[str]:
     """Return a line, with a fix, for each phase in which chips have nothing to do."""
     number = {device: i for i, device in enumerate(slice.devices)}
-    return report_idle(
+    idle = report_idle(
         config,
         count=slice.chips,
         sampling={number[device] for mesh in placement.engines for device in mesh.devices.flat},
         learning={number[device] for device in placement.learner.devices.flat},
         hosts=max(1, len(placement.engines)),
     )
+    return [f"{line}, or add --search" for line in idle]
 
 
 def loads(inventory: Inventory, compiled: Sequence[Compiled], *, capacity: int) -> list[Load]:

@@ -153,8 +153,7 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
             yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
         else:
             yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
-    idle = idle_chips(plan.config, plan.slice, plan.placement)
-    yield from (f"[yellow]{line}[/yellow], or add --search." for line in idle)
+    yield from (f"[yellow]{line}[/yellow]." for line in idle_chips(plan.config, plan.slice, plan.placement))
 
 
 def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:

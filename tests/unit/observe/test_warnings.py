@@ -168,6 +168,10 @@ def test_once_a_trajectory_has_earned_something_steps_without_reward_are_another
     assert len(said) == 1 and watch.active == [] and watch.warnings[0].steps == 1
 
 
+def test_a_reward_that_only_punishes_is_a_reward():
+    assert watched(conf(), *[{"reward_max": 0.0, "reward_min": -3.0}] * 3)[0] == []
+
+
 def test_a_policy_that_an_update_broke_is_said_before_its_symptoms():
     """A run with a hundred times the learning rate: good for a step, then repeated tokens to the limit."""
     broken = {"reward_mean": 0.0, "truncated_share": 1.0, "zero_variance_share": 1.0, "tool_calls_mean": 0.0}
