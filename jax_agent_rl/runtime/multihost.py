@@ -190,9 +190,12 @@ class LeadingLearner:
             return jax.tree.map(lambda x: gathered(x).addressable_data(0), self._learner.params)
 
     def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
-        """Put a copy of the parameters into every process's buffer; ``weight_buffer`` is that of this one."""
+        """Put a copy of the parameters into every process's buffer (``weight_buffer``: this one's); wait for all."""
         with self._channel.command("weights", {"version": version, **self._source}):
-            weight_buffer.put(version, self._learner.params)
+            try:
+                weight_buffer.put(version, self._learner.params)
+            finally:  # no engine may ask for what its process is still copying
+                self._channel.barrier("weights")
 
     def store(self, folder: str, dtype: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
@@ -313,7 +316,10 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                         gathered(x)
                 case "weights":
                     assert weight_buffer is not None  # process 0 has one, too
-                    weight_buffer.put(payload["version"], source.params)
+                    try:
+                        weight_buffer.put(payload["version"], source.params)
+                    finally:  # process 0 has the same error
+                        channel.barrier("weights")
                 case "store":
                     try:
                         stored.write_part(**payload, params=source.params, part=jax.process_index())

@@ -7,12 +7,16 @@ import asyncio
 import functools
 import json
 import sys
+import time
+from typing import Any
 
 from jax_agent_rl.config import Config, load
+from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
+from jax_agent_rl.runtime import multihost_engines
 from jax_agent_rl.runtime.build import follow_run, make_learner
 from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
 from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer
@@ -23,6 +27,15 @@ from tests.trajectories import random_groups
 
 PROMPT = (5, 6, 7, 8)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+class LateGatherParams(GatherParams):
+    """Returns the copy one second late, when process 0 has long had its own."""
+
+    def __call__(self, params: Any) -> Any:
+        copied = super().__call__(params)
+        time.sleep(1)
+        return copied
 
 
 async def lead(config: Config) -> None:
@@ -60,6 +73,7 @@ async def show(client: LLMServerClient, learner: Learner | LeadingLearner, versi
 def main() -> None:
     config = load(sys.argv[1], sys.argv[2:])
     if initialize(config.learner.multihost):
+        multihost_engines.GatherParams = LateGatherParams
         follow_run(config)
     else:
         asyncio.run(lead(config))
