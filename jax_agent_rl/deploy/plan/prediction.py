@@ -181,7 +181,9 @@ class _Timeline:
                 seconds = max(seconds, in_memory)
         elif all(x.bytes <= 4 for x in arrays(each.result)):
             seconds = 0.0  # scalars, beside everything else
-        else:  # gathers, scatters and updates in place touch as much as they result in, or as they are given
+        elif updates := self._scattered(each):  # each is read, and where it goes is read and written
+            seconds = LAUNCH + self._memory(3 * updates)
+        else:  # gathers and updates in place touch as much as they result in, or as they are given
             touched = min((sum(x.bytes for x in arrays(t)) for t in (each.result, *operands[1:2])), default=0.0)
             seconds = LAUNCH + self._memory(2 * touched)
         return max([seconds, *hidden]), in_memory, f"{each.kind}{' with exchange' if hidden else ''}"
@@ -194,6 +196,17 @@ class _Timeline:
         steps = self.grids.get((flops, transcendentals, size), 1)
         read_here = self._memory(size)
         return LAUNCH + max(flops / self.chip.flops, read_here, steps * GRID_STEP), read_here
+
+    def _scattered(self, each: Instruction) -> float:
+        """Return the bytes of the updates of the scatters in a fusion."""
+        found = 0.0
+        for name in each.wrapped:
+            inside = self.program.computations.get(name, ())
+            types = {one.name: one.result for one in inside}
+            for one in inside:
+                updates = types[one.operands[2]] if one.kind == "scatter" else ""
+                found += sum(x.bytes for x in arrays(updates)) or self._scattered(one)
+        return found
 
     def _memory(self, size: float) -> float:
         return size / (self.chip.hbm_bandwidth * SUSTAINED)
