@@ -180,8 +180,11 @@ async def test_what_a_run_leaves_behind_is_found_and_its_processes_are_killed(tm
         port = server.getsockname()[1]
         (tmp_path / "weights").touch()
         waiting = asyncio.create_task(asyncio.Event().wait(), name="forgotten")
-        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
-        process = await asyncio.create_subprocess_exec(*sleeping, env={MARK: mark}, start_new_session=True)
+        sleeping = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+        environment, pipe = {MARK: mark}, asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*sleeping, env=environment, stdout=pipe, start_new_session=True)
+        assert process.stdout is not None
+        await process.stdout.readline()  # /proc shows no environment yet while a program is being loaded
         found = await find(port)
     assert (found.ports, found.files, found.tasks, found.count) == ([port], ["weights"], ["forgotten"], 4)
     assert found.processes[0].startswith(f"{process.pid}: ")
