@@ -23,16 +23,16 @@ from jax_agent_rl.errors import CompilerError
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
 CASES = (
-    Case("qwen2.5-1.5b", "v5e:2x2", 1, "fsdp=4"),
-    Case("qwen2.5-1.5b", "v6e:2x2", 1, "fsdp=4"),
-    Case("qwen3-8b", "v5e:4x4", 4, "fsdp=16"),
-    Case("qwen3-8b", "v5p:2x2x1", 4, "fsdp=4"),
-    Case("qwen3-8b", "v6e:2x4", 4, "fsdp=8"),
-    Case("qwen3-32b", "v5p:2x2x4", 4, "fsdp=16"),
-    Case("qwen3-32b", "v6e:4x8", 8, "fsdp=32"),
-    Case("llama-3.3-70b", "v5p:2x4x4", 4, "fsdp=32"),
-    Case("qwen3-30b-a3b", "v5p:2x2x4", 4, "fsdp=8 expert=2"),
-    Case("qwen3-30b-a3b", "v6e:4x8", 8, "fsdp=16 expert=2"),
+    Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"),
+    Case("qwen2.5-1.5b", "v6e:2x2", "tensor=1", "fsdp=4"),
+    Case("qwen3-8b", "v5e:4x4", "tensor=4", "fsdp=16"),
+    Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"),
+    Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"),
+    Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"),
+    Case("qwen3-32b", "v6e:4x8", "tensor=8", "fsdp=32"),
+    Case("llama-3.3-70b", "v5p:2x4x4", "tensor=4", "fsdp=32"),
+    Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"),
+    Case("qwen3-30b-a3b", "v6e:4x8", "expert=8", "fsdp=16 expert=2"),
 )
 
 

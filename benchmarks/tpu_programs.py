@@ -34,18 +34,18 @@ MAIN = {"decode": "decode", "prefill": "prefill", "learner": "policy gradient"}
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a slice: devices of an engine, and the learner's mesh."""
+    """A model on a slice, and the meshes of an engine and of the learner, as ``fsdp=4 expert=2``."""
 
     model: str
     topology: str
-    tensor: int
+    engine: str
     learner: str
 
     @property
     def overrides(self) -> list[str]:
         """Return the changes of the recipe."""
-        changes = [f"rollout.jetstream.mesh.tensor={self.tensor}", "learner.mesh.tensor=1"]
-        return [*changes, *(f"learner.mesh.{part}" for part in self.learner.split())]
+        meshes = {"rollout.jetstream.mesh": self.engine, "learner.mesh": self.learner}
+        return [f"{mesh}.{part}" for mesh, parts in meshes.items() for part in ("tensor=1", *parts.split())]
 
 
 def cases() -> Iterator[Case]:
@@ -53,10 +53,10 @@ def cases() -> Iterator[Case]:
     for topology in ("v5e:2x4", "v5p:2x2x1", "v6e:2x4"):
         chips = Slice.parse(topology).chips
         fsdp = f"fsdp={chips}"
-        yield Case("qwen2.5-1.5b", topology, 1, fsdp)
-        yield Case("qwen3-8b", topology, 4, fsdp)
-        yield Case("qwen3-32b", topology, chips, fsdp)
-        yield Case("qwen3-30b-a3b", topology, 4, f"fsdp={chips // 2} expert=2")
+        yield Case("qwen2.5-1.5b", topology, "tensor=1", fsdp)
+        yield Case("qwen3-8b", topology, "tensor=4", fsdp)
+        yield Case("qwen3-32b", topology, f"tensor={chips}", fsdp)
+        yield Case("qwen3-30b-a3b", topology, "expert=4", f"fsdp={chips // 2} expert=2")
 
 
 def compiled_with(case: Case, program: Profile, layers: int, more: list[str]) -> Compiled:
@@ -74,7 +74,10 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", default="", help="part of model/topology")
     parser.add_argument(
-        "--case", nargs=4, metavar=("MODEL", "TOPOLOGY", "TENSOR", "MESH"), help="another: qwen3-8b v6e:2x2 4 fsdp=4"
+        "--case",
+        nargs=4,
+        metavar=("MODEL", "TOPOLOGY", "ENGINE", "LEARNER"),
+        help="another, with its meshes: qwen3-8b v6e:2x2 tensor=4 fsdp=4",
     )
     parser.add_argument("--programs", nargs="+", default=["decode", "learner"], choices=list(MAIN))
     parser.add_argument("--layers", nargs=2, type=int, default=[2, 4], help="layers that are compiled")
@@ -84,8 +87,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     chosen = cases()
     if args.case:
-        model, topology, tensor, learner = args.case
-        chosen = [Case(model, topology, int(tensor), learner)]
+        chosen = [Case(*args.case)]
     for case in chosen:
         if args.only not in f"{case.model}/{case.topology}":
             continue

@@ -40,12 +40,13 @@ from jax_agent_rl.models.layers import (
     rope_tables,
     rotate,
 )
-from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts
+from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts, transposed
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
 """Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""
+EXPERTS = frozenset({"expert_gate", "expert_up", "expert_down"})
 
 
 class Kernels(enum.Enum):
@@ -67,8 +68,8 @@ class EngineParams:
     Attributes:
         embed: [V, D].
         layers: the learner's arrays of each layer, with ``qkv`` [K, (G+2)h, D] and ``qkv_bias`` [K, (G+2)h] in place of
-            q, k, v (queries, keys and values of each key/value head), ``gate_up`` [2, F, D] in place of gate, up, and
-            ``sinks`` [K, G].
+            q, k, v (queries, keys and values of each key/value head), ``gate_up`` [2, F, D] in place of gate, up,
+            ``sinks`` [K, G], and experts' matrices [E, in, out], as ``models.moe.grouped_product`` reads them.
         final_norm: [D].
         head: [V, D]; None if embeddings are tied.
         vision: the learner's subtree; None for text models.
@@ -97,10 +98,11 @@ def engine_params(
 
     def layer(i: int) -> Params:
         fused = _fuse(config, {name: x[i] for name, x in layers.items()})
-        return {
+        arranged = {
             name: x.astype(dtype) if quantize is None or name not in QUANTIZED else quantized(x, quantize, axis=-1)
             for name, x in fused.items()
         }
+        return arranged | {name: transposed(arranged[name]) for name in EXPERTS & arranged.keys()}
 
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
@@ -379,7 +381,7 @@ def _feed_forward(
     if config.experts is not None:
         x = rms_norm(config, x, layer.params[norm], axis=0)
         if mesh is None:
-            out, chosen = mixture_of_experts(config.experts, layer.params, x.T, activation)
+            out, chosen = mixture_of_experts(config.experts, layer.params, x.T, activation, by_input=True)
         else:
             out, chosen = replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh)
         return out.T, chosen

@@ -71,7 +71,8 @@ class KVCache:
 
     Attributes:
         layers: one for each.
-        routed: uint8 or uint16 [P, L, k, S], chosen experts; None without experts.
+        routed: uint8 or uint16 [P, 1, S, L k], the experts chosen in all layers; None without experts. What a position
+            chose is adjacent: to write single positions, TPUs would otherwise turn the array around and back.
     """
 
     layers: tuple[LayerKV, ...]
@@ -80,7 +81,7 @@ class KVCache:
     def by_position(self, function: Callable[..., Any], *others: KVCache) -> KVCache:
         """Map a function over all arrays, see :meth:`LayerKV.by_position`."""
         layer = jax.jit(lambda own, *rest: own.by_position(function, *rest))
-        routed = None if self.routed is None else function(3, self.routed, *(other.routed for other in others))
+        routed = None if self.routed is None else function(2, self.routed, *(other.routed for other in others))
         return KVCache(tuple(map(layer, self.layers, *(other.layers for other in others))), routed)
 
     @property
@@ -108,7 +109,7 @@ def empty_cache(config: DecoderConfig, count: int, length: int, dtype: jnp.dtype
     routed, experts = None, config.experts
     if experts is not None:
         numbers = jnp.uint8 if experts.count <= 256 else jnp.uint16
-        routed = jnp.zeros((count, config.num_layers, experts.per_token, length), numbers)
+        routed = jnp.zeros((count, 1, length, config.num_layers * experts.per_token), numbers)
     return KVCache(tuple(layer() for _ in range(config.num_layers)), routed)
 
 
@@ -179,12 +180,12 @@ def write_routed(
     """
     if cache.routed is None:
         return None
-    slots, new = jnp.arange(len(positions)), jnp.stack(chosen, axis=1).astype(cache.routed.dtype)  # [B, L, k]
+    slots, new = jnp.arange(len(positions)), jnp.concatenate(chosen, axis=1).astype(cache.routed.dtype)  # [B, L k]
     if pages is None:
-        return cache.routed.at[slots, :, :, positions].set(new)
+        return cache.routed.at[slots, 0, positions].set(new)
     page = pages[slots, positions // cache.length]
     page = jnp.where(page == NULL_PAGE, cache.count, page)
-    return cache.routed.at[page, :, :, positions % cache.length].set(new, mode="drop")
+    return cache.routed.at[page, 0, positions % cache.length].set(new, mode="drop")
 
 
 def write_back(cache: KVCache, rows: KVCache, pages: jax.Array, positions: jax.Array, steps: int) -> KVCache:

@@ -154,10 +154,8 @@ def chunk_pages(
     """Return the pages ``into`` of chunks computed by :func:`~jax_agent_rl.jetstream.forward.prefill_chunks`."""
     routed = None
     if cache.routed is not None:
-        chosen = jnp.stack([chosen for *_, chosen in layers if chosen is not None]).astype(
-            cache.routed.dtype
-        )  # [L, R T, k]
-        routed = chosen.reshape(len(layers), *tokens.shape, -1).transpose(1, 0, 3, 2)
+        chosen = jnp.concatenate([chosen for *_, chosen in layers if chosen is not None], axis=1)  # [R T, L k]
+        routed = chosen.astype(cache.routed.dtype).reshape(len(tokens), 1, tokens.shape[1], -1)
     new = KVCache(tuple(kv for _, kv, _ in layers), routed)
     return align_to_pages(cache, new, starts, into[:, 0])
 
@@ -183,8 +181,8 @@ def feed_columns(
 
 def read_routed(cache: KVCache, pages: jax.Array) -> jax.Array:
     """Return the experts chosen at the positions of ``pages`` int32 [n], [n S, L, k]."""
-    found = cache.routed[pages]  # [n, L, k, S]
-    return found.transpose(0, 3, 1, 2).reshape(-1, *found.shape[1:3])
+    found = cache.routed[pages]  # [n, 1, S, L k]
+    return found.reshape(-1, len(cache.layers), found.shape[-1] // len(cache.layers))
 
 
 @contextlib.contextmanager

@@ -41,11 +41,14 @@ from jax_agent_rl.models.sharding import (
 KEY = "rollout.jetstream.mesh"
 ENGINE_RULES = RULES | {"heads": DEVICES, "vocab": DEVICES}
 
-_FUSED_AXES = {
+_ENGINE_AXES = {  # of what the learner keeps otherwise, see jetstream.forward.EngineParams
     "qkv": ("layers", "heads", "choices", "embed"),
     "qkv_bias": ("layers", "heads", "choices"),
     "sinks": ("layers", "heads", "choices"),
     "gate_up": ("layers", "choices", "mlp", "embed"),
+    "expert_gate": ("layers", "experts", "embed", "mlp"),
+    "expert_up": ("layers", "experts", "embed", "mlp"),
+    "expert_down": ("layers", "experts", "mlp", "embed"),
 }
 
 
@@ -123,7 +126,7 @@ def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
         name = {"head": "lm_head"}.get(names[-1], names[-1])
         if quantized := name in ("numbers", "scale"):
             name = names[-2]
-        axes = _FUSED_AXES.get(name) or PARAMETER_AXES[name]
+        axes = _ENGINE_AXES.get(name) or PARAMETER_AXES[name]
         spec = PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers"))
         return NamedSharding(mesh, split_weight(x, spec) if quantized else spec)
 

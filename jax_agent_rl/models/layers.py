@@ -313,14 +313,16 @@ def quantized(x: jax.Array, dtype: jnp.dtype, *, axis: int) -> Quantized:
 
 
 def split_weight(weight: Any, spec: PartitionSpec) -> Any:
-    """Return the specs of a weight [..., in], quantized along ``in`` or not; a scale's axis of 1 is not split.
+    """Return the specs of a weight, quantized or not; a scale's axis of 1 is not split.
 
     >>> split_weight(jnp.zeros((4, 2)), PartitionSpec(None, "tensor"))
     PartitionSpec(None, 'tensor')
     >>> split_weight(jnp.zeros((4, 1)), PartitionSpec(None, "tensor"))
     PartitionSpec(None, None)
     """
-    return jax.tree.map(lambda x: spec if x.shape[-1] > 1 else PartitionSpec(*spec[:-1], None), weight)
+    return jax.tree.map(
+        lambda x: PartitionSpec(*(a if n > 1 else None for a, n in zip(spec, x.shape, strict=True))), weight
+    )
 
 
 def product(weight: Any, x: jax.Array) -> jax.Array:

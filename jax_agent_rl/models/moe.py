@@ -109,7 +109,13 @@ def load_balancing_loss(probabilities: jax.Array, share: jax.Array, tokens: jax.
 
 
 def mixture_of_experts(
-    experts: Experts, layer: Params, x: jax.Array, activation: Activation, given: jax.Array | None = None
+    experts: Experts,
+    layer: Params,
+    x: jax.Array,
+    activation: Activation,
+    given: jax.Array | None = None,
+    *,
+    by_input: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply each token's experts, weighted: [N, D] -> [N, D] and the choices int32 [N, k].
 
@@ -120,9 +126,10 @@ def mixture_of_experts(
         layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F]; and a
             bias ``…_bias`` [E, out] of each, or none.
         given: [N, k], see :func:`route`.
+        by_input: the experts' matrices are [E, in, out].
     """
     weights, chosen = route(experts, layer, x, given)
-    return _weighted(layer, x, weights, chosen, activation), chosen
+    return _weighted(layer, x, weights, chosen, activation, by_input=by_input), chosen
 
 
 def sharded_mixture_of_experts(
@@ -154,7 +161,7 @@ def sharded_mixture_of_experts(
 def replicated_mixture_of_experts(
     experts: Experts, layer: Params, x: jax.Array, activation: Activation, mesh: Mesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply :func:`mixture_of_experts` to [N, D] that is replicated.
+    """Apply :func:`mixture_of_experts` with matrices [E, in, out] to [N, D] that is replicated.
 
     Experts are split over ``expert`` and their hidden units over ``tensor``; devices all-reduce their parts.
     """
@@ -162,11 +169,11 @@ def replicated_mixture_of_experts(
 
     def shard(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, chosen = route(experts, layer, x)
-        mixed = _weighted(_bias_once(layer), x, weights, _own(chosen, here), activation)
+        mixed = _weighted(_bias_once(layer), x, weights, _own(chosen, here), activation, by_input=True)
         return jax.lax.psum(mixed, ("expert", "tensor")), chosen
 
     weights = {name: layer[name] for name in WEIGHTS if name in layer}
-    specs = {name: split_weight(weight, WEIGHTS[name]) for name, weight in weights.items()}
+    specs = {name: split_weight(weight, _by_input(WEIGHTS[name])) for name, weight in weights.items()}
     run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
     return run(weights, x)
 
@@ -185,7 +192,25 @@ def _own(chosen: jax.Array, here: int) -> jax.Array:
     return jnp.where((chosen >= 0) & (chosen < here), chosen, here)
 
 
-def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array, activation: Activation) -> jax.Array:
+def _by_input(spec: PartitionSpec) -> PartitionSpec:
+    """Return the spec of an expert's matrices [E, in, out], given that of [E, out, in]; others stay."""
+    return PartitionSpec(spec[0], spec[2], spec[1]) if len(spec) == 3 else spec
+
+
+def transposed(weight: Any) -> Any:
+    """Swap the last two axes of matrices, quantized or not."""
+    return jax.tree.map(lambda x: x.swapaxes(-1, -2), weight)
+
+
+def _weighted(
+    layer: Params,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    activation: Activation,
+    *,
+    by_input: bool = False,
+) -> jax.Array:
     """Return the weighted outputs [N, D] of the chosen experts [N, k]; an index past the last adds nothing."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
     token = order // chosen.shape[1]
@@ -197,7 +222,7 @@ def _weighted(layer: Params, x: jax.Array, weights: jax.Array, chosen: jax.Array
     grouped = jnp.where(present, x[token], 0)
 
     def product(values: jax.Array, name: str) -> jax.Array:
-        out = grouped_product(values, layer[name], sizes, expert)
+        out = grouped_product(values, layer[name], sizes, expert, by_input=by_input)
         bias = layer.get(f"{name}_bias")
         return out if bias is None else out + bias.at[expert].get(mode="clip")
 
@@ -210,19 +235,25 @@ TILE_ROWS, TILE_COLUMNS = 512, 1024
 """Tile of the kernel: rows of the operands, and at most so much of each dimension of the result."""
 
 
-def grouped_product(x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array) -> jax.Array:
-    """Multiply each row of x [N, in] with the matrix of its group in [E, out, in] -> [N, out].
+def grouped_product(
+    x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array, *, by_input: bool = False
+) -> jax.Array:
+    """Multiply each row of x [N, in] with the matrix of its group -> [N, out].
 
     Args:
         x: rows ordered by group.
-        weight: matrices, quantized (``models.layers``) or not.
+        weight: matrices [E, out, in], quantized (``models.layers``) or not.
         sizes: int32 [E], rows of each group.
         group: int32 [N], group of each row; rows past the last group are undefined, forward and backward.
+        by_input: matrices are [E, in, out], which libtpu's kernel reads as they are: an engine keeps them so.
     """
-    if isinstance(weight, jax.Array):
+    if isinstance(weight, jax.Array) and not by_input:
         return _product(x, weight, sizes)
-    out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype).swapaxes(1, 2), sizes)
-    return out * weight.scale[..., 0].at[group].get(mode="clip").astype(x.dtype)
+    weight = weight if by_input else transposed(weight)
+    if isinstance(weight, jax.Array):
+        return jax.lax.ragged_dot(x, weight, sizes)
+    out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype), sizes)
+    return out * weight.scale[:, 0].at[group].get(mode="clip").astype(x.dtype)
 
 
 @jax.custom_vjp
