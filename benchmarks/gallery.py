@@ -169,6 +169,7 @@ def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
         axes.set(ylim=(0, 1), ylabel="held-out accuracy")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
+    axes.locator_params(axis="x", integer=True)
     file.parent.mkdir(exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "gallery"}):  # the same picture is the same file
         drawn.savefig(file, metadata={"Date": None})

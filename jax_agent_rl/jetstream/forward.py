@@ -44,9 +44,9 @@ from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_ex
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
-QUANTIZED = frozenset({"qkv", "o", "gate_up", "down", "expert_gate", "expert_up", "expert_down"})
-"""Matrices [..., in] that tolerate 8 bits; a router's choices are not smooth."""
 EXPERTS = frozenset({"expert_gate", "expert_up", "expert_down"})
+QUANTIZED = EXPERTS | {"qkv", "o", "gate_up", "down"}
+"""Matrices that tolerate 8 bits; a router's choices are not smooth."""
 
 
 class Kernels(enum.Enum):
