@@ -20,8 +20,10 @@ class EngineMeshConfig(Section):
         description="Engines side by side, each with its own weights and KV cache; they share the requests. null: as "
         "many as the process's devices allow on TPUs and GPUs, one on CPUs.",
     )
-    expert: Positive = Field(
-        default=1, description="Shards of every layer's experts; other weights are split over these devices, too."
+    expert: Positive | None = Field(
+        default=None,
+        description="Shards of every layer's experts; other weights are split over these devices, too. null: of a "
+        "mixture of experts whose tensor is null, as many as have memory, see there; otherwise 1.",
     )
     tensor: Positive | None = Field(
         default=None,
@@ -32,7 +34,7 @@ class EngineMeshConfig(Section):
     @property
     def engine_devices(self) -> int:
         """Number of devices of one engine; at least so many if ``tensor`` is null."""
-        return self.expert * (self.tensor or 1)
+        return (self.expert or 1) * (self.tensor or 1)
 
     @property
     def devices(self) -> int:

@@ -3,6 +3,7 @@
 ::
 
     tensor   as few devices as hold the weights and the KV cache, beside the learner's state if it is there, too
+    expert   for a mixture, these instead: kernels prefer whole experts to parts of all
     data     as many engines as the process's other devices allow
 
 Only accelerators are filled up: simulated devices of a CPU share its cores, so they get one engine on one device.
@@ -104,42 +105,43 @@ def resolve_engine_mesh(
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
 
     rollout, mesh = config.rollout, config.rollout.jetstream.mesh
-    if mesh.data is not None and mesh.tensor is not None:
+    if mesh.data is not None and mesh.tensor is not None and mesh.expert is not None:
         return config
     devices = jax.local_devices() if devices is None else devices
     one_program = rollout.deterministic or rollout.jetstream.engine_factory is not None
     if one_program or devices[0].platform == "cpu":
-        return with_engine_mesh(config, data=mesh.data or 1, tensor=mesh.tensor or 1)
+        return with_engine_mesh(config, mesh)
     own = devices[rollout.jetstream.device_offset :]
-    most = len(own) // (mesh.expert * (mesh.data or 1))
+    most = len(own) // ((mesh.expert or 1) * (mesh.data or 1))
     if not most:  # this says what is missing
         make_engine_mesh(mesh, device_offset=rollout.jetstream.device_offset, devices=devices)
-    sizes = [size for size in range(1, most + 1) if _divides(size, mesh, model, own)] or [1]
-    if mesh.tensor is not None:
-        sizes = [mesh.tensor]
+    axis = "expert" if model.experts is not None and mesh.expert is None and mesh.tensor is None else "tensor"
+    sizes = range(1, most + 1) if mesh.tensor is None else [mesh.tensor]
+    meshes = [mesh.model_copy(update={axis: size}) for size in sizes]
+    if mesh.tensor is None:
+        meshes = [made for made in meshes if _divides(made, model, own)] or meshes[:1]
     if memory is None:
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    for size in sizes:
-        data = mesh.data or max(1, len(own) // (mesh.expert * size))
-        made = with_engine_mesh(config, data=data, tensor=size)
+    for one in meshes:
+        data = mesh.data or max(1, len(own) // one.engine_devices)
+        made = with_engine_mesh(config, one.model_copy(update={"data": data}))
         if memory is None or _need(made, model) <= _USED_SHARE * memory:
             return made
     return made
 
 
-def with_engine_mesh(config: Config, *, data: int, tensor: int) -> Config:
-    """Return the configuration with these axes of ``rollout.jetstream.mesh``."""
-    mesh = config.rollout.jetstream.mesh.model_copy(update={"data": data, "tensor": tensor})
+def with_engine_mesh(config: Config, mesh: EngineMeshConfig) -> Config:
+    """Return the configuration with this ``rollout.jetstream.mesh``; what is null is 1."""
+    mesh = EngineMeshConfig(data=mesh.data or 1, expert=mesh.expert or 1, tensor=mesh.tensor or 1)
     engine = config.rollout.jetstream.model_copy(update={"mesh": mesh})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"jetstream": engine})})
 
 
-def _divides(size: int, mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Device]) -> bool:
+def _divides(mesh: EngineMeshConfig, model: DecoderConfig, devices: Sequence[Device]) -> bool:
     from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 
     try:
-        one = EngineMeshConfig(expert=mesh.expert, tensor=size, data=1)
-        engine_config(model, make_engine_mesh(one, devices=devices))
+        engine_config(model, make_engine_mesh(mesh.model_copy(update={"data": 1}), devices=devices))
     except ConfigError:
         return False
     return True

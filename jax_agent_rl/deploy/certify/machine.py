@@ -193,7 +193,7 @@ class Machine:
     def alone(self) -> Config:
         """The configuration with one embedded engine beside the learner."""
         config = resolve_engine_mesh(self.config, self.model)
-        config = with_engine_mesh(config, data=1, tensor=config.rollout.jetstream.mesh.tensor or 1)
+        config = with_engine_mesh(config, config.rollout.jetstream.mesh.model_copy(update={"data": 1}))
         rollout = config.rollout.model_copy(update={"backend": "jetstream", "placement": "colocated"})
         return config.model_copy(update={"rollout": rollout})
 

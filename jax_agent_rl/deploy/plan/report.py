@@ -299,9 +299,10 @@ class Adviser:
         engine = self.config.rollout.jetstream
         if engine.dtype == "float32":
             yield from self._accepted("rollout.jetstream.dtype=bfloat16")
-        data, tensor = engine.mesh.data or 1, engine.mesh.tensor or 1
+        data, axis = engine.mesh.data or 1, "expert" if (engine.mesh.expert or 1) > 1 else "tensor"
         fewer = [f"rollout.jetstream.mesh.data={data // 2}"] if data > 1 else []
-        yield from self._accepted(f"rollout.jetstream.mesh.tensor={tensor * 2}", *fewer)
+        more = 2 * (getattr(engine.mesh, axis) or 1)
+        yield from self._accepted(f"rollout.jetstream.mesh.{axis}={more}", *fewer)
 
     def _activations(self) -> Iterator[str]:
         learner = self.config.learner

@@ -119,7 +119,7 @@ def candidates(configured: Callable[[Sequence[str]], Config], model: DecoderConf
     reasons: set[str] = set()
     config = configured(())
     for learner in learner_meshes(config, model, slice):
-        for engine in engine_meshes(config, slice):
+        for engine in engine_meshes(config, model, slice):
             meshes = {**learner, **engine}
             try:
                 where = check_layout(configured(as_overrides(meshes)), model, slice)

@@ -242,8 +242,8 @@ def choose_engine_mesh(config: Config, model: DecoderConfig, slice: Slice) -> Co
     own = [device for device in devices if device.process_index == devices[0].process_index]
     if rollout.placement == "separate":
         if mesh.data is None and mesh.tensor is not None:
-            return with_engine_mesh(config, data=1, tensor=mesh.tensor)
-        own = devices[config.learner.mesh.devices :][: mesh.expert * (mesh.data or 1)] or own
+            return with_engine_mesh(config, mesh)
+        own = devices[config.learner.mesh.devices :][: mesh.devices] or own
     return resolve_engine_mesh(config, model, devices=own, memory=slice.chip.hbm_bytes)
 
 
@@ -321,7 +321,7 @@ def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
 
 
-def engine_meshes(config: Config, slice: Slice) -> Iterator[Choice]:
+def engine_meshes(config: Config, model: DecoderConfig, slice: Slice) -> Iterator[Choice]:
     """Yield every mesh of a process's engines that share chips with the learner; otherwise the configured one.
 
     The number of engines follows from their size, unless it is configured.
@@ -331,10 +331,13 @@ def engine_meshes(config: Config, slice: Slice) -> Iterator[Choice]:
         return
     mesh = config.rollout.jetstream.mesh
     own = sum(device.process_index == slice.devices[0].process_index for device in slice.devices)
-    own = (own - config.rollout.jetstream.device_offset) // mesh.expert
+    own -= config.rollout.jetstream.device_offset
+    split = model.experts is not None and mesh.expert is None  # by whole experts, see resolve_engine_mesh
     for size in (1, 2, 4, 8):
-        data = {} if mesh.data is None else {"rollout.jetstream.mesh.data": max(1, own // size)}
-        yield {**data, "rollout.jetstream.mesh.tensor": size}
+        one = mesh.model_copy(update={"data": 1, "expert" if split else "tensor": size})
+        sizes = {"expert": size, "tensor": 1} if split else {"tensor": size}
+        data = {} if mesh.data is None else {"data": max(1, own // one.devices)}
+        yield {f"rollout.jetstream.mesh.{axis}": number for axis, number in {**data, **sizes}.items()}
 
 
 def batch_sizes(config: Config) -> Iterator[Choice]:

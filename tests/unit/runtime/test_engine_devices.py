@@ -69,6 +69,27 @@ def test_engines_are_split_until_weights_cache_and_the_learners_state_fit():
     assert resolved("qwen3-8b", settings(learner=learner, max_in_flight=32), memory=95 * GIB) == (4, 1)
 
 
+def test_of_a_mixture_whole_experts_are_split():
+    """Qwen3-30B-A3B: 30.5e9 parameters, 56.9 GiB in bfloat16.
+
+    KV: 48 layers x 4 heads x 128 x 2 x 2 B = 98,304 B a token. Without the learner (``sleep_during_update``), of
+    0.8 x 32 GiB, two chips with 16 of 32 contexts of 2048 have too little (28.4 + 1.5 each), and four with 32 of them
+    have enough (14.2 + 1.5).
+    """
+
+    def mesh(**engine: Any) -> tuple[int | None, ...]:
+        made = settings(engine=engine, max_in_flight=32, sleep_during_update=True)
+        with architecture_folder("qwen3-30b-a3b") as folder:
+            devices, model = [Device(n) for n in range(4)], load_config(folder)
+            found = resolve_engine_mesh(made, model, devices=devices, memory=32 * GIB).rollout.jetstream.mesh
+        return found.data, found.expert, found.tensor
+
+    assert mesh() == (1, 4, 1)
+    assert mesh(mesh={"expert": 1}) == (1, 1, 4)
+    assert mesh(mesh={"expert": 2}) == (1, 2, 2)
+    assert mesh(mesh={"tensor": 2}) == (2, 1, 2)
+
+
 def test_the_learners_state_counts_only_where_it_is():
     """Qwen2.5-1.5B: 1.54e9 parameters, 2.9 GiB in bfloat16; of the learner's 23 GiB, two chips hold 11.5 each.
 
