@@ -213,22 +213,24 @@ def _weighted(
 ) -> jax.Array:
     """Return the weighted outputs [N, D] of the chosen experts [N, k]; an index past the last adds nothing."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
-    token = order // chosen.shape[1]
     count = layer["expert_gate"].shape[0]
     sizes = jnp.bincount(chosen.reshape(-1), length=count)
     expert = chosen.reshape(-1)[order]
-    # Rows past the last group of a grouped product are undefined, forward and backward: mask twice.
-    present = (expert < count)[:, None]
-    grouped = jnp.where(present, x[token], 0)
+    # Rows past the last group of a grouped product are undefined, forward and backward: they have no token, weight and
+    # bias, and so no gradient.
+    present = expert < count
+    token = jnp.where(present, order // chosen.shape[1], len(x))
+    weights = jnp.where(present, weights.reshape(-1)[order], 0)[:, None].astype(x.dtype)
 
-    def product(values: jax.Array, name: str) -> jax.Array:
+    def product(values: jax.Array, name: str, weights: jax.Array | int = 1) -> jax.Array:
         out = grouped_product(values, layer[name], sizes, expert, by_input=by_input)
         bias = layer.get(f"{name}_bias")
-        return out if bias is None else out + bias.at[expert].get(mode="clip")
+        return out if bias is None else out + bias.at[expert].get(mode="fill", fill_value=0) * weights
 
+    grouped = x.at[token].get(mode="fill", fill_value=0)
     hidden = activation(product(grouped, "expert_gate"), product(grouped, "expert_up"))
-    outputs = product(hidden, "expert_down") * weights.reshape(-1)[order, None].astype(x.dtype)
-    return jnp.zeros_like(x).at[token].add(jnp.where(present, outputs, 0))
+    # Weighted before the last product, where rows are shortest.
+    return jnp.zeros_like(x).at[token].add(product(hidden * weights, "expert_down", weights), mode="drop")
 
 
 TILE_ROWS, TILE_COLUMNS = 512, 1024
