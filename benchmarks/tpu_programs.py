@@ -44,6 +44,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """Return the changes of the recipe."""
+        # The recipe splits its engine by tensor.
         meshes = {"rollout.jetstream.mesh": self.engine, "learner.mesh": self.learner}
         return [f"{mesh}.{part}" for mesh, parts in meshes.items() for part in ("tensor=1", *parts.split())]
 

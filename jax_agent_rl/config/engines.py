@@ -22,8 +22,8 @@ class EngineMeshConfig(Section):
     )
     expert: Positive | None = Field(
         default=None,
-        description="Shards of every layer's experts; other weights are split over these devices, too. null: of a "
-        "mixture of experts whose tensor is null, as many as have memory, see there; otherwise 1.",
+        description="Shards of every layer's experts; other weights are split over these devices, too. null: for a "
+        "mixture of experts whose tensor is null, as few as have memory (see tensor); otherwise 1.",
     )
     tensor: Positive | None = Field(
         default=None,

@@ -40,11 +40,12 @@ from jax_agent_rl.models.layers import (
     rope_tables,
     rotate,
 )
-from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts, transposed
+from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts, transpose_matrices
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
 EXPERTS = frozenset({"expert_gate", "expert_up", "expert_down"})
+"""Matrices that an engine keeps transposed, [E, in, out]."""
 QUANTIZED = EXPERTS | {"qkv", "o", "gate_up", "down"}
 """Matrices that tolerate 8 bits; a router's choices are not smooth."""
 
@@ -102,7 +103,7 @@ def engine_params(
             name: x.astype(dtype) if quantize is None or name not in QUANTIZED else quantized(x, quantize, axis=-1)
             for name, x in fused.items()
         }
-        return arranged | {name: transposed(arranged[name]) for name in EXPERTS & arranged.keys()}
+        return arranged | {name: transpose_matrices(arranged[name]) for name in EXPERTS & arranged.keys()}
 
     return EngineParams(
         # + 0 makes a new buffer: the learner donates its own to the next optimizer step.
@@ -381,7 +382,7 @@ def _feed_forward(
     if config.experts is not None:
         x = rms_norm(config, x, layer.params[norm], axis=0)
         if mesh is None:
-            out, chosen = mixture_of_experts(config.experts, layer.params, x.T, activation, by_input=True)
+            out, chosen = mixture_of_experts(config.experts, layer.params, x.T, activation, transposed=True)
         else:
             out, chosen = replicated_mixture_of_experts(config.experts, layer.params, x.T, activation, mesh)
         return out.T, chosen

@@ -28,7 +28,7 @@ from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.layers import Quantized, embed
-from jax_agent_rl.models.moe import transposed
+from jax_agent_rl.models.moe import transpose_matrices
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample, named_tensors
 from jax_agent_rl.types import TokenScores
 
@@ -186,4 +186,4 @@ def _split(model: DecoderConfig, layer: Mapping[str, Any]) -> dict[str, np.ndarr
         arrays["sinks"] = arrays["sinks"].reshape(-1)
     if "gate_up" in arrays:
         arrays["gate"], arrays["up"] = arrays.pop("gate_up")
-    return arrays | {name: transposed(arrays[name]) for name in EXPERTS & arrays.keys()}
+    return arrays | {name: transpose_matrices(arrays[name]) for name in EXPERTS & arrays.keys()}

@@ -72,7 +72,7 @@ class KVCache:
     Attributes:
         layers: one for each.
         routed: uint8 or uint16 [P, 1, S, L k], the experts chosen in all layers; None without experts. What a position
-            chose is adjacent: to write single positions, TPUs would otherwise turn the array around and back.
+            chose is adjacent: to write single positions, TPUs would otherwise transpose the array and back.
     """
 
     layers: tuple[LayerKV, ...]

@@ -115,7 +115,7 @@ def mixture_of_experts(
     activation: Activation,
     given: jax.Array | None = None,
     *,
-    by_input: bool = False,
+    transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply each token's experts, weighted: [N, D] -> [N, D] and the choices int32 [N, k].
 
@@ -126,10 +126,10 @@ def mixture_of_experts(
         layer: ``router`` [E, D], ``expert_gate`` and ``expert_up`` [E, F, D], ``expert_down`` [E, D, F]; and a
             bias ``…_bias`` [E, out] of each, or none.
         given: [N, k], see :func:`route`.
-        by_input: the experts' matrices are [E, in, out].
+        transposed: the experts' matrices are [E, in, out].
     """
     weights, chosen = route(experts, layer, x, given)
-    return _weighted(layer, x, weights, chosen, activation, by_input=by_input), chosen
+    return _weighted(layer, x, weights, chosen, activation, transposed=transposed), chosen
 
 
 def sharded_mixture_of_experts(
@@ -169,11 +169,11 @@ def replicated_mixture_of_experts(
 
     def shard(layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, chosen = route(experts, layer, x)
-        mixed = _weighted(_bias_once(layer), x, weights, _own(chosen, here), activation, by_input=True)
+        mixed = _weighted(_bias_once(layer), x, weights, _own(chosen, here), activation, transposed=True)
         return jax.lax.psum(mixed, ("expert", "tensor")), chosen
 
     weights = {name: layer[name] for name in WEIGHTS if name in layer}
-    specs = {name: split_weight(weight, _by_input(WEIGHTS[name])) for name, weight in weights.items()}
+    specs = {name: split_weight(weight, _transposed_spec(WEIGHTS[name])) for name, weight in weights.items()}
     run = jax.shard_map(shard, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
     return run(weights, x)
 
@@ -192,12 +192,12 @@ def _own(chosen: jax.Array, here: int) -> jax.Array:
     return jnp.where((chosen >= 0) & (chosen < here), chosen, here)
 
 
-def _by_input(spec: PartitionSpec) -> PartitionSpec:
+def _transposed_spec(spec: PartitionSpec) -> PartitionSpec:
     """Return the spec of an expert's matrices [E, in, out], given that of [E, out, in]; others stay."""
     return PartitionSpec(spec[0], spec[2], spec[1]) if len(spec) == 3 else spec
 
 
-def transposed(weight: Any) -> Any:
+def transpose_matrices(weight: Any) -> Any:
     """Swap the last two axes of matrices, quantized or not."""
     return jax.tree.map(lambda x: x.swapaxes(-1, -2), weight)
 
@@ -209,7 +209,7 @@ def _weighted(
     chosen: jax.Array,
     activation: Activation,
     *,
-    by_input: bool = False,
+    transposed: bool = False,
 ) -> jax.Array:
     """Return the weighted outputs [N, D] of the chosen experts [N, k]; an index past the last adds nothing."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # [N k] places, by expert
@@ -223,7 +223,7 @@ def _weighted(
     weights = jnp.where(present, weights.reshape(-1)[order], 0)[:, None].astype(x.dtype)
 
     def product(values: jax.Array, name: str, weights: jax.Array | int = 1) -> jax.Array:
-        out = grouped_product(values, layer[name], sizes, expert, by_input=by_input)
+        out = grouped_product(values, layer[name], sizes, expert, transposed=transposed)
         bias = layer.get(f"{name}_bias")
         return out if bias is None else out + bias.at[expert].get(mode="fill", fill_value=0) * weights
 
@@ -238,7 +238,7 @@ TILE_ROWS, TILE_COLUMNS = 512, 1024
 
 
 def grouped_product(
-    x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array, *, by_input: bool = False
+    x: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
     """Multiply each row of x [N, in] with the matrix of its group -> [N, out].
 
@@ -247,11 +247,11 @@ def grouped_product(
         weight: matrices [E, out, in], quantized (``models.layers``) or not.
         sizes: int32 [E], rows of each group.
         group: int32 [N], group of each row; rows past the last group are undefined, forward and backward.
-        by_input: matrices are [E, in, out], which libtpu's kernel reads as they are: an engine keeps them so.
+        transposed: matrices are [E, in, out], which libtpu's kernel reads as they are: an engine keeps them so.
     """
-    if isinstance(weight, jax.Array) and not by_input:
+    if isinstance(weight, jax.Array) and not transposed:
         return _product(x, weight, sizes)
-    weight = weight if by_input else transposed(weight)
+    weight = weight if transposed else transpose_matrices(weight)
     if isinstance(weight, jax.Array):
         return jax.lax.ragged_dot(x, weight, sizes)
     out = jax.lax.ragged_dot(x, weight.numbers.astype(x.dtype), sizes)

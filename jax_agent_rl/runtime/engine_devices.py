@@ -105,8 +105,8 @@ def resolve_engine_mesh(
     from jax_agent_rl.jetstream.sharding import make_engine_mesh
 
     rollout, mesh = config.rollout, config.rollout.jetstream.mesh
-    if mesh.data is not None and mesh.tensor is not None and mesh.expert is not None:
-        return config
+    if mesh.data is not None and mesh.tensor is not None:
+        return with_engine_mesh(config, mesh)
     devices = jax.local_devices() if devices is None else devices
     one_program = rollout.deterministic or rollout.jetstream.engine_factory is not None
     if one_program or devices[0].platform == "cpu":
@@ -115,11 +115,11 @@ def resolve_engine_mesh(
     most = len(own) // ((mesh.expert or 1) * (mesh.data or 1))
     if not most:  # this says what is missing
         make_engine_mesh(mesh, device_offset=rollout.jetstream.device_offset, devices=devices)
-    axis = "expert" if model.experts is not None and mesh.expert is None and mesh.tensor is None else "tensor"
-    sizes = range(1, most + 1) if mesh.tensor is None else [mesh.tensor]
-    meshes = [mesh.model_copy(update={axis: size}) for size in sizes]
+    meshes = [mesh]
     if mesh.tensor is None:
-        meshes = [made for made in meshes if _divides(made, model, own)] or meshes[:1]
+        axis = "expert" if model.experts is not None and mesh.expert is None else "tensor"
+        every = [mesh.model_copy(update={axis: size}) for size in range(1, most + 1)]
+        meshes = [one for one in every if _divides(one, model, own)] or every[:1]
     if memory is None:
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     for one in meshes:

@@ -134,6 +134,14 @@ class ControlChannel:
         command, payload = self._exchange(-1, b"", COMMAND_TIMEOUT)
         return COMMANDS[command], json.loads(payload)
 
+    @contextlib.contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Execute the context on all processes; none goes on before all have ended it, also where it failed."""
+        try:
+            yield
+        finally:
+            self.barrier(name)
+
     def barrier(self, name: str, timeout: int = COMMAND_TIMEOUT) -> None:
         """Return when all processes have arrived."""
         self._count += 1
@@ -192,18 +200,14 @@ class LeadingLearner:
     def fill_weight_buffers(self, version: int, weight_buffer: WeightBuffer) -> None:
         """Put a copy of the parameters into every process's buffer (``weight_buffer``: this one's); wait for all."""
         with self._channel.command("weights", {"version": version, **self._source}):
-            try:
+            with self._channel.together("weights"):  # no engine may ask for what its process is still copying
                 weight_buffer.put(version, self._learner.params)
-            finally:  # no engine may ask for what its process is still copying
-                self._channel.barrier("weights")
 
     def store(self, folder: str, dtype: str) -> str:
         """See :meth:`Learner.store`: every process writes the shards of its own devices."""
         with self._channel.command("store", {"folder": folder, "dtype": dtype, **self._source}):
-            try:
+            with self._channel.together("store"):
                 stored.write_part(folder, self._learner.params, part=0, dtype=dtype)
-            finally:  # the others will arrive there
-                self._channel.barrier("store")
             return stored.publish(folder, parts=jax.process_count())
 
     @property
@@ -316,15 +320,11 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                         gathered(x)
                 case "weights":
                     assert weight_buffer is not None  # process 0 has one, too
-                    try:
+                    with channel.together("weights"):
                         weight_buffer.put(payload["version"], source.params)
-                    finally:  # process 0 has the same error
-                        channel.barrier("weights")
                 case "store":
-                    try:
+                    with channel.together("store"):  # process 0 notices what is missing
                         stored.write_part(**payload, params=source.params, part=jax.process_index())
-                    finally:  # process 0 notices what is missing
-                        channel.barrier("store")
                 case "save":
                     opened().save(payload["step"], learner.state, payload["progress"])
                 case "wait":

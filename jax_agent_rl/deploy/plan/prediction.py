@@ -181,7 +181,7 @@ class _Timeline:
                 seconds = max(seconds, in_memory)
         elif all(x.bytes <= 4 for x in arrays(each.result)):
             seconds = 0.0  # scalars, beside everything else
-        elif updates := self._scattered(each):  # each is read, and where it goes is read and written
+        elif updates := self._scattered(each, types):  # each is read, and where it goes is read and written
             seconds = LAUNCH + self._memory(3 * updates)
         else:  # gathers and updates in place touch as much as they result in, or as they are given
             touched = min((sum(x.bytes for x in arrays(t)) for t in (each.result, *operands[1:2])), default=0.0)
@@ -197,15 +197,16 @@ class _Timeline:
         read_here = self._memory(size)
         return LAUNCH + max(flops / self.chip.flops, read_here, steps * GRID_STEP), read_here
 
-    def _scattered(self, each: Instruction) -> float:
-        """Return the bytes of the updates of the scatters in a fusion."""
+    def _scattered(self, each: Instruction, types: Mapping[str, str]) -> float:
+        """Return the bytes of the updates of a scatter, or of those in a fusion."""
+        if each.kind == "scatter":  # n arrays, indices, n updates
+            names = each.operands[len(each.operands) // 2 + 1 :]
+            return sum(x.bytes for name in names for x in arrays(types[name]))
         found = 0.0
         for name in each.wrapped:
             inside = self.program.computations.get(name, ())
-            types = {one.name: one.result for one in inside}
-            for one in inside:
-                updates = types[one.operands[2]] if one.kind == "scatter" else ""
-                found += sum(x.bytes for x in arrays(updates)) or self._scattered(one)
+            inner = {one.name: one.result for one in inside}
+            found += sum(self._scattered(one, inner) for one in inside)
         return found
 
     def _memory(self, size: float) -> float:

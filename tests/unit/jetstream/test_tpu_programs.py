@@ -139,7 +139,7 @@ def test_a_product_with_experts_compiles_to_two_kernels(devices: np.ndarray, dty
     if dtype == jnp.int8:
         weight = Quantized(numbers, described(mesh, (experts, 1, hidden), jnp.float32))
     x, group = described(mesh, (tokens, inputs), jnp.bfloat16), described(mesh, (tokens,), jnp.int32)
-    product = jax.jit(functools.partial(grouped_product, by_input=True))
+    product = jax.jit(functools.partial(grouped_product, transposed=True))
     program = product.lower(x, weight, described(mesh, (experts,), jnp.int32), group).compile()
     assert kernels(program) == 2
     if dtype == jnp.bfloat16 or "lite" in devices.flat[0].device_kind:  # v5p's kernel multiplies no int8
@@ -148,7 +148,7 @@ def test_a_product_with_experts_compiles_to_two_kernels(devices: np.ndarray, dty
 
 
 def test_the_choice_of_experts_is_copied_once_at_most(devices: np.ndarray):
-    """Once, to other tiles; turned around, the array would be padded to a multiple of its size."""
+    """Once, to other tiles; transposed, the array would be padded to a multiple of its size."""
     mesh, slots, layers, steps = mesh_of(devices, data=4), 64, 48, 16
     cache = described(mesh, (1025, 1, 128, layers * 8), jnp.uint8)
     layer = LayerKV(*[described(mesh, (1025, 1, 1, 128), jnp.bfloat16)] * 2)

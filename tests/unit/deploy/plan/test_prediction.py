@@ -119,6 +119,9 @@ def test_a_scatter_reads_its_updates_and_reads_and_writes_where_they_go():
     )
     line = "%x = f32[8]{0} fusion(%p, %p, %p), kind=kCustom, calls=%outer.1"
     assert milliseconds(line, before=scatter) == pytest.approx(3.0 + LAUNCH * 1e3)
+    updates = f"%u = f32[{size}]{{0}} parameter(1)"
+    alone = "%s = f32[8]{0} scatter(%p, %p, %u), to_apply=%add.1"
+    assert milliseconds(updates, alone) == pytest.approx(3.0 + LAUNCH * 1e3)
 
 
 def test_grids_are_found_by_the_cost_that_kernels_state():
