@@ -185,7 +185,7 @@ def rollout(
     print_line(
         console,
         f"{summary['started']} trajectories started = {summary['kept']} in {out} + lost ({lost}), "
-        f"of {summary['prompts']} prompts",
+        f"of {summary['prompts']} prompts (jax-agent-rl view {out})",
     )
     if json:
         print(json_module.dumps(summary))
@@ -247,7 +247,7 @@ def _interval(value: Mapping[str, float | None], form: str) -> str:
 
 
 def view(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, one of eval, or what rollout wrote.")],
     split: Annotated[Split | None, typer.Option(help="Only 'train' or 'heldout'.")] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     min_step: Annotated[int | None, typer.Option(help="First step to show.")] = None,
@@ -269,6 +269,8 @@ def view(
     color: Annotated[Colour, typer.Option(help="Meaning of the colour of sampled tokens.")] = "mask",
 ) -> None:
     """Show a run's trajectories in the terminal, with sampled and inserted tokens in different styles."""
+    from jax_agent_rl.evaluate.export import is_table, read_table
+    from jax_agent_rl.observe.report.command import read_run
     from jax_agent_rl.observe.view import view_run
 
     wanted = TrajectoryFilter(
@@ -283,7 +285,8 @@ def view(
         stop_reason=stop_reason,
         text=text,
     )
-    view_run(run, wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
+    data = read_table(run) if is_table(run) else read_run(run, limit=0)
+    view_run(data, wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
 
 
 def report(

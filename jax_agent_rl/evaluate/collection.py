@@ -23,7 +23,8 @@ from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.data.dataset import find_files
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.export import Journal, Target, records, require_same, write
+from jax_agent_rl.evaluate.export import Target, records, write
+from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
@@ -154,6 +155,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
             raise
         summary = {
             "policy": subject.name,
+            "model": subject.recorded.model.path,
             "data": ", ".join(map(str, sources)),
             "prompts": len(rollouts.rows),
             "prompts_lost": len(rollouts.rows) - len(journal.sizes),

@@ -1,13 +1,6 @@
-"""The files of a collection: its journal while it runs, and the table into which that is exported, atomically.
+"""The table of a collection: journals are exported to it atomically, and trajectories restored from it.
 
-The journal is a JSON Lines file that only grows, and from which a later process continues::
-
-    {"settings": {…}}                                    of the collection; another one may not write here
-    {"row": 3, "records": [{…}, …], "dropped": {…}}      a finished prompt, in order of completion
-    {"lost": {"cancelled": 5}}                           started by an interrupted process, but not written
-
-A last line cut off by a crash is removed. A prompt without any trajectory is tried again; its losses stay counted.
-Halves of surrogate pairs become question marks, because no output format can hold them. The table is one of::
+It is one of::
 
     FILE.parquet   one table                         FILE.parquet.summary.json
     FILE.jsonl     the same columns, a line a row    FILE.jsonl.summary.json
@@ -22,21 +15,22 @@ and everything else about the trajectory. Values of varying shape are JSON text:
 
 from __future__ import annotations
 
-import fcntl
 import functools
+import itertools
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.types import DropReason, Group, Trajectory
+from jax_agent_rl.errors import ConfigError, DataError
+from jax_agent_rl.evaluate.journal import Journal
+from jax_agent_rl.observe.report.command import RunData
+from jax_agent_rl.observe.run_dir import trajectory_record
+from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
-from jax_agent_rl.validation import replace_lone_surrogates
 
 if TYPE_CHECKING:
     import pyarrow
@@ -54,143 +48,6 @@ configs:
 Trajectories of `{policy}` on `{data}`, collected by `jax-agent-rl rollout`: {kept} of {started} that were started.
 `summary.json` has the settings.
 """
-
-
-class Journal:
-    """The journal of a collection; a context manager.
-
-    Args:
-        file: created if it does not exist.
-        settings: everything on which the trajectories depend.
-
-    Attributes:
-        kept: trajectories in it.
-        dropped: trajectories that were started and lost, by reason.
-        sizes: bytes of each finished prompt, by its number.
-
-    Raises:
-        ConfigError: it belongs to another collection, or another process writes it.
-    """
-
-    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
-        self.file = file
-        self.kept = 0
-        self.dropped: Counter[str] = Counter()
-        self.sizes: dict[int, int] = {}
-        self._offsets: dict[int, int] = {}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = file.open("a+b")
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._read(settings)
-        except BlockingIOError:
-            self._stream.close()
-            raise ConfigError(f"{file}: another process writes to it; choose another --out") from None
-        except BaseException:
-            self._stream.close()
-            raise
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-
-    @property
-    def started(self) -> int:
-        """Trajectories started, in all processes that ended by themselves."""
-        return self.kept + self.dropped.total()
-
-    def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
-        """Record a finished prompt.
-
-        Args:
-            number: number of the prompt.
-            records: its rows; empty if every trajectory was lost.
-            dropped: lost trajectories by reason.
-        """
-        line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
-        offset = self._stream.seek(0, 2)
-        self._append(line)
-        self._count(line, offset, self._stream.tell() - offset)
-
-    def lose(self, lost: Mapping[DropReason, int]) -> None:
-        """Record trajectories that were started, but will not be added."""
-        counts = {str(reason): count for reason, count in lost.items() if count}
-        if counts:
-            self._append({"lost": counts})
-            self.dropped.update(counts)
-
-    def lines(self, numbers: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the records of each of these prompts."""
-        for number in numbers:
-            self._stream.seek(self._offsets[number])
-            yield json.loads(self._stream.readline())["records"]
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with writing(self.file):
-            self._stream.write(replace_lone_surrogates(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
-            self._stream.flush()
-
-    def _read(self, settings: Mapping[str, Any]) -> None:
-        self._stream.seek(0)
-        offset, before = 0, None
-        for raw in self._stream:
-            if not raw.endswith(b"\n"):
-                break
-            line = json.loads(raw)
-            if "settings" in line:
-                before = line["settings"]
-            elif "lost" in line:
-                self.dropped.update(line["lost"])
-            else:
-                self._count(line, offset, len(raw))
-            offset += len(raw)
-        if before is not None and self.sizes:
-            require_same(settings, before, self.file)
-        elif before != json.loads(json.dumps(settings)):  # nothing was collected with the other settings: start over
-            offset = 0
-            self.dropped.clear()
-        self._stream.truncate(offset)
-        if not offset:
-            self._append({"settings": settings})
-
-    def _count(self, line: Mapping[str, Any], offset: int, size: int) -> None:
-        self.dropped.update(line["dropped"])
-        self.kept += len({record["trajectory_id"] for record in line["records"]})
-        if line["records"]:
-            self._offsets[line["row"]], self.sizes[line["row"]] = offset, size
-
-
-def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
-    """Compare the settings of two collections as JSON, key by key.
-
-    Args:
-        settings: settings of this collection.
-        before: recorded settings.
-        where: file in which they are recorded.
-
-    Raises:
-        ConfigError: they differ; names the keys and both values.
-    """
-    now, then = _flat(json.loads(json.dumps(settings))), _flat(before)
-    differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
-    if differing:
-        named = "; ".join(f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5])
-        raise ConfigError(
-            f"{where} contains trajectories collected with other settings ({named}); choose another --out, or use the "
-            "same settings to continue"
-        )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -362,3 +219,101 @@ def _call(call: Any) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+# --- back to trajectories ---------------------------------------------------------------------------------------------
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a path is that of a table, not a run folder."""
+    return path.suffix in (".parquet", ".jsonl") or (path / "data").is_dir()
+
+
+def read_table(path: Path) -> RunData:
+    """Read a table with its summary, as if it were a run: for ``jax-agent-rl view``.
+
+    Raises:
+        DataError: the file is missing or damaged, or is no table of ``rollout``.
+    """
+    import pyarrow
+    import pyarrow.dataset
+
+    target, notes = Target.from_path(path), []
+    try:
+        kind = "json" if path.suffix == ".jsonl" else "parquet"
+        source = str(path / "data" if target.is_folder else path)
+        rows = pyarrow.dataset.dataset(source, schema=schema(), format=kind).to_table().to_pylist()
+        trajectories = [(trajectory, max(trajectory.policy_versions)) for trajectory in restore(rows)]
+        summary = json.loads(target.summary.read_text()) if target.summary.is_file() else {}
+    except (OSError, pyarrow.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a table of jax-agent-rl rollout: {error}") from None
+    return RunData(
+        name=path.name,
+        config={"model": {"path": summary.get("model")}},
+        trajectories=[trajectory_record(trajectory, step=step, split="train") for trajectory, step in trajectories],
+        total=len(trajectories),
+        summary=summary,
+        notes=notes,
+    )
+
+
+def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
+    """Yield the trajectories of rows, exact to the token; of several sequences, the first ones are segments.
+
+    A row does not say which turn made a call: all calls are the last turn's. Turns with nothing between them are one.
+    """
+    roots: dict[str, str] = {}  # of trees: branches follow their parents
+    for _, same in itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"])):
+        *segments, row = same
+        fork = None
+        if parent := row["fork_parent"]:
+            roots[row["trajectory_id"]] = tree = roots.get(parent, parent)
+            fork = Fork(tree_id=tree, parent_id=parent, turns=row["fork_turns"], tokens=row["fork_tokens"])
+        trajectory = _sequence(row)
+        *turns, last = trajectory.turns
+        calls = tuple(map(_restore_call, row["tool_calls"]))
+        yield replace(
+            trajectory,
+            turns=(*turns, replace(last, tool_calls=calls)),
+            segments=tuple(map(_sequence, segments)),
+            fork=fork,
+            reward=row["reward"],
+            reward_parts=json.loads(row["reward_parts"]),
+            messages=tuple(row["messages"]),
+            row={
+                "data_source": row["data_source"],
+                "reward_model": {"ground_truth": json.loads(row["ground_truth"])},
+                "extra_info": json.loads(row["extra_info"]),
+            },
+        )
+
+
+def _restore_call(call: Mapping[str, Any]) -> ToolCallRecord:
+    return ToolCallRecord(**{**call, "arguments": json.loads(call["arguments"])})
+
+
+def _sequence(row: Mapping[str, Any]) -> Trajectory:
+    turns: list[Turn] = []
+    reasons, end = iter(row["stop_reasons"]), 0
+    for is_sampled, span in itertools.groupby(row["response_mask"]):
+        at, end = end, end + len(list(span))
+        ids = tuple(row["response_ids"][at:end])
+        if not is_sampled:
+            turns[-1] = replace(turns[-1], appended_ids=ids)
+            continue
+        output = TokenOutput(
+            token_ids=ids,
+            log_probs=tuple(row["rollout_logprobs"][at:end]),
+            policy_versions=tuple(row["policy_versions"][at:end]),
+            stop_reason=StopReason(next(reasons)),
+            context_digest="",
+        )
+        turns.append(Turn(output=output))
+    return Trajectory.from_turns(
+        prompt_ids=row["prompt_ids"],
+        turns=turns,
+        trajectory_id=row["trajectory_id"],
+        group_id=row["group_id"],
+        agent_name=row["agent_name"],
+        finish_reason=FinishReason(row["finish_reason"]),
+    )

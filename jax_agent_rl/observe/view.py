@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console, Group, RenderableType
@@ -25,7 +24,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from jax_agent_rl.errors import ConfigError, DataError
-from jax_agent_rl.observe.report.command import decoder, read_run
+from jax_agent_rl.observe.report.command import RunData, decoder
 from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
 from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, turns
@@ -255,7 +254,7 @@ def _snippet(text: str) -> str:
 
 
 def view_run(
-    run: Path,
+    data: RunData,
     wanted: TrajectoryFilter,
     *,
     sort: Sort,
@@ -264,12 +263,12 @@ def view_run(
     trees: bool = False,
     colour: Colour = "mask",
 ) -> None:
-    """Print up to ``limit`` trajectories of a run folder, or of its groups as trees.
+    """Print up to ``limit`` trajectories of a run, or of its groups as trees.
 
-    Unreadable parts of the folder are reported on stderr; without the run's tokenizer, ids are shown.
+    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, ids are shown.
 
     Args:
-        run: the run folder.
+        data: the run, or a table of ``jax-agent-rl rollout``, with all trajectories.
         wanted: filter of the trajectories.
         sort: their order.
         limit: largest number of trajectories or groups, at least 1.
@@ -278,7 +277,7 @@ def view_run(
         colour: meaning of the colours, a key of :data:`COLOURS`.
 
     Raises:
-        DataError: not a run folder, or nothing in it matches.
+        DataError: it contains no trajectories, or none that matches.
         ConfigError: an unknown ``sort`` or ``colour``, a tool error that the run does not have, or ``trees`` together
             with options that do not affect them.
     """
@@ -294,11 +293,11 @@ def view_run(
         }
         if given := [option for option, is_changed in changed.items() if is_changed]:
             raise ConfigError(f"{', '.join(given)} has no effect on --tree; leave one of them out")
-    if not (run / "trajectories.jsonl").is_file():
+    if not data.trajectories:
         raise DataError(
-            f"{run} contains no trajectories.jsonl; give a run folder such as runs/quickstart, or one of `eval`"
+            f"{data.name} contains no trajectories; give a run folder such as runs/quickstart, one of `eval`, or what "
+            "`rollout` wrote"
         )
-    data = read_run(run, limit=0)
     notes = list(data.notes)
     decode = decoder(data.config, notes)
     for note in notes:
@@ -306,7 +305,7 @@ def view_run(
     wanted.require_tool_error_among(visible(kind) for record in data.trajectories for kind in tool_errors(record))
     records = [record for record in data.trajectories if wanted(record, decode)]
     if not records:
-        raise DataError(f"no trajectory of {run} matches {wanted.describe()}")
+        raise DataError(f"no trajectory of {data.name} matches {wanted.describe()}")
     console = Console()
     if trees:
         for group in split_groups(records)[-limit:]:

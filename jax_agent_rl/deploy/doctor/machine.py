@@ -13,6 +13,7 @@ import resource
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -297,6 +298,11 @@ async def sandbox(report: Reporter) -> None:
 def format_gib(size: float) -> str:
     """Format bytes."""
     return f"{size / (1 << 30):.1f} GiB"
+
+
+def format_counts(counts: Counter[str]) -> str:
+    """Format the most common names with their counts."""
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common(8))
 
 
 # --- accelerators -------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
 from jax_agent_rl.config.run import default_agent, report_idle_tools
-from jax_agent_rl.data.dataset import Dataset, RowOutlines
+from jax_agent_rl.data.dataset import Dataset, RowOutlines, find_files
 from jax_agent_rl.data.rows import Row
 from jax_agent_rl.deploy.doctor import machine
 from jax_agent_rl.deploy.doctor.machine import Check, Reporter, UnmetError
@@ -70,12 +70,14 @@ class RunChecks:
     Attributes:
         config: the configuration.
         stack: closes what checks opened.
+        user_code_imported: without it, the names in rows are not all known.
         opened_tools, codec, decoder: None until found.
         found_rows: rows that could be read, by ``train`` and ``eval``.
     """
 
     config: Config
     stack: AsyncExitStack
+    user_code_imported: bool = False
     opened_tools: ToolRegistry | None = None
     codec: ChatCodec | None = None
     decoder: DecoderConfig | None = None
@@ -129,11 +131,9 @@ class RunChecks:
         load_agents(config.agent.module)
         load_environments(config.environments.path)
         await self.stack.enter_async_context(reward_server(config))
-        paths = {
-            "agent.module": config.agent.module,
-            "environments.path": config.environments.path,
-            "reward.path": config.reward.path,
-        }
+        self.user_code_imported = True
+        paths = {"agent.module": config.agent.module, "environments.path": config.environments.path}
+        paths["reward.path"] = config.reward.path
         report.ok(f"imported: {', '.join(f'{key}={path}' for key, path in paths.items() if path) or 'none is named'}")
 
     async def tools(self, report: Reporter) -> None:
@@ -197,13 +197,17 @@ class RunChecks:
 
     async def rows(self, report: Reporter, *, name: str, source: Source) -> None:
         """Load a file: every row well-formed, every name in it known."""
+        for named in source[0]:
+            find_files(named)  # a missing file is reported in any case
+        if not self.user_code_imported:
+            raise UnmetError("the user code, which registers agents, could not be imported")
         self.found_rows[name] = read_rows(self.config, self.opened_tools, source)
         rows = RowOutlines(self.found_rows[name])
         default = default_agent(self.config.agent, self.config.tool_config)
         agents = Counter(row.get("agent_name") or f"{default} (the default)" for row in rows)
         sources = Counter(str(row["data_source"]) for row in rows)
-        files = ", ".join(map(str, source[0]))
-        report.ok(f"{files}: {len(rows)} rows; agents {_format_counts(agents)}; data sources {_format_counts(sources)}")
+        files, counts = ", ".join(map(str, source[0])), machine.format_counts
+        report.ok(f"{files}: {len(rows)} rows; agents {counts(agents)}; data sources {counts(sources)}")
         if unlabelled := sum((row.get("reward_model") or {}).get("ground_truth") is None for row in rows):
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
         if idle := report_idle_tools(self.config, rows):
@@ -252,7 +256,6 @@ class RunChecks:
                 report.ok(f"{name}: asks for the judge, which starts with the run; not tried")
                 continue
             answer, form, reward = _right_answer(row), "", 0.0
-
             for form in _FORMS[:1] if answer is None else _FORMS:
                 if (reward := await self._reward(row, form.format(answer), services)) > 0:
                     break
@@ -390,10 +393,6 @@ def _answer(row: Row, text: str) -> Trajectory:
         row=row,
         messages=(*map(text_message, row.get("prompt", ())), {"role": "assistant", "content": text}),
     )
-
-
-def _format_counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common(8))
 
 
 async def _refuse_to_score(trajectory: Trajectory) -> Trajectory:

@@ -12,7 +12,7 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig, build
 from jax_agent_rl.errors import EngineDiedError, NothingToTrainError, RewardError
 from jax_agent_rl.evaluate.collection import _Collection
-from jax_agent_rl.evaluate.export import Journal
+from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.sampling import Rollouts

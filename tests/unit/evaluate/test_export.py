@@ -7,9 +7,11 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.evaluate import export
-from jax_agent_rl.evaluate.export import Journal, Target, records, schema, write
+from jax_agent_rl.evaluate.export import Target, is_table, read_table, records, schema, write
+from jax_agent_rl.evaluate.journal import Journal
+from jax_agent_rl.observe.run_dir import restore_trajectory
 from jax_agent_rl.types import Fork, Group
 from tests.trajectories import call, trajectory
 
@@ -102,6 +104,37 @@ def test_a_branch_says_whom_it_left():
     )
     (row,) = records(Group(group_id="rollout-0-0", trajectories=(branch,)), 0)
     assert (row["fork_parent"], row["fork_turns"], row["fork_tokens"]) == ("rollout-0-0-0", 1, 2)
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
+def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name: str):
+    (root,) = group(0).trajectories
+    branches = [
+        replace(root, trajectory_id=f"branch-{i}", fork=Fork(tree_id=root.trajectory_id, parent_id=parent, turns=i))
+        for i, parent in enumerate((root.trajectory_id, "branch-0"))
+    ]
+    groups = Group(group_id=root.group_id, trajectories=(root, *branches)), group(1, window=1)
+    written(Target.from_path(tmp_path / name), *groups)
+    assert is_table(tmp_path / name)
+    data = read_table(tmp_path / name)
+    assert data.notes == [] and data.summary == SUMMARY
+    for record, made in zip(data.trajectories, (t for g in groups for t in g.trajectories), strict=True):
+        calls = [call["error"] for turn in record["turns"] for call in turn["tool_calls"]]
+        assert calls == ["timeout"] and record["row"] == made.row and record["reward"] == made.reward
+        back = restore_trajectory(record)
+        assert (back.trajectory_id, back.fork) == (made.trajectory_id, made.fork)
+        for ours, theirs in zip(back.sequences, made.sequences, strict=True):
+            for arrays in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "policy_versions"):
+                assert getattr(ours, arrays) == getattr(theirs, arrays)
+
+
+@pytest.mark.parametrize("content", [{"question": "1 + 1"}, {"prompt_ids": "text"}])
+def test_a_table_of_something_else_is_refused(tmp_path: Path, content: dict):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([content]), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(content) + "\n")
+    for file in ("rows.parquet", "rows.jsonl", "missing.parquet"):
+        with pytest.raises(DataError, match="cannot be read as a table of jax-agent-rl rollout"):
+            read_table(tmp_path / file)
 
 
 def test_every_record_has_just_the_columns():

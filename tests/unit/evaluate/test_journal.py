@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.evaluate.export import Journal
+from jax_agent_rl.evaluate.journal import Journal
 
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
 

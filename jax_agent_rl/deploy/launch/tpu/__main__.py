@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -143,6 +144,8 @@ def _act(task: Job, arguments: argparse.Namespace) -> int:
         logs=arguments.logs_dir or ROOT / "runs" / f"{task.name}.logs",
         print_line=print_line,
     )
+    if arguments.dry_run and not task.certify:
+        print_line(f"whether the run fits the slice: jax-agent-rl {shlex.join(job.plan(task))}")
     if arguments.delete:
         print_line(f"deleted {task.name}" if launch.delete() else f"there is no {task.name}")
         return 0

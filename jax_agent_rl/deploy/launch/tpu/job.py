@@ -183,6 +183,11 @@ def certify(job: Job, own: Sequence[str]) -> list[str]:
     return ["certify", *config, f"--out=runs/{job.name}", *job.overrides, *own, *shared]
 
 
+def plan(job: Job) -> list[str]:
+    """Return the arguments of ``jax-agent-rl`` that check meshes and memory without a TPU."""
+    return ["plan", f"--config={job.config or QUICKSTART}", f"--topology={job.topology}", *job.overrides]
+
+
 def on_host(job: Job, host: int, action: str, *words: str, before: Sequence[str] = ()) -> Call:
     """Return the call of ``launch/tpu_host.sh`` for the run on a host.
 

@@ -1,0 +1,159 @@
+"""The journal of a collection while it runs, from which a later process continues.
+
+It is a JSON Lines file that only grows::
+
+    {"settings": {…}}                                    of the collection; another one may not write here
+    {"row": 3, "records": [{…}, …], "dropped": {…}}      a finished prompt, in order of completion
+    {"lost": {"cancelled": 5}}                           started by an interrupted process, but not written
+
+A last line cut off by a crash is removed. A prompt without any trajectory is tried again; its losses stay counted.
+Halves of surrogate pairs become question marks, because no output format can hold them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.types import DropReason
+from jax_agent_rl.utils.files import writing
+from jax_agent_rl.validation import replace_lone_surrogates
+
+
+class Journal:
+    """The journal of a collection; a context manager.
+
+    Args:
+        file: created if it does not exist.
+        settings: everything on which the trajectories depend.
+
+    Attributes:
+        kept: trajectories in it.
+        dropped: trajectories that were started and lost, by reason.
+        sizes: bytes of each finished prompt, by its number.
+
+    Raises:
+        ConfigError: it belongs to another collection, or another process writes it.
+    """
+
+    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
+        self.file = file
+        self.kept = 0
+        self.dropped: Counter[str] = Counter()
+        self.sizes: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = file.open("a+b")
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read(settings)
+        except BlockingIOError:
+            self._stream.close()
+            raise ConfigError(f"{file}: another process writes to it; choose another --out") from None
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    @property
+    def started(self) -> int:
+        """Trajectories started, in all processes that ended by themselves."""
+        return self.kept + self.dropped.total()
+
+    def add(self, number: int, records: Sequence[Mapping[str, Any]], dropped: Mapping[DropReason, int]) -> None:
+        """Record a finished prompt.
+
+        Args:
+            number: number of the prompt.
+            records: its rows; empty if every trajectory was lost.
+            dropped: lost trajectories by reason.
+        """
+        line = {"row": number, "records": records, "dropped": {str(k): v for k, v in dropped.items()}}
+        offset = self._stream.seek(0, 2)
+        self._append(line)
+        self._count(line, offset, self._stream.tell() - offset)
+
+    def lose(self, lost: Mapping[DropReason, int]) -> None:
+        """Record trajectories that were started, but will not be added."""
+        counts = {str(reason): count for reason, count in lost.items() if count}
+        if counts:
+            self._append({"lost": counts})
+            self.dropped.update(counts)
+
+    def lines(self, numbers: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the records of each of these prompts."""
+        for number in numbers:
+            self._stream.seek(self._offsets[number])
+            yield json.loads(self._stream.readline())["records"]
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with writing(self.file):
+            self._stream.write(replace_lone_surrogates(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
+            self._stream.flush()
+
+    def _read(self, settings: Mapping[str, Any]) -> None:
+        self._stream.seek(0)
+        offset, before = 0, None
+        for raw in self._stream:
+            if not raw.endswith(b"\n"):
+                break
+            line = json.loads(raw)
+            if "settings" in line:
+                before = line["settings"]
+            elif "lost" in line:
+                self.dropped.update(line["lost"])
+            else:
+                self._count(line, offset, len(raw))
+            offset += len(raw)
+        if before is not None and self.sizes:
+            require_same(settings, before, self.file)
+        elif before != json.loads(json.dumps(settings)):  # nothing was collected with the other settings: start over
+            offset = 0
+            self.dropped.clear()
+        self._stream.truncate(offset)
+        if not offset:
+            self._append({"settings": settings})
+
+    def _count(self, line: Mapping[str, Any], offset: int, size: int) -> None:
+        self.dropped.update(line["dropped"])
+        self.kept += len({record["trajectory_id"] for record in line["records"]})
+        if line["records"]:
+            self._offsets[line["row"]], self.sizes[line["row"]] = offset, size
+
+
+def require_same(settings: Mapping[str, Any], before: Mapping[str, Any], where: Path) -> None:
+    """Compare the settings of two collections as JSON, key by key.
+
+    Args:
+        settings: settings of this collection.
+        before: recorded settings.
+        where: file in which they are recorded.
+
+    Raises:
+        ConfigError: they differ; names the keys and both values.
+    """
+    now, then = _flat(json.loads(json.dumps(settings))), _flat(before)
+    differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+    if differing:
+        named = "; ".join(f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in differing[:5])
+        raise ConfigError(
+            f"{where} contains trajectories collected with other settings ({named}); choose another --out, or use the "
+            "same settings to continue"
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
