@@ -1,9 +1,10 @@
 // Products of a matrix [out, in] with the activations of B slots.
 //
 // A tile is a few rows times a few columns, over `size` of their `in` numbers: the sums stay in registers. Up to 8
-// columns are copied one behind the other, [B, in], and vectors run along rows and columns, so that one load of weights
-// serves all columns. More go into panels of two vectors, [B / 2 lanes, in, 2 lanes], and each weight is broadcast. Each
-// weight is read from memory once: while a tile computes, it fetches the next one's rows.
+// columns, 16 with AVX-512, are copied one behind the other, [B, in], and vectors run along rows and columns, so that one
+// load of weights serves all columns. More go into panels of two vectors, [B / 2 lanes, in, 2 lanes], and each weight is
+// broadcast. Each weight is read from memory once: while a tile computes, it fetches the next one's rows, into the second
+// cache, which can wait for more of them at a time than the first one.
 
 #pragma once
 
@@ -23,6 +24,7 @@ struct Tile {
 
 constexpr int64_t kPanelDepth = 256;  // numbers of a panel that stay in the first cache with the rows of a tile
 constexpr int64_t kPanel = 2 * kLanes<Wide>;
+constexpr int64_t kVectorColumns = kLanes<Wide>;  // as many lie one behind the other; more are a panel
 
 // R rows times C columns that lie one behind the other; pass p of P fetches that part of the next rows, from the first
 // byte to the last: the order that hardware recognizes.
@@ -46,7 +48,7 @@ inline void VectorTile(const Tile& t, int p) {
   for (; k + 16 <= t.size;) {
     if (C > 1)  // one column is so little work that the hardware's own prefetches suffice
 #pragma GCC unroll 12
-      for (int r = 0; r < (R + P - 1) / P; ++r) __builtin_prefetch(ahead + k * R / P + 16 * r);
+      for (int r = 0; r < (R + P - 1) / P; ++r) __builtin_prefetch(ahead + k * R / P + 16 * r, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < 16; j += kStep, k += kStep) step([&](int r) { return Load<Wide>(t.rows + r * t.in + k); });
   }
@@ -83,7 +85,7 @@ inline void PanelTile(const Tile& t) {
   int64_t k = 0;
   for (; k + 16 <= t.size; k += 16) {
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) __builtin_prefetch(t.next + r * t.in + k);
+    for (int r = 0; r < R; ++r) __builtin_prefetch(t.next + r * t.in + k, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < 16; ++j) step(k + j);
   }
@@ -147,6 +149,8 @@ void RowsByInput(const float* rows, int count, const float* x, int64_t in, int64
   if (stride == 1) return RowsByVectors<4, 1, 1>(rows, count, x, in, stride, out);
   if (stride == 4) return RowsByVectors<3, 4, 1>(rows, count, x, in, stride, out);
   if (stride == 8) return RowsByVectors<3, kTileColumns, 8 / kTileColumns>(rows, count, x, in, stride, out);
+  if (stride == kVectorColumns)
+    return RowsByVectors<3, kTileColumns, kVectorColumns / kTileColumns>(rows, count, x, in, stride, out);
   int64_t column = 0;
   for (; column + kPanel <= stride; column += kPanel)
     RowsByPanel<2>(rows, count, x + column * in, in, stride, out + column);
@@ -176,7 +180,7 @@ const float* InputOf(const Columns& c) {
   for (int64_t k = 0; k < in; ++k) {
     const float weight = c.norm == nullptr ? 1.0f : c.norm[k] + c.offset;
     const float* from = c.x + k * count;
-    if (c.stride <= 8) {
+    if (c.stride <= kVectorColumns) {
       for (int64_t b = 0; b < count; ++b) to[b * column_stride + k] = from[b] * (scales[b] * weight);
     } else {
       for (int64_t panel = 0; panel < count; panel += kPanel) {

@@ -131,7 +131,7 @@ def _sample(
         scaled = jnp.where(greedy, scaled, _truncate(shards, scaled, truncation))
     peak = shards.max(jnp.max(scaled, axis=0))
     weights = jnp.exp(scaled - peak)
-    drawn, total = _inverse_cdf(shards, weights, _uniform(seed, position))
+    drawn, total = _inverse_cdf(shards, weights, uniform(seed, position))
     ids = jax.lax.cond(  # an arg max over [V, B] is slow on CPUs, so only if needed
         jnp.any(greedy),
         lambda z: jnp.where(greedy, _argmax(shards, z), drawn),
@@ -180,7 +180,7 @@ def _argmax(shards: _Shards, x: jax.Array) -> jax.Array:
     return shards.min(jnp.where(largest == shards.max(largest), first + shards.index() * len(x), none))
 
 
-def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     """Return one number in [0, 1) per slot from (seed, position)."""
 
     def one(s: jax.Array, p: jax.Array) -> jax.Array:

@@ -30,11 +30,12 @@ from jax_agent_rl.errors import BackendError
 from jax_agent_rl.jetstream.admission import AdmissionPlan, Patience, ReturnTimes
 from jax_agent_rl.jetstream.block_manager import Allocation, BlockManager
 from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, slots_of
+from jax_agent_rl.jetstream.drafting import LookupDrafter
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import HostCache, KVCache
 from jax_agent_rl.jetstream.request import Counters, RunningRequest, check_request
-from jax_agent_rl.jetstream.speculation import LookupDrafter, Speculation
+from jax_agent_rl.jetstream.speculation import Speculation
 from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, Health, TokenChunk
 from jax_agent_rl.types import RoutedExperts, StopReason, TokenOutput, join_routed

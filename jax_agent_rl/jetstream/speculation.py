@@ -7,10 +7,11 @@ up to the first that differs from the draw, and that draw follows them::
     context … the     draft   answer  is   4
     draws             answer  is      7    (any)      taken: answer, is, 7
 
-So ids are those of plain decoding with the same seed, but for rounding, and log-probs are the model's. This is
-rejection sampling of a proposal that is certain of its ids: one of probability p is accepted with probability p, and
-what replaces it is distributed as the rest. (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling".)
+So ids are those of plain decoding with the same seed, but for rounding, and log-probs are the model's, whatever was
+drafted. A draft that knows nothing of the random numbers is rejection sampling of a proposal that is certain of its
+ids: one of probability p is accepted with probability p, and what replaces it is distributed as the rest. (Leviathan et
+al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language
+Model Decoding with Speculative Sampling".) Ours know them (:mod:`~jax_agent_rl.jetstream.drafting`) and do better.
 
 A pass of more columns takes longer, so each dispatch takes as many drafted ids as promise the most ids per second, or
 none: by measured seconds of plain steps and of verifications, and by how often ids of each kind of evidence were right.
@@ -18,23 +19,18 @@ That is also measured while nothing is speculated. Where losses to time spent on
 pauses. Seconds of compilation never count.
 
 Requests with restricted sampling take no part, nor does anyone beside them: a dispatch with one decodes plainly.
-
-Drafts need no draft model: they are ids that followed the same ids before, in what this engine sampled, siblings of the
-group and earlier training steps above all (:class:`SuffixIndex`; Oliaro et al. 2024, "SuffixDecoding"), or in the
-request's own prompt (:func:`look_up`; Saxena 2023, "Prompt Lookup Decoding"). Another :class:`Drafter`,
-such as a model's heads for multi-token prediction, may take their place.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jax_agent_rl.jetstream.drafting import Draft, Drafter
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
 
 if TYPE_CHECKING:
@@ -208,143 +204,3 @@ class Speculation:
     def _pace(self, paces: dict[int, _Pace], key: int) -> float | None:
         pace = paces.get(key)
         return pace.seconds if pace is not None and self._dispatches - pace.at <= EXPIRY else None
-
-
-MATCHES = (8, 4, 3, 2)
-"""Numbers of ids before a position by which a :class:`SuffixIndex` finds it, the longest first."""
-PROMPT_MATCHES = (4, 3, 2)
-SHARES = (0.5, 0.8, 0.95)
-"""Bounds of the share of a context's continuations that agree, for :attr:`Draft.evidence`."""
-MAX_INDEXED_IDS = 1 << 16
-"""About 50 MB."""
-_BYTES = 4  # of an id
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Ids that may follow a context.
-
-    Attributes:
-        ids: in order.
-        evidence: for each id what it was drafted from, one of a few kinds, such as the length of the match and how many
-            of its continuations agree. How often ids of a kind are accepted is measured.
-    """
-
-    ids: list[int]
-    evidence: list[str]
-
-
-class Drafter(Protocol):
-    """Proposes how running requests go on."""
-
-    def propose(self, runs: Sequence[RunningRequest], count: int) -> list[Draft]:
-        """Return a draft of at most ``count`` ids for each request; none where nothing is known."""
-        ...
-
-    def observe(self, run: RunningRequest, new: int) -> None:
-        """Learn from the last ``new`` ids of a request, which were sampled."""
-        ...
-
-
-class SuffixIndex:
-    """What followed the last ids of a context, and how often, in the newest ``max_ids`` ids added.
-
-    >>> index = SuffixIndex()
-    >>> index.add([1, 2, 3, 4, 1, 2, 3], new=7)
-    >>> index.draft([9, 1, 2], 3).ids
-    [3, 4, 1]
-    """
-
-    def __init__(self, max_ids: int = MAX_INDEXED_IDS) -> None:
-        self._max_ids = max_ids
-        self._following: dict[bytes, dict[int, int]] = {}
-        self._parts: deque[tuple[bytes, int]] = deque()  # ids with those before them, and how many of them are new
-        self._count = 0
-
-    def __len__(self) -> int:
-        """Return the number of contexts."""
-        return len(self._following)
-
-    def add(self, ids: Sequence[int], new: int) -> None:
-        """Add the last ``new`` of some ids, as what followed those before them."""
-        part = np.asarray(ids[-(MATCHES[0] + new) :], np.int32).tobytes()
-        self._parts.append((part, new))
-        self._change(part, new, 1)
-        self._count += new
-        while self._count > self._max_ids:
-            part, new = self._parts.popleft()
-            self._change(part, new, -1)
-            self._count -= new
-
-    def _change(self, part: bytes, new: int, by: int) -> None:
-        ids = np.frombuffer(part, np.int32).tolist()
-        for place in range(len(ids) - new, len(ids)):
-            token, end = ids[place], place * _BYTES
-            for match in MATCHES:
-                if match > place:
-                    continue
-                context = part[end - match * _BYTES : end]
-                following = self._following.setdefault(context, {})
-                left = following[token] = following.get(token, 0) + by
-                if not left:
-                    del following[token]
-                    if not following:
-                        del self._following[context]
-
-    def draft(self, ids: Sequence[int], count: int) -> Draft:
-        """Return what most often followed the longest known suffix, repeatedly."""
-        context, draft = np.asarray(ids[-MATCHES[0] :], np.int32).tobytes(), Draft([], [])
-        for _ in range(count):
-            for match in MATCHES:
-                following = self._following.get(context[-match * _BYTES :])
-                if following is not None and match * _BYTES <= len(context):
-                    break
-            else:
-                break
-            token = max(following, key=following.__getitem__)
-            draft.ids.append(token)
-            total = sum(following.values())
-            agreeing = sum(following[token] / total >= share for share in SHARES)
-            draft.evidence.append(f"{match} once" if total == 1 else f"{match} {agreeing}")
-            context = context[-(MATCHES[0] - 1) * _BYTES :] + token.to_bytes(_BYTES, "little")
-        return draft
-
-
-def look_up(prompt: Sequence[int], ids: Sequence[int], count: int) -> Draft:
-    """Draft what followed the last place in the prompt that ends with the context's last ids.
-
-    Args:
-        prompt: where to look.
-        ids: the context, which begins with the prompt.
-        count: most ids to draft.
-    """
-    there = np.asarray(prompt, np.int32)
-    for match in PROMPT_MATCHES:
-        if match >= len(there):
-            continue
-        found = np.ones(len(there) - match, bool)  # of places that something follows
-        for i, token in enumerate(ids[-match:]):
-            found &= there[i : len(found) + i] == token
-        if (places := np.flatnonzero(found)).size:
-            begin = places[-1] + match
-            own = there[begin : begin + count].tolist()
-            return Draft(own, [f"prompt {min(match + i, PROMPT_MATCHES[0])}" for i in range(len(own))])
-    return Draft([], [])
-
-
-class LookupDrafter:
-    """The drafter of the module docstring: what was sampled first, then the prompt."""
-
-    def __init__(self) -> None:
-        self._index = SuffixIndex()
-
-    def propose(self, runs: Sequence[RunningRequest], count: int) -> list[Draft]:
-        drafts = []
-        for run in runs:
-            tail = run.tail(MATCHES[0])
-            draft = self._index.draft(tail, count)
-            drafts.append(draft if draft.ids else look_up(run.request.prompt_ids, tail, count))
-        return drafts
-
-    def observe(self, run: RunningRequest, new: int) -> None:
-        self._index.add(run.tail(MATCHES[0] + new), new)

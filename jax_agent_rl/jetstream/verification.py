@@ -40,7 +40,9 @@ from jax_agent_rl.jetstream.speculation import accepted_ids
 from jax_agent_rl.models.config import DecoderConfig
 
 COLUMNS = (16, 32, 64)
-"""Columns of the programs. More are no faster."""
+"""Columns of the programs that prefill. More are no faster."""
+VERIFIED_COLUMNS = (8, *COLUMNS)
+"""Columns of the programs that verify drafts."""
 
 
 class VerifyingEngine(DriverInterface):
@@ -106,8 +108,8 @@ class VerifyingEngine(DriverInterface):
     @property
     def _column_counts(self) -> list[int]:
         """Columns compiled for with CPU kernels."""
-        most = self._longest * self.max_concurrent_decodes
-        return [columns for columns, fewer in zip(COLUMNS, (0, *COLUMNS), strict=False) if fewer < most]
+        most, fewer = self._longest * self.max_concurrent_decodes, (0, *VERIFIED_COLUMNS)
+        return [columns for columns, less in zip(VERIFIED_COLUMNS, fewer, strict=False) if less < most]
 
     def verified_columns(self, count: int) -> list[int]:
         """Return how many positions of ``count`` contexts the programs can feed, ascending."""
@@ -137,7 +139,7 @@ class VerifyingEngine(DriverInterface):
     ) -> tuple[KVCache, np.ndarray, np.ndarray]:
         """Return the cache and the draws [longest, slots]: ids and log-probs."""
         columns, slot, place = columns_of(slots, [(t, *draft) for t, draft in zip(slots.tokens, drafts, strict=True)])
-        width = bucket(COLUMNS, len(slot))
+        width = bucket(VERIFIED_COLUMNS, len(slot))
         columns = pad_decode_batch(columns, width - len(slot))
         program = programs.decode_program(self.config, 1, self.split, self._kernels)
         inputs = (params, cache, columns, np.array([1, width + 1], np.int32), None, self._stacks)

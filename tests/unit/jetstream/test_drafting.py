@@ -1,53 +1,96 @@
-"""Drafts from what was sampled and from the prompt, against brute-force searches."""
+"""Drafts from what was drawn before and from the prompt, against brute-force searches and the engine's own draws."""
 
-from collections import Counter
-
+import jax.numpy as jnp
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.jetstream.speculation import MATCHES, PROMPT_MATCHES, SuffixIndex, look_up
+from jax_agent_rl.jetstream.drafting import CHANCES, MATCHES, PROMPT_MATCHES, Draw, SuffixIndex, look_up, predict
+from jax_agent_rl.jetstream.sampling import sample, uniform
 
+NUMBERS = st.floats(0, 1, exclude_max=True)
 IDS = st.lists(st.integers(0, 2), max_size=20)  # few ids, so that much repeats
-PARTS = st.lists(st.tuples(IDS, st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=6)
+DRAWS = st.lists(st.builds(Draw, NUMBERS, st.integers(0, 2), st.floats(0.01, 1)), min_size=1, max_size=8)
+PARTS = st.lists(st.tuples(IDS, DRAWS), max_size=6)
 
 
-def followers(parts: list[tuple[list[int], list[int]]], context: list[int]) -> tuple[int, Counter[int]]:
-    """Return the length of the longest known suffix, and what followed it."""
+def earlier(parts: list[tuple[list[int], list[Draw]]], context: list[int]) -> tuple[int, list[Draw]]:
+    """Return the length of the longest known suffix, and what was drawn after it."""
     for match in MATCHES:
-        found: Counter[int] = Counter()
-        for before, new in parts:
-            ids = before + new
-            for place in range(max(match, len(before)), len(ids)):
-                if ids[place - match : place] == context[-match:]:
-                    found[ids[place]] += 1
+        found = []
+        for before, draws in parts:
+            ids = before + [draw.token for draw in draws]
+            for place, draw in enumerate(draws, len(before)):
+                if place >= match and ids[place - match : place] == context[-match:]:
+                    found.append(draw)
         if found:
-            return match, found
-    return 0, Counter()
+            return match, sorted(found)
+    return 0, []
 
 
-@given(PARTS, IDS, st.integers(1, 30))
-def test_the_index_drafts_what_most_often_followed_the_longest_suffix(parts, context, most):
+@given(PARTS, IDS, st.integers(1, 30), st.lists(NUMBERS, min_size=4, max_size=4))
+def test_the_index_drafts_by_what_was_drawn_after_the_longest_suffix(parts, context, most, numbers):
     index = SuffixIndex(most)
-    for before, new in parts:
-        index.add(before + new, len(new))
-    while sum(len(new) for _, new in parts) > most:
+    for before, draws in parts:
+        index.add(before + [draw.token for draw in draws], draws)
+    while sum(len(draws) for _, draws in parts) > most:
         parts = parts[1:]
-    draft = index.draft(context, 4)
-    for token, evidence in zip(draft.ids, draft.evidence, strict=True):
-        match, found = followers(parts, context)
-        assert match and found[token] == max(found.values())
-        assert evidence.startswith(f"{match} ") and (evidence == f"{match} once") == (found.total() == 1)
+    draft = index.draft(context, numbers)
+    for number, token, evidence in zip(numbers, draft.ids, draft.evidence, strict=False):
+        match, found = earlier(parts, context)
+        wanted, chance = predict(found, number)
+        assert token == wanted and evidence == f"{match} {sum(chance >= bound for bound in CHANCES)}"
         context = [*context, token]
-    assert len(draft.ids) == 4 or not followers(parts, context)[0]
+    assert len(draft.ids) == 4 or not earlier(parts, context)[0]
 
 
 def test_an_index_keeps_no_more_than_it_may():
     index = SuffixIndex(max_ids=50)
     for start in range(0, 4000, 10):
-        index.add(list(range(start, start + 30)), 10)
+        ids = list(range(start, start + 50))
+        index.add(ids, [Draw(0.5, token, 1.0) for token in ids[-10:]])
     assert len(index) == 50 * len(MATCHES)
-    assert index.draft(list(range(100, 110)), 3).ids == []
-    assert index.draft(list(range(4000, 4010)), 3).ids == [4010, 4011, 4012]
+    assert index.draft(list(range(100, 110)), [0.5] * 3).ids == []
+    assert index.draft(list(range(4000, 4020)), [0.1, 0.5, 0.9]).ids == [4020, 4021, 4022]
+
+
+@pytest.mark.parametrize(
+    ("draws", "number", "wanted"),
+    [
+        ([Draw(0.2, 7, 0.5)], 0.3, (7, 1.0)),  # it begins between 0 and 0.2, so 0.3 is always in it
+        ([Draw(0.2, 7, 0.5)], 0.6, (7, 0.5)),  # if it begins after 0.1
+        ([Draw(0.2, 7, 0.5)], 0.9, (7, 0.0)),
+        ([Draw(0.5, 7, 0.2)], 0.4, (7, 0.5)),  # if it begins before 0.4, of 0.3 to 0.5
+        ([Draw(0.2, 7, 0.9), Draw(0.8, 7, 0.9)], 0.5, (7, 1.0)),
+        ([Draw(0.2, 7, 0.4), Draw(0.8, 9, 0.6)], 0.5, (9, 1.0)),  # 9 begins before 0.4: not between 0.5 and 0.8
+        ([Draw(0.2, 7, 0.6), Draw(0.7, 9, 0.1)], 0.5, (7, 1.0)),  # 7 ends before 0.7, so it begins before 0.1
+    ],
+)
+def test_the_chance_of_a_prediction(draws: list[Draw], number: float, wanted: tuple[int, float]):
+    token, chance = predict(draws, number)
+    assert (token, pytest.approx(chance, abs=1e-9)) == wanted
+
+
+def test_the_engines_own_draws_are_predicted_where_the_most_frequent_id_would_be_wrong():
+    count, position = 400, 17
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=300) * 2, jnp.float32)
+    seeds, positions = np.arange(count, dtype=np.uint32), np.full(count, position, np.int32)
+    ids, log_probs, _ = sample(
+        jnp.repeat(logits[:, None], count, axis=1),
+        temperature=jnp.full(count, 0.7),
+        seed=seeds,
+        position=positions,
+    )
+    draws = [*map(Draw, uniform(seeds, positions).tolist(), ids.tolist(), np.exp(log_probs).tolist())]
+    assert [draw.token for draw in sorted(draws)] == sorted(ids.tolist())  # so these are the numbers they were drawn by
+    known, others = sorted(draws[:200]), draws[200:]
+    predicted = [predict(known, draw.uniform) for draw in others]
+    right = np.array([token == draw.token for (token, _), draw in zip(predicted, others, strict=True)])
+    sure = np.array([chance == 1.0 for _, chance in predicted])
+    assert np.bincount(ids[200:]).max() / 200 < 0.5 and right.mean() > 0.85
+    assert right[sure].all() and sure.mean() > 0.6
 
 
 @given(IDS, IDS)

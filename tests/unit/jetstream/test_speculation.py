@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.jetstream import cpu_kernels, verification
+from jax_agent_rl.jetstream.drafting import MATCHES, Draft, LookupDrafter
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
 from jax_agent_rl.jetstream.request import Counters, RunningRequest
 from jax_agent_rl.jetstream.scheduler import Scheduler
-from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Draft, LookupDrafter, Speculation, accepted_ids
+from jax_agent_rl.jetstream.speculation import LOSS_SECONDS, LOSS_SHARE, Speculation, accepted_ids
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from tests.tiny import EXPERTS, TINY, full_logits, logprobs_of, tiny_adapter, tiny_params
@@ -193,6 +194,18 @@ class AlwaysDrafts:
 
     def observe(self, run: RunningRequest, new: int) -> None:
         pass
+
+
+def test_drafts_know_the_random_numbers_of_the_engine():
+    on, drafter = scheduler("xla", 3), LookupDrafter()
+    on.speculation = Eager(on.engine, drafter, on.counters)
+    for seed in range(30):
+        submit(on, 2, name=str(seed), seed=seed)
+    finished(on)
+    match = max(match for match in MATCHES if match <= len(PROMPTS[2]))
+    draws = drafter._index._following[np.asarray(PROMPTS[2][-match:], np.int32).tobytes()]  # by random number
+    tokens = [draw.token for draw in draws]
+    assert len(tokens) >= 30 and tokens == sorted(tokens) and len(set(tokens)) > 3
 
 
 BOUND = 23.5  # chi-squared of 4 degrees of freedom exceeds it once in 10,000
