@@ -113,19 +113,14 @@ class UpdatePrograms:
 
 
 _ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
+    # Products take whole weights: in windows they would sum up in memory, and wait for each part.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 }
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "TPU v5": _ON_SPARSE_CORES,
-    "TPU v6 lite": {
-        **_ON_SPARSE_CORES,
-        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-        # Products take whole weights: in windows they would sum up in memory, and wait for each part.
-        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
-    },
-}
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"TPU v5": _ON_SPARSE_CORES, "TPU v6 lite": _ON_SPARSE_CORES}
 """Options of gradients by kind of device: sparse cores exchange weights and gradients beside the products."""
 
 

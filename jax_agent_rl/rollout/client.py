@@ -301,8 +301,8 @@ class LLMServerClient(ServerPool):
         finally:
             self.queue.release(server)
         state.losses = 0
-        if served is not None and (stale := sum(version < served for version in part.policy_versions)):
-            self._stale += stale
+        if served is not None and min(part.policy_versions, default=served) < served:
+            self._stale += (stale := sum(version < served for version in part.policy_versions))
             logger.error("%s sampled %d tokens with weights older than %d", server.name, stale, served)
         return part
 
