@@ -266,7 +266,8 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
     for _, same in itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"])):
         *segments, row = same
         fork = None
-        if parent := row["fork_parent"]:
+        if row["fork_parent"]:
+            parent: str = row["fork_parent"]
             roots[row["trajectory_id"]] = tree = roots.get(parent, parent)
             fork = Fork(tree_id=tree, parent_id=parent, turns=row["fork_turns"], tokens=row["fork_tokens"])
         trajectory = _sequence(row)

@@ -22,7 +22,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import jax
@@ -197,7 +197,7 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._index = SuffixIndex()
-        self._uniform = jax.jit(uniform)
+        self._uniform, self._device = jax.jit(uniform), _host()
         self._known: WeakKeyDictionary[RunningRequest, list[float]] = WeakKeyDictionary()  # of each id to sample
         self._block(0, 0)  # compile it
 
@@ -224,4 +224,13 @@ class LookupDrafter:
 
     def _block(self, seed: int, position: int) -> list[float]:
         positions = np.arange(position, position + _BLOCK, dtype=np.int32)
-        return np.asarray(self._uniform(np.full(_BLOCK, seed, np.uint32), positions)).tolist()
+        with jax.default_device(self._device):
+            return self._uniform(np.full(_BLOCK, seed, np.uint32), positions).tolist()
+
+
+def _host() -> Any:
+    """Return the processor, where no engine's program is waited for; None if ``JAX_PLATFORMS`` leaves it out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
