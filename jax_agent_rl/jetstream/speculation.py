@@ -42,7 +42,11 @@ LOSS_SHARE = 0.01
 LOSS_SECONDS = 0.25
 """What it may take besides, at a time."""
 REFRESH_PLAIN = 50
-"""Verifications after which a plain step is measured again."""
+"""Verifications after which a plain step is measured again …"""
+REFRESH_CLOSE = 10
+"""… where they promise less than ``CLOSE`` times its ids per second, so that it costs little."""
+CLOSE, LEAST_GAIN = 1.25, 1.05
+"""The latter is what a verification has to promise: measured times are not exact."""
 EXPIRY = 100
 """Dispatches after which a measured time is forgotten: other work may have slowed it down."""
 GROWTH = 0.25
@@ -108,6 +112,7 @@ class Speculation:
         self._verified: dict[int, _Pace] = {}  # by columns
         self._balance = LOSS_SECONDS
         self._dispatches = self._since_plain = 0
+        self._gain = 1.0  # of the last choice over a plain step
         self.steps = 1  # of a plain dispatch: twice as many each time
         # The current dispatch:
         self._begin = self._drafting = self._compiling = 0.0
@@ -129,7 +134,7 @@ class Speculation:
         self._proposed.update(zip(runs, drafts, strict=True))
         self._drafting = self._clock() - self._begin
         plain = self._pace(self._plain, self._slots)
-        if plain is None or self._since_plain >= REFRESH_PLAIN:
+        if plain is None or self._since_plain >= (REFRESH_CLOSE if self._gain < CLOSE else REFRESH_PLAIN):
             self.steps = 1
             return None
         # Every drafted id with the probability that it is taken; that never rises along a draft.
@@ -154,13 +159,15 @@ class Speculation:
     def _best_columns(self, plain: float, chances: Sequence[float]) -> int | None:
         """Return the columns that promise the most ids per second, None if a plain step of so many seconds does."""
         gains = np.cumsum([0.0, *chances])
-        best, chosen, (smaller, seconds) = self._running / plain, None, (self._slots, plain)
+        alone = self._running / plain
+        best, chosen, (smaller, seconds) = LEAST_GAIN * alone, None, (self._slots, plain)
         for columns in self._engine.verified_columns(self._running) if len(chances) else ():
             guess = seconds * max(1.0, columns / smaller) ** GROWTH
             smaller, seconds = columns, self._pace(self._verified, columns) or guess
             rate = (self._running + gains[min(columns - self._running, len(chances))]) / seconds
             if rate > best:
                 best, chosen = rate, columns
+        self._gain = best / alone
         return chosen
 
     def _chances(self, draft: Draft) -> np.ndarray:
