@@ -37,7 +37,7 @@ PROMPT_MATCHES = (4, 3, 2)
 CHANCES = (0.3, 0.6, 0.9)
 """Bounds of the chance of a predicted id, for :attr:`Draft.evidence`."""
 MAX_INDEXED_IDS = 1 << 16
-"""About 60 MB."""
+"""At most 75 MB."""
 _BYTES = 4  # of an id
 _BLOCK = 64  # random numbers computed at a time
 
