@@ -22,3 +22,20 @@ def test_an_environment_that_was_interrupted_is_made_again(left: str, is_made: b
         ["bash", "-ec", script], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=True
     )
     assert (f"-m venv {tmp_path}" in result.stdout) == is_made, result.stdout
+
+
+def test_too_little_disk_ends_before_anything_is_installed(tmp_path: Path):
+    df = tmp_path / "df"
+    df.write_text("#!/bin/sh\necho header; echo /dev/disk 9000000 7000000 1900000 79% /\n")
+    df.chmod(0o755)
+    venv = tmp_path / "no such folder" / "venv"
+    variables = {"JAX_AGENT_RL_VENV": str(venv), "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-ec", "source launch/lib.sh; make_environment"],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1 and not venv.parent.exists()
+    assert f"error: {venv} needs about 2 GB of disk, and 1 GB are free" in result.stderr
