@@ -279,5 +279,5 @@ async def _show(config: Config | None, console: Console) -> list[Finding]:
         line.append(f"{finding.check}: ", style="bold").append(finding.text, style="default")
         console.print(line, soft_wrap=True)
     counts = Counter(finding.status for finding in findings)
-    console.print(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures", highlight=False)
+    console.print(f"{counts['ok']} ok, {counts['warn']} warned, {counts['fail']} failed", highlight=False)
     return findings

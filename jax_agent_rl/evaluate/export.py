@@ -245,7 +245,7 @@ def read_table(path: Path) -> RunData:
         rows = pyarrow.dataset.dataset(source, schema=schema(), format=kind).to_table().to_pylist()
         trajectories = [(trajectory, max(trajectory.policy_versions)) for trajectory in restore(rows)]
         summary = json.loads(target.summary.read_text()) if target.summary.is_file() else {}
-    except (OSError, pyarrow.ArrowException, TypeError, ValueError) as error:
+    except (OSError, pyarrow.ArrowException, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a table of jax-agent-rl rollout: {error}") from None
     return RunData(
         name=path.name,
@@ -306,7 +306,7 @@ def _sequence(row: Mapping[str, Any]) -> Trajectory:
             token_ids=ids,
             log_probs=tuple(row["rollout_logprobs"][at:end]),
             policy_versions=tuple(row["policy_versions"][at:end]),
-            stop_reason=StopReason(next(reasons)),
+            stop_reason=StopReason(next(reasons, "missing")),
             context_digest="",
         )
         turns.append(Turn(output=output))

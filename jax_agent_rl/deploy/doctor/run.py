@@ -197,9 +197,9 @@ class RunChecks:
 
     async def rows(self, report: Reporter, *, name: str, source: Source) -> None:
         """Load a file: every row well-formed, every name in it known."""
-        for named in source[0]:
-            find_files(named)  # a missing file is reported in any case
         if not self.user_code_imported:
+            for named in source[0]:
+                find_files(named)  # a missing file is reported in any case
             raise UnmetError("the user code, which registers agents, could not be imported")
         self.found_rows[name] = read_rows(self.config, self.opened_tools, source)
         rows = RowOutlines(self.found_rows[name])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -135,6 +136,16 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path, content: dict):
     for file in ("rows.parquet", "rows.jsonl", "missing.parquet"):
         with pytest.raises(DataError, match="cannot be read as a table of jax-agent-rl rollout"):
             read_table(tmp_path / file)
+
+
+@pytest.mark.parametrize(("column", "value"), [("stop_reasons", []), ("response_mask", [0, 1]), ("tool_calls", None)])
+def test_a_damaged_table_is_refused(tmp_path: Path, column: str, value: Any):
+    (row,) = records(group(0), 0)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([row | {column: value}], schema=schema()), tmp_path / "out.parquet"
+    )
+    with pytest.raises(DataError, match="out.parquet cannot be read as a table"):
+        read_table(tmp_path / "out.parquet")
 
 
 def test_every_record_has_just_the_columns():
