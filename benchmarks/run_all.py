@@ -46,6 +46,7 @@ BENCHMARKS = {  # by script: its arguments
     "scaling": "",
     "prefix_routing": "",
     "weight_publication": "",
+    "recovery": "",
     "tool_server": "--seconds 60",
 }
 
