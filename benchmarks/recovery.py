@@ -107,7 +107,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         result["killed run"] = kill_and_resume(Path(folder) / "run", arguments.steps)
-    print(result["killed run"], flush=True)
+    print(f"{'killed run':16}", result["killed run"], flush=True)
     for kind in KINDS:
         result[kind] = under_faults(kind, arguments.seconds, arguments.seed)
         print(f"{kind:16}", result[kind], flush=True)
