@@ -9,8 +9,8 @@ a kind, over those without any; 1 is the limit. Engines are killed every 5 s on 
 ``killed run``: the quickstart with a checkpoint after each step is killed in the middle of its third step and resumed.
 ``start_seconds`` and ``restart_seconds``: from the command to its first step. ``lost_seconds``: work after the last
 checkpoint. ``effective_share``: the time of the steps that count, over all time since the first one began; 1 is the
-limit. RobustRL (arXiv 2512.22492) reports this share for 256 GPUs that fail in one of ten steps: above 0.8, and 0.6 for
-ByteRobust, which restarts the whole run. The last line is one JSON object.
+limit. RobustRL (arXiv 2512.22492) reports its effective training time ratio on 256 GPUs at a failure frequency of 10 %:
+above 0.8, and 0.6 for ByteRobust, which restarts the whole run. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> float:
 
 
 def kill_and_resume(folder: Path, steps: int) -> dict[str, float]:
-    """Train, kill the run in the middle of a step, and resume it."""
+    """Train, kill the run in the middle of a step, and resume it.
+
+    Raises:
+        RuntimeError: a run ended too early, or the resumed one failed.
+    """
     settings = [f"run_dir={folder}", f"trainer.steps={steps}", "trainer.checkpoint_every=1"]
     settings += ["data.eval=null", "data.eval_limit=null", "rollout.eval_temperature=null"]  # nothing beside the steps
     command = [*COMMAND, "train", "configs/quickstart.yaml", *settings]
@@ -86,7 +90,8 @@ def kill_and_resume(folder: Path, steps: int) -> dict[str, float]:
     with subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         again = wait_for_step(process, folder, KILLED_AFTER + 1)
         end = wait_for_step(process, folder, steps)
-        process.communicate()
+        if process.wait():
+            raise RuntimeError(f"the resumed run ended with status {process.returncode}")
     taken = step_seconds(folder)
     first = saved - sum(before.values())
     return {

@@ -10,6 +10,7 @@ for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -55,6 +56,12 @@ def planned(case: Case, price: float, changes: list[str]) -> dict[str, Any]:
         return plan_in_subprocess(task, lambda text: print(f"  {text}", file=sys.stderr, flush=True)).made
 
 
+def advised(made: dict[str, Any]) -> str | None:
+    """Return the first KEY=VALUE that a plan advises, None if it fits or advises something else, as a larger slice."""
+    hints = (hint for program in made["programs"] if not program["fits"] for hint in program["change"])
+    return next((hint for hint in hints if re.fullmatch(r"[\w.]+=\S+", hint)), None)
+
+
 def row(made: dict[str, Any]) -> list[str]:
     """Return a plan's cells, from the chips on."""
     step, capacity = made["step"], made["capacity"]
@@ -82,8 +89,7 @@ def main() -> None:
         price, name = prices[case.topology.partition(":")[0]], case.model
         try:
             made = planned(case, price, args.set)
-            if not made["fits"]:
-                change = next(program["change"] for program in made["programs"] if not program["fits"])[0]
+            if change := advised(made):
                 made, name = planned(case, price, [*args.set, change]), f"{name}, `{change}`"
             cells = row(made)
         except CompilerError as error:
