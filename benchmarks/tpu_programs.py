@@ -66,7 +66,8 @@ def compiled_with(case: Case, program: Profile, layers: int, more: list[str]) ->
     slice = Slice.parse(case.topology)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
-        config = load(RECIPE, [f"model.path={folder}", *case.overrides, *more])
+        alone = "rollout.jetstream.mesh.data=1"  # an engine has all slots
+        config = load(RECIPE, [f"model.path={folder}", alone, *case.overrides, *more])
         made = compile_profiled(config, check(config), slice, profile=program)
     return next(one for one in made if one.program.name.startswith(MAIN[program]))
 

@@ -62,7 +62,14 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "fp8 weights": {"quantize": "fp8"},
 }
 """Settings of ``rollout.jetstream``; those without a dtype keep the configured one."""
-PROMPTS, PROMPT, SAMPLED = 4, 48, 32
+QUESTIONS = (
+    "Explain to a child why the sky is blue.",
+    "Write a short story about a lighthouse keeper.",
+    "How do I bake bread? List every step.",
+    "Compare trains and planes for a trip of 500 km.",
+)
+"""What contexts for the agreement begin with: after random ids every token is unlikely, and gaps are larger."""
+SAMPLED = 32
 
 
 # --- collectives --------------------------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ def check_agreement(machine: Machine, record: CheckResult) -> None:
         detail = f"{found.tokens} tokens; row {row} of the table"
         gaps = {"mean": (found.mean, allowed.mean), "largest": (found.largest, allowed.token)}
         for which, (gap, most) in gaps.items():
-            whole = found.tokens == PROMPTS * SAMPLED  # NaN counts as none
+            whole = found.tokens == len(QUESTIONS) * SAMPLED  # NaN counts as none
             record(f"{name}: {which} gap", gap if whole else math.nan, "nats", high=most, detail=detail)
 
 
@@ -211,9 +218,9 @@ async def _sample_and_score(machine: Machine, config: Config) -> tuple[Compariso
     async with asyncio.timeout(HANG_SECONDS):
         await backend.start()
         try:
-            rng = np.random.default_rng(0)
             room = config.rollout.max_model_len - SAMPLED
-            prompts = rng.integers(3, machine.model.vocab_size, (PROMPTS, min(PROMPT, room))).tolist()
+            chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+            prompts = [machine.codec.encode_prompt(chat)[-room:] for chat in chats]
             sampling = SamplingParams(max_tokens=SAMPLED, ignore_eos=True, temperature=config.rollout.temperature)
             requests = [
                 GenerateRequest(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling)

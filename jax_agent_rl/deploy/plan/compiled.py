@@ -47,8 +47,9 @@ class Program:
         tokens: tokens that a full call takes or gives.
         of: which tokens of a step these are; None if the program does not process tokens.
         calls: runs per step over all those tokens; 0 where its time does not count.
-        model_flops: operations that the model itself needs for a call, on all devices together: nothing recomputed.
-        model_bytes: bytes that have to pass through the memories: weights and the visible KV, once. None, as for
+        copies: engines along the mesh's ``data``, each of which runs it on its own devices.
+        model_flops: operations that the model itself needs for a call of one copy: nothing recomputed.
+        model_bytes: bytes that have to pass through its memories: weights and the visible KV, once. None, as for
             ``model_flops``: what is counted in the trace.
         rare_branches: what few runs need counts, too, where the program has branches.
     """
@@ -63,6 +64,7 @@ class Program:
     tokens: int = 0
     of: Tokens | None = None
     calls: int = 1
+    copies: int = 1
     model_flops: float | None = None
     model_bytes: float | None = None
     rare_branches: bool = True
@@ -163,22 +165,25 @@ class Compiled:
         if self.prediction is None:
             return f"refused, {took}"
         steps, predicted = self.program.loops, self.prediction.seconds
+        if not self.program.calls:
+            return took
         share = f"{ideal_seconds(self, chip).total / predicted:.0%} of the ideal"
         return f"{format_seconds(predicted / steps)} a {'step' if steps > 1 else 'call'}, {share}, {took}"
 
     @property
     def flops(self) -> float:
         """Least operations of a call, on all chips together."""
-        return self.work.flops if self.program.model_flops is None else self.program.model_flops
+        one = self.work.flops if self.program.model_flops is None else self.program.model_flops
+        return one * self.program.copies
 
     @property
     def moved(self) -> float:
         """Least bytes that pass through all chips' memory in a call."""
         if self.program.model_bytes is not None:
-            return self.program.model_bytes
+            return self.program.model_bytes * self.program.copies
         if not self.work.flops and self.memory:  # a program without products passes over all that it is given
             return (self.memory.arguments + self.memory.outputs) * self.program.mesh.size
-        return self.work.bytes
+        return self.work.bytes * self.program.copies
 
 
 def compile_program(program: Program, chip: Chip) -> Compiled:

@@ -113,7 +113,7 @@ def _engine_programs(
     key: tuple, program: jax.stages.Traced, mesh: Mesh, published: Published, steps: int
 ) -> Iterator[Program]:
     """Yield the program of a key of the engine's table; nothing for what only allocates."""
-    rollout = functools.partial(Program, phase="rollout", mesh=mesh, traced=program)
+    rollout = functools.partial(Program, phase="rollout", mesh=mesh, traced=program, copies=mesh.shape["data"])
     match key:
         case (str(kind), _, width, span) if kind.startswith("decode"):
             steps = 1 if kind.endswith("constrained") else steps  # a grammar needs each id before the next
@@ -137,7 +137,7 @@ def _engine_programs(
         case ("staged weights", _):
             embed = published.params["embed"]
             stage = staging_mesh(mesh, tuple(embed.sharding.devices_indices_map(embed.shape)))
-            yield rollout(name="arrange weights", phase="weights", mesh=stage, holds=published.holds)
+            yield rollout(name="arrange weights", phase="weights", mesh=stage, holds=published.holds, copies=1)
 
 
 # --- what a model needs of a call ------------------------------------------------------------------------------------

@@ -384,6 +384,7 @@ def compile_profiled(
     """
     on_progress("tracing")
     only = "learner" if profile == "learner" else "rollout"
+    config = choose_engine_mesh(config, model, slice)
     programs = inventory(config, model, place_devices(config, slice.devices), only=only).programs
     chosen = [one for one in programs if profile in (one.phase, one.name.split()[0])]
     if not chosen:

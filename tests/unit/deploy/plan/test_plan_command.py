@@ -36,7 +36,11 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     # Two engines of two chips share 8 slots: each has 4 contexts of 128 positions, of each a key and a value; 2 layers,
     # one head a chip, 32 numbers of 4 bytes.
     assert decode["memory"]["KV cache"] >= 2 * 2 * 4 * 128 * 32 * 4
-    assert decode["flops"] > 0 and made["step"]["seconds"] > 0
+    # Both together: two operations for each number of two layers and the head, and attention's four for each of four
+    # heads of 32 numbers, 128 positions and two layers.
+    matrices = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256) + 256 * 128
+    assert decode["flops"] == 2 * 4 * decode["steps"] * (2 * matrices + 4 * 4 * 32 * 128 * 2)
+    assert made["step"]["seconds"] > 0
     assert (tmp_path / "memory.png").stat().st_size > 0
 
 
