@@ -3,7 +3,7 @@
     python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
 
 Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all programs are compiled and
-their times predicted. What does not fit is planned again with the change that the plan advises, up to three times.
+their times predicted. What does not fit is planned again with the change that the plan advises, up to five times.
 Trained tokens are the sampled ones; their cost includes the rollout. Prices are dollars per chip-hour, on demand, as
 Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is
 ready, in Markdown.
@@ -23,7 +23,7 @@ from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
 from jax_agent_rl.errors import CompilerError
 
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
-MOST_CHANGES = 3
+MOST_CHANGES = 5
 COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
 CASES = (
     Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"),
@@ -58,10 +58,15 @@ def planned(case: Case, price: float, changes: list[str]) -> dict[str, Any]:
         return plan_in_subprocess(task, lambda text: print(f"  {text}", file=sys.stderr, flush=True)).made
 
 
-def advised(made: dict[str, Any]) -> list[str]:
-    """Return the first overrides that a plan advises; none if it fits or advises something else, as a larger slice."""
+def advised(made: dict[str, Any]) -> dict[str, str]:
+    """Return the first changes that a plan advises; none if it fits or advises something else, as a larger slice."""
     hints = (hint.split() for program in made["programs"] if not program["fits"] for hint in program["change"])
-    return next((words for words in hints if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words)), [])
+    words = next((words for words in hints if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words)), [])
+    return dict(word.split("=") for word in words)
+
+
+def as_words(changes: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in changes.items()]
 
 
 def row(made: dict[str, Any]) -> list[str]:
@@ -88,16 +93,18 @@ def main() -> None:
     for case in CASES:
         if not any(part in f"{case.model}/{case.topology}" for part in args.only):
             continue
-        price, changes = prices[case.topology.partition(":")[0]], []
+        price, changes = prices[case.topology.partition(":")[0]], dict[str, str]()
         try:
             made = planned(case, price, args.set)
-            while (more := advised(made)) and len(changes) < MOST_CHANGES:
-                changes += more
-                made = planned(case, price, [*args.set, *changes])
+            for _ in range(MOST_CHANGES):
+                if not (more := advised(made)):
+                    break
+                changes |= more
+                made = planned(case, price, [*args.set, *as_words(changes)])
             cells = row(made)
         except CompilerError as error:
             cells = ["", str(error)]
-        name = ", ".join([case.model, *(f"`{change}`" for change in changes)])
+        name = ", ".join([case.model, *(f"`{change}`" for change in as_words(changes))])
         print(f"| {' | '.join([name, case.topology, *cells])} |", flush=True)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import sys
+import warnings
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -47,6 +48,8 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     if not address:
         cores = max(os.cpu_count() or 1, bundles)
         options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
+    # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork is not for them.
+    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     try:  # in a thread, where it installs no signal handlers
         await asyncio.to_thread(ray.init, address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:

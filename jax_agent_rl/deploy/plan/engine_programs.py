@@ -87,15 +87,24 @@ def add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh
     absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     made.keep(WEIGHTS, weights, absent=absent)
     made.keep(CACHE, cache, absent=absent)
-    work = EngineWork(model, weights, cache)
+    work, running = EngineWork(model, weights, cache), running_share(config)
     rare = config.rollout.temperature == 0  # otherwise no slot is greedy
     for key, program in table.recorded.items():
         needed = work.of(key)
         for one in _engine_programs(key, program, mesh, published, shapes.decode_steps):
+            if one.of == "sampled":
+                one = replace(one, tokens=max(1, round(one.tokens * running)))
             if needed is not None:
                 flops, size = (each * one.loops for each in needed)
                 one = replace(one, model_flops=flops, model_bytes=size, rare_branches=rare)
             made.programs.append(one)
+
+
+def running_share(config: Config) -> float:
+    """Return the share of the slots that the KV cache keeps running, with full-length answers and shared prompts."""
+    shapes, agent = engine_shapes(config), config.agent
+    context = agent.max_prompt_length / config.rollout.group_size + agent.max_response_length / 2
+    return min(1.0, shapes.kv_cache_tokens / (shapes.max_concurrent_decodes * context))
 
 
 def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> DecodeBatch:

@@ -1,4 +1,4 @@
-"""One process of a run whose every process samples, for ``test_host_engines``: argv is a configuration and overrides.
+"""One process of a run whose every process samples, for ``test_multihost_engines``: a configuration and overrides.
 
 Process 0 prints, for every version and engine, what was sampled and the log-probs a plain forward pass gives it.
 """

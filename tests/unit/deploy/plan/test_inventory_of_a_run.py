@@ -126,3 +126,14 @@ def test_arrays_that_stay_are_counted_on_every_chip_that_holds_them(tmp_path):
     assert sizes["policy parameters"] == sizes["engine weights"] == 4 * count
     assert sizes["policy optimizer"] == 8 * count + 4  # two moments, and a counter
     assert sizes["KV cache"] == 2 * 3 * (1 + shapes_.pages) * 2 * shapes_.page * 8 * 4
+
+
+@pytest.mark.parametrize(("cache", "running"), [(None, 8), (512, 8), (256, 256 / (64 / 4 + 64 / 2)), (128, 128 / 48)])
+def test_a_small_cache_keeps_fewer_slots_running(cache, running, tmp_path):
+    """A group of four shares a prompt of 64; an answer of 64 is half done on average."""
+    config = load(
+        recipe(tmp_path, **ONE_DEVICE), [] if cache is None else [f"rollout.jetstream.kv_cache_tokens={cache}"]
+    )
+    made = inventory(config, TINY, place_devices(config, jax.devices()[:1]), only="rollout")
+    (decode,) = [program for program in made.programs if program.of == "sampled"]
+    assert decode.tokens == round(running * engine_shapes(config).decode_steps)
