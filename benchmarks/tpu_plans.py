@@ -3,7 +3,8 @@
     python benchmarks/tpu_plans.py [--only 8b/v5p] [--price v5p=4.2 ...] [--set KEY=VALUE ...]
 
 Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all programs are compiled and
-their times predicted. What does not fit is planned again with the change that the plan advises, up to five times.
+their times predicted. A step has 64 trajectories per chip, as that recipe on its slice. What does not fit with the
+changes that are set here is planned again with those that the plan advises, up to five times.
 Trained tokens are the sampled ones; their cost includes the rollout. Prices are dollars per chip-hour, on demand, as
 Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is
 ready, in Markdown.
@@ -11,6 +12,7 @@ ready, in Markdown.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from typing import Any
@@ -18,25 +20,47 @@ from typing import Any
 from common import argument_parser
 from tpu_programs import RECIPE, Case
 
+from jax_agent_rl.config import load
 from jax_agent_rl.deploy.plan.architectures import architecture_folder
 from jax_agent_rl.deploy.plan.command import PlanTask, plan_in_subprocess
-from jax_agent_rl.errors import CompilerError
+from jax_agent_rl.deploy.plan.topology import Slice
+from jax_agent_rl.errors import CompilerError, ConfigError
+from jax_agent_rl.jetstream.shapes import kv_cache_tokens
 
 PRICES = {"v5e": 1.2, "v5p": 4.2, "v6e": 2.7}
 MOST_CHANGES = 5
 COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
-CASES = (
-    Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"),
-    Case("qwen2.5-1.5b", "v6e:2x2", "tensor=1", "fsdp=4"),
-    Case("qwen3-8b", "v5e:4x4", "tensor=4", "fsdp=16"),
-    Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"),
-    Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"),
-    Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"),
-    Case("qwen3-32b", "v6e:4x8", "tensor=8", "fsdp=32"),
-    Case("llama-3.3-70b", "v5p:2x4x4", "tensor=4", "fsdp=32"),
-    Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"),
-    Case("qwen3-30b-a3b", "v6e:4x8", "expert=8", "fsdp=16 expert=2"),
+TRAJECTORIES = 64
+"""Of a step, per chip."""
+SLEEP = "rollout.sleep_during_update=true learner.remat=full"
+CASES = (  # with changes without which they would not fit
+    (Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
+    (Case("qwen2.5-1.5b", "v6e:2x2", "tensor=1", "fsdp=4"), ""),
+    (Case("qwen3-8b", "v5e:4x4", "tensor=4", "fsdp=16"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
+    (Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"), ""),
+    (Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=262144"),
+    (Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"), "rollout.sleep_during_update=true"),
+    (Case("qwen3-32b", "v6e:8x8", "tensor=4", "fsdp=64"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
+    (Case("llama-3.3-70b", "v5p:2x4x4", "tensor=4", "fsdp=32"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=393216"),
+    (Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"), ""),
+    (
+        Case("qwen3-30b-a3b", "v6e:8x8", "expert=4", "fsdp=32 expert=2"),
+        f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072",
+    ),
 )
+
+
+def load_of(case: Case) -> list[str]:
+    """Return overrides that give each chip as many trajectories as the recipe does on its slice."""
+    chips, config = Slice.parse(case.topology).chips, load(RECIPE)
+    engine = math.prod(int(word.partition("=")[2]) for word in case.engine.split())
+    held, slots = TRAJECTORIES * engine, config.rollout.jetstream.max_concurrent_decodes
+    cache = kv_cache_tokens(config.rollout.max_model_len, min(slots, held), held)
+    return [
+        f"rollout.prompts_per_step={TRAJECTORIES * chips // config.rollout.group_size}",
+        f"rollout.max_in_flight={TRAJECTORIES * chips}",
+        f"rollout.jetstream.kv_cache_tokens={cache}",  # on several hosts the default is of all trajectories
+    ]
 
 
 def planned(case: Case, price: float, changes: list[str]) -> dict[str, Any]:
@@ -48,7 +72,7 @@ def planned(case: Case, price: float, changes: list[str]) -> dict[str, Any]:
     with architecture_folder(case.model) as folder:
         task = PlanTask(
             recipe=str(RECIPE),
-            overrides=[f"model.path={folder}", *case.overrides, *changes],
+            overrides=[f"model.path={folder}", *case.overrides, *load_of(case), *changes],
             topology=case.topology,
             utilization=0.4,
             price=price,
@@ -90,20 +114,20 @@ def main() -> None:
     prices = PRICES | {name: float(price) for name, _, price in (one.partition("=") for one in args.price)}
     for cells in (COLUMNS, ["---"] * len(COLUMNS)):
         print(f"| {' | '.join(cells)} |", flush=True)
-    for case in CASES:
+    for case, own in CASES:
         if not any(part in f"{case.model}/{case.topology}" for part in args.only):
             continue
-        price, changes = prices[case.topology.partition(":")[0]], dict[str, str]()
+        price, changes = prices[case.topology.partition(":")[0]], dict(word.split("=") for word in own.split())
         try:
-            made = planned(case, price, args.set)
+            made = planned(case, price, [*args.set, *as_words(changes)])
             for _ in range(MOST_CHANGES):
                 if not (more := advised(made)):
                     break
                 changes |= more
                 made = planned(case, price, [*args.set, *as_words(changes)])
             cells = row(made)
-        except CompilerError as error:
-            cells = ["", str(error)]
+        except (CompilerError, ConfigError) as error:
+            cells = ["", " ".join(str(error).split())]
         name = ", ".join([case.model, *(f"`{change}`" for change in as_words(changes))])
         print(f"| {' | '.join([name, case.topology, *cells])} |", flush=True)
 

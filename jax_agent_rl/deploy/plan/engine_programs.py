@@ -64,8 +64,10 @@ class RecordingTable(ProgramTable):
         )
 
 
-def add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh, published: Published) -> None:
-    """Trace the largest programs of one engine, which is given the published parameters."""
+def add_engine(
+    made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh, published: Published, *, engines: int
+) -> None:
+    """Trace the largest programs of one of so many engines, which is given the published parameters."""
     shapes = engine_shapes(config)
     table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)
@@ -87,7 +89,7 @@ def add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh
     absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
     made.keep(WEIGHTS, weights, absent=absent)
     made.keep(CACHE, cache, absent=absent)
-    work, running = EngineWork(model, weights, cache), running_share(config)
+    work, running = EngineWork(model, weights, cache), running_share(config, engines)
     rare = config.rollout.temperature == 0  # otherwise no slot is greedy
     for key, program in table.recorded.items():
         needed = work.of(key)
@@ -100,11 +102,15 @@ def add_engine(made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh
             made.programs.append(one)
 
 
-def running_share(config: Config) -> float:
-    """Return the share of the slots that the KV cache keeps running, with full-length answers and shared prompts."""
+def running_share(config: Config, engines: int) -> float:
+    """Return the share of an engine's slots that run: there are trajectories for them, and KV cache.
+
+    Answers have their full length, and prompts are shared.
+    """
     shapes, agent = engine_shapes(config), config.agent
     context = agent.max_prompt_length / config.rollout.group_size + agent.max_response_length / 2
-    return min(1.0, shapes.kv_cache_tokens / (shapes.max_concurrent_decodes * context))
+    running = min(config.rollout.max_in_flight / engines, shapes.kv_cache_tokens / context)
+    return min(1.0, running / shapes.max_concurrent_decodes)
 
 
 def _restricted(slots: DecodeBatch, config: Config, model: DecoderConfig) -> DecodeBatch:

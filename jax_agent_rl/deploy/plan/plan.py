@@ -205,7 +205,7 @@ def inventory(config: Config, model: DecoderConfig, where: DevicePlacement, *, o
             published = Published(describe(shapes, there), frozenset())
         elif len(where.engines) > 1:  # copied for each of them
             published = Published(describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
-        add_engine(made, config, model, mesh, published)
+        add_engine(made, config, model, mesh, published, engines=where.engine_count)
     return made
 
 
