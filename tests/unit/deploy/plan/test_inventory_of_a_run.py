@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jax_agent_rl.config import load
-from jax_agent_rl.deploy.plan.engine_programs import RecordingTable
+from jax_agent_rl.deploy.plan.engine_programs import RecordingTable, running_share
 from jax_agent_rl.deploy.plan.plan import inventory
 from jax_agent_rl.deploy.plan.topology import place_devices
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
@@ -137,3 +137,5 @@ def test_a_small_cache_keeps_fewer_slots_running(cache, running, tmp_path):
     made = inventory(config, TINY, place_devices(config, jax.devices()[:1]), only="rollout")
     (decode,) = [program for program in made.programs if program.of == "sampled"]
     assert decode.tokens == round(running * engine_shapes(config).decode_steps)
+    # On another three hosts, engines have a quarter of the eight trajectories each.
+    assert running_share(config, 4) == pytest.approx(min(8 / 4, running) / 8)
