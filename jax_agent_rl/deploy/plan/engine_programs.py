@@ -65,14 +65,24 @@ class RecordingTable(ProgramTable):
 
 
 def add_engine(
-    made: Inventory, config: Config, model: DecoderConfig, mesh: Mesh, published: Published, *, engines: int
+    made: Inventory,
+    config: Config,
+    model: DecoderConfig,
+    meshes: tuple[Mesh, Mesh],
+    published: Published,
+    *,
+    engines: int,
 ) -> None:
-    """Trace the largest programs of one of so many engines, which is given the published parameters."""
+    """Trace the largest programs of one of so many engines, which is given the published parameters.
+
+    It has the first mesh; the second one, as large, is that for which its programs are compiled.
+    """
+    mesh, compiled_for = meshes
     shapes = engine_shapes(config)
     table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)
     precision["dtype"] = jnp.dtype(precision["dtype"])
-    engine = kind(model, shapes, **precision, mesh=mesh, table=table)
+    engine = kind(model, shapes, **precision, mesh=compiled_for, table=table)
     weights, cache = engine.load_params(published.params), engine.init_cache()
     last = shapes.cache_length - shapes.decode_steps
     slots = make_decode_batch(shapes.max_concurrent_decodes, shapes.context_pages, last)
@@ -87,8 +97,8 @@ def add_engine(
         pages = [NULL_PAGE] * MOVED_TOGETHER[-1]
         engine.overwrite_pages(cache, engine.get_pages(cache, pages), np.asarray(pages, np.int32))
     absent: frozenset[Phase] = frozenset({"learner"}) if config.rollout.sleep_during_update else frozenset()
-    made.keep(WEIGHTS, weights, absent=absent)
-    made.keep(CACHE, cache, absent=absent)
+    made.keep(WEIGHTS, _placed(weights, mesh), absent=absent)
+    made.keep(CACHE, _placed(cache, mesh), absent=absent)
     work, running = EngineWork(model, weights, cache), running_share(config, engines)
     rare = config.rollout.temperature == 0  # otherwise no slot is greedy
     for key, program in table.recorded.items():
@@ -100,6 +110,11 @@ def add_engine(
                 flops, size = (each * one.loops for each in needed)
                 one = replace(one, model_flops=flops, model_bytes=size, rare_branches=rare)
             made.programs.append(one)
+
+
+def _placed(tree: Any, mesh: Mesh) -> Any:
+    """Return described arrays on another mesh of the same shape."""
+    return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, x.sharding.spec)), tree)
 
 
 def running_share(config: Config, engines: int) -> float:

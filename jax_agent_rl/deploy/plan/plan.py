@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from jax.sharding import Mesh
+
 from jax_agent_rl.config import Config
 from jax_agent_rl.deploy.plan.compiled import (
     Compiled,
@@ -23,14 +25,14 @@ from jax_agent_rl.deploy.plan.compiled import (
 )
 from jax_agent_rl.deploy.plan.engine_programs import add_engine
 from jax_agent_rl.deploy.plan.learner_programs import add_learner, describe
-from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, place_devices
+from jax_agent_rl.deploy.plan.topology import Chip, DevicePlacement, Slice, choose_engine_mesh, list_idle, place_devices
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.generation import mask_words
 from jax_agent_rl.jetstream.sharding import learner_shardings
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.models.sharding import Device
-from jax_agent_rl.runtime.engine_devices import engine_shapes, report_idle
+from jax_agent_rl.runtime.engine_devices import engine_shapes
 from jax_agent_rl.utils.hub import hub_name
 
 BATCH, TEMPORARIES, CODE = "gradients and batches", "temporaries", "code"
@@ -184,7 +186,14 @@ def check(config: Config) -> DecoderConfig:
         raise ModelError(f"{error}, or name a well-known model by --architecture, which needs no files") from None
 
 
-def inventory(config: Config, model: DecoderConfig, where: DevicePlacement, *, only: Phase | None = None) -> Inventory:
+def inventory(
+    config: Config,
+    model: DecoderConfig,
+    where: DevicePlacement,
+    *,
+    only: Phase | None = None,
+    renumbered: Callable[[Mesh], Mesh] = lambda mesh: mesh,
+) -> Inventory:
     """Return programs and arrays of a run.
 
     Args:
@@ -192,6 +201,7 @@ def inventory(config: Config, model: DecoderConfig, where: DevicePlacement, *, o
         model: its architecture.
         where: devices of each phase.
         only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out nothing.
+        renumbered: gives the mesh for which engines are compiled that do not have all of the learner's devices.
 
     Raises:
         ConfigError: a mesh does not divide the model, or the configuration does not go with it.
@@ -200,12 +210,13 @@ def inventory(config: Config, model: DecoderConfig, where: DevicePlacement, *, o
     published = None if only == "rollout" else add_learner(made, config, model, where.learner)
     if where.engines and only != "learner":
         mesh = where.engines[0]  # the others are like it
-        shapes, there = model.parameter_shapes(), learner_shardings(model, mesh)
+        compiled_for = mesh if {*mesh.devices.flat} == {*where.learner.devices.flat} else renumbered(mesh)
+        shapes, there = model.parameter_shapes(), learner_shardings(model, compiled_for)
         if published is None or config.rollout.placement == "separate":  # from files, read for these very devices
             published = Published(describe(shapes, there), frozenset())
         elif len(where.engines) > 1:  # copied for each of them
             published = Published(describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
-        add_engine(made, config, model, mesh, published, engines=where.engine_count)
+        add_engine(made, config, model, (mesh, compiled_for), published, engines=where.engine_count)
     return made
 
 
@@ -231,10 +242,10 @@ def make_plan(
     """
     config = choose_engine_mesh(config, model, slice)
     where = place_devices(config, slice.devices)
-    for line in idle_chips(config, slice, where):
+    for line in list_idle(config, slice, where):
         on_progress(line)
     on_progress("tracing")
-    made = inventory(config, model, where)
+    made = inventory(config, model, where, renumbered=slice.renumbered)
     compiled, before = [], ""
     for number, program in enumerate(made.programs, 1):
         on_progress(f"compiling {program.name} ({number} of {len(made.programs)}){before}")
@@ -252,19 +263,6 @@ def make_plan(
         ),
         utilization=utilization,
     )
-
-
-def idle_chips(config: Config, slice: Slice, placement: DevicePlacement) -> list[str]:
-    """Return a line, with a fix, for each phase in which chips have nothing to do."""
-    number = {device: i for i, device in enumerate(slice.devices)}
-    idle = report_idle(
-        config,
-        count=slice.chips,
-        sampling={number[device] for mesh in placement.engines for device in mesh.devices.flat},
-        learning={number[device] for device in placement.learner.devices.flat},
-        hosts=max(1, len(placement.engines)),
-    )
-    return [f"{line}, or add --search" for line in idle]
 
 
 def loads(inventory: Inventory, compiled: Sequence[Compiled], *, capacity: int) -> list[Load]:
@@ -385,7 +383,8 @@ def compile_profiled(
     on_progress("tracing")
     only = "learner" if profile == "learner" else "rollout"
     config = choose_engine_mesh(config, model, slice)
-    programs = inventory(config, model, place_devices(config, slice.devices), only=only).programs
+    where = place_devices(config, slice.devices)
+    programs = inventory(config, model, where, only=only, renumbered=slice.renumbered).programs
     chosen = [one for one in programs if profile in (one.phase, one.name.split()[0])]
     if not chosen:
         names = ", ".join(one.name for one in programs)

@@ -14,9 +14,9 @@ from jax_agent_rl.config import Config, build
 from jax_agent_rl.deploy.plan.compiled import UNITS, Compiled, format_bytes, format_seconds, ideal_seconds, unit_power
 from jax_agent_rl.deploy.plan.engine_programs import CACHE, WEIGHTS
 from jax_agent_rl.deploy.plan.hlo import Collective
-from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan, idle_chips
+from jax_agent_rl.deploy.plan.plan import BATCH, TEMPORARIES, Load, ResourcePlan
 from jax_agent_rl.deploy.plan.search import estimate
-from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes
+from jax_agent_rl.deploy.plan.topology import Slice, as_overrides, check_layout, learner_meshes, list_idle
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.runtime.engine_devices import engine_shapes
@@ -153,7 +153,7 @@ def _describe_fit(plan: ResourcePlan) -> Iterator[str]:
             yield f"[red]{used} do not fit[/red]: lower rollout.jetstream.kv_offloading_size."
         else:
             yield f"The engines keep up to {used} (rollout.jetstream.kv_offloading_size)."
-    yield from (f"[yellow]{line}[/yellow]." for line in idle_chips(plan.config, plan.slice, plan.placement))
+    yield from (f"[yellow]{line}[/yellow]." for line in list_idle(plan.config, plan.slice, plan.placement))
 
 
 def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jax_agent_rl.config import Config
@@ -22,7 +23,13 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.sharding import engine_config, make_engine_mesh
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.sharding import Device, expect_described_tpus, make_mesh, parameter_shardings
-from jax_agent_rl.runtime.engine_devices import check_turns, engine_shapes, resolve_engine_mesh, with_engine_mesh
+from jax_agent_rl.runtime.engine_devices import (
+    check_turns,
+    engine_shapes,
+    report_idle,
+    resolve_engine_mesh,
+    with_engine_mesh,
+)
 from jax_agent_rl.validation import did_you_mean
 
 GIB = 1 << 30
@@ -205,6 +212,14 @@ class Slice:
         except Exception as error:  # whatever the compiler's plug-in raises: its message is the best there is
             raise ConfigError(f"libtpu does not give topology {self.name!r}: {error}") from error
 
+    def renumbered(self, mesh: Mesh) -> Mesh:
+        """Return a mesh like that of an engine, of a host alone: libtpu takes chips only whose numbers begin at 0."""
+        shape = next((shape for shape in self.chip.hosts if math.prod(shape) >= mesh.size), None)
+        if shape is None:
+            return mesh
+        devices = np.array(replace(self, shape=shape, count=1).devices[: mesh.size]).reshape(mesh.devices.shape)
+        return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
 
 # --- layouts ------------------------------------------------------------------------------------------------------
 
@@ -275,6 +290,19 @@ def place_devices(config: Config, devices: Sequence[Device]) -> DevicePlacement:
     for mesh in meshes:
         check_turns(config, learner, mesh)
     return DevicePlacement(learner=learner, engines=tuple(meshes))
+
+
+def list_idle(config: Config, slice: Slice, placement: DevicePlacement) -> list[str]:
+    """Return a line, with a fix, for each phase in which chips have nothing to do."""
+    number = {device: i for i, device in enumerate(slice.devices)}
+    idle = report_idle(
+        config,
+        count=slice.chips,
+        sampling={number[device] for mesh in placement.engines for device in mesh.devices.flat},
+        learning={number[device] for device in placement.learner.devices.flat},
+        hosts=max(1, len(placement.engines)),
+    )
+    return [f"{line}, or add --search" for line in idle]
 
 
 def check_layout(config: Config, model: DecoderConfig, slice: Slice) -> DevicePlacement:

@@ -44,6 +44,18 @@ def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 0
 
 
+def test_engines_on_all_chips_of_one_host_of_several_are_compiled(tmp_path):
+    """The chips of the first host are 0, 1, 4 and 5, which libtpu does not take for a program of four chips."""
+    done = plan(recipe(tmp_path), "v5e:4x4", "learner.mesh.fsdp=8", "rollout.jetstream.mesh.tensor=4", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert [mesh["tensor"] for mesh in made["meshes"]["engines"]] == [4] * 4
+    (decode,) = [program for program in made["programs"] if program["name"].startswith("decode")]
+    assert set(decode["exchanged"]) == {"tensor"}
+    kinds = {"policy parameters", "policy optimizer", "engine weights", "KV cache"}
+    assert all(decode["memory"][kind] > 0 for kind in kinds), "on the learner's chips, too"
+
+
 def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
     critic = ["algorithm.adv_estimator=gae", "algorithm.kl.where=loss"]
     done = plan(recipe(tmp_path), "2*v5e:2x2", "learner.mesh.data=2", "--json", *critic)
