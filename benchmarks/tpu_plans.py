@@ -39,14 +39,15 @@ CASES = (  # with changes without which they would not fit
     (Case("qwen3-8b", "v5e:4x4", "tensor=4", "fsdp=16"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
     (Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"), ""),
     (Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=262144"),
-    (Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"), "rollout.sleep_during_update=true"),
-    (Case("qwen3-32b", "v6e:8x8", "tensor=4", "fsdp=64"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
-    (Case("llama-3.3-70b", "v5p:4x4x4", "tensor=4", "fsdp=64"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=393216"),
-    (Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"), ""),
     (
-        Case("qwen3-30b-a3b", "v6e:8x8", "expert=4", "fsdp=32 expert=2"),
-        f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072",
+        Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"),
+        "rollout.sleep_during_update=true rollout.jetstream.kv_cache_tokens=393216",
     ),
+    (
+        Case("llama-3.3-70b", "v5p:2x4x4", "tensor=4", "fsdp=32"),
+        f"{SLEEP} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=196608",
+    ),
+    (Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"), ""),
 )
 
 
