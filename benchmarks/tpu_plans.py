@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import textwrap
 from typing import Any
 
 from common import argument_parser
@@ -36,7 +37,10 @@ SLEEP = "rollout.sleep_during_update=true learner.remat=full"
 CASES = (  # with changes without which they would not fit
     (Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
     (Case("qwen2.5-1.5b", "v6e:2x2", "tensor=1", "fsdp=4"), ""),
-    (Case("qwen3-8b", "v5e:4x4", "tensor=4", "fsdp=16"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
+    (
+        Case("qwen3-8b", "v5e:4x8", "tensor=4", "fsdp=32"),
+        f"{SLEEP} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=98304",
+    ),
     (Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"), ""),
     (Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=262144"),
     (
@@ -128,7 +132,7 @@ def main() -> None:
                 made = planned(case, price, [*args.set, *as_words(changes)])
             cells = row(made)
         except (CompilerError, ConfigError) as error:
-            cells = ["", " ".join(str(error).split())]
+            cells = ["", textwrap.shorten(str(error), 200)]
         name = ", ".join([case.model, *(f"`{change}`" for change in as_words(changes))])
         print(f"| {' | '.join([name, case.topology, *cells])} |", flush=True)
 
