@@ -75,6 +75,10 @@ case "$action" in
   supervise) supervise "$@" ;;
   running) under_way || exit "$NO_RUN" ;;
   signal)
+    for _ in {1..100}; do # two seconds: the command may run, and its number not be written yet
+      under_way && [ -z "$child" ] || break
+      sleep 0.02
+    done
     under_way && [ -n "$child" ] && kill -s "$1" -- "-$child" || exit "$NO_RUN"
     while [ "$1" = KILL ] && under_way; do sleep 0.02; done
     ;;
