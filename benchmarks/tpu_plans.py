@@ -4,18 +4,18 @@
 
 Plans ``configs/tpu_8b.yaml`` for other models and slices, as ``jax-agent-rl plan`` does: all programs are compiled and
 their times predicted. A step has 64 trajectories per chip, as that recipe on its slice. What does not fit with the
-changes that are set here is planned again with those that the plan advises, up to five times.
-Trained tokens are the sampled ones; their cost includes the rollout. Prices are dollars per chip-hour, on demand, as
-Google listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is
-ready, in Markdown.
+changes of ``CASES`` and of ``--set`` is planned again with those that the plan advises, up to five times. Trained
+tokens are the sampled ones; their cost includes the rollout. Prices are dollars per chip-hour, on demand, as Google
+listed them for US regions; ``--price`` sets others. Extra: plan. A row takes minutes and is printed when it is ready,
+in Markdown.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 from common import argument_parser
@@ -33,51 +33,51 @@ MOST_CHANGES = 5
 COLUMNS = ("model", "slice", "chips", "fullest chip", "step", "rollout", "learner", "trained tokens/s", "cost of 1M")
 TRAJECTORIES = 64
 """Of a step, per chip."""
-SLEEP = "rollout.sleep_during_update=true learner.remat=full"
+SAVE_MEMORY = "rollout.sleep_during_update=true learner.remat=full"
 CASES = (  # with changes without which they would not fit
-    (Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=131072"),
+    (Case("qwen2.5-1.5b", "v5e:2x2", "tensor=1", "fsdp=4"), f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=131072"),
     (Case("qwen2.5-1.5b", "v6e:2x2", "tensor=1", "fsdp=4"), ""),
     (
         Case("qwen3-8b", "v5e:4x8", "tensor=4", "fsdp=32"),
-        f"{SLEEP} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=98304",
+        f"{SAVE_MEMORY} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=98304",
     ),
     (Case("qwen3-8b", "v5p:2x2x1", "tensor=4", "fsdp=4"), ""),
-    (Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"), f"{SLEEP} rollout.jetstream.kv_cache_tokens=262144"),
+    (Case("qwen3-8b", "v6e:2x4", "tensor=4", "fsdp=8"), f"{SAVE_MEMORY} rollout.jetstream.kv_cache_tokens=262144"),
     (
         Case("qwen3-32b", "v5p:2x2x4", "tensor=4", "fsdp=16"),
         "rollout.sleep_during_update=true rollout.jetstream.kv_cache_tokens=393216",
     ),
     (
         Case("llama-3.3-70b", "v5p:2x4x4", "tensor=4", "fsdp=32"),
-        f"{SLEEP} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=196608",
+        f"{SAVE_MEMORY} rollout.jetstream.quantize=int8 rollout.jetstream.kv_cache_tokens=196608",
     ),
     (Case("qwen3-30b-a3b", "v5p:2x2x4", "expert=4", "fsdp=8 expert=2"), ""),
 )
 
 
-def load_of(case: Case) -> list[str]:
+def scale_batch(case: Case) -> list[str]:
     """Return overrides that give each chip as many trajectories as the recipe does on its slice."""
-    chips, config = Slice.parse(case.topology).chips, load(RECIPE)
-    engine = math.prod(int(word.partition("=")[2]) for word in case.engine.split())
-    held, slots = TRAJECTORIES * engine, config.rollout.jetstream.max_concurrent_decodes
-    cache = kv_cache_tokens(config.rollout.max_model_len, min(slots, held), held)
+    chips, rollout = Slice.parse(case.topology).chips, load(RECIPE, case.overrides).rollout
+    held = TRAJECTORIES * rollout.jetstream.mesh.engine_devices
+    cache = kv_cache_tokens(rollout.max_model_len, min(rollout.jetstream.max_concurrent_decodes, held), held)
     return [
-        f"rollout.prompts_per_step={TRAJECTORIES * chips // config.rollout.group_size}",
+        f"rollout.prompts_per_step={TRAJECTORIES * chips // rollout.group_size}",
         f"rollout.max_in_flight={TRAJECTORIES * chips}",
         f"rollout.jetstream.kv_cache_tokens={cache}",  # on several hosts the default is of all trajectories
     ]
 
 
-def planned(case: Case, price: float, changes: list[str]) -> dict[str, Any]:
+def planned(case: Case, price: float, changes: dict[str, str]) -> dict[str, Any]:
     """Return a plan as JSON (``jax_agent_rl.deploy.plan.report.as_json``).
 
     Raises:
         CompilerError: libtpu fails.
+        ConfigError: the case, or a change, does not go with the slice.
     """
     with architecture_folder(case.model) as folder:
         task = PlanTask(
             recipe=str(RECIPE),
-            overrides=[f"model.path={folder}", *case.overrides, *load_of(case), *changes],
+            overrides=[f"model.path={folder}", *case.overrides, *scale_batch(case), *as_words(changes)],
             topology=case.topology,
             utilization=0.4,
             price=price,
@@ -91,7 +91,11 @@ def advised(made: dict[str, Any]) -> dict[str, str]:
     """Return the first changes that a plan advises; none if it fits or advises something else, as a larger slice."""
     hints = (hint.split() for program in made["programs"] if not program["fits"] for hint in program["change"])
     words = next((words for words in hints if all(re.fullmatch(r"[\w.]+=\S+", word) for word in words)), [])
-    return dict(word.split("=") for word in words)
+    return as_changes(words)
+
+
+def as_changes(words: Iterable[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
 
 
 def as_words(changes: dict[str, str]) -> list[str]:
@@ -122,14 +126,14 @@ def main() -> None:
     for case, own in CASES:
         if not any(part in f"{case.model}/{case.topology}" for part in args.only):
             continue
-        price, changes = prices[case.topology.partition(":")[0]], dict(word.split("=") for word in own.split())
+        price, changes = prices[case.topology.partition(":")[0]], as_changes([*own.split(), *args.set])
         try:
-            made = planned(case, price, [*args.set, *as_words(changes)])
+            made = planned(case, price, changes)
             for _ in range(MOST_CHANGES):
                 if not (more := advised(made)):
                     break
                 changes |= more
-                made = planned(case, price, [*args.set, *as_words(changes)])
+                made = planned(case, price, changes)
             cells = row(made)
         except (CompilerError, ConfigError) as error:
             cells = ["", textwrap.shorten(str(error), 200)]

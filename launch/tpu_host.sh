@@ -45,9 +45,12 @@ supervise() {
     mkdir -p "$RUN_FOLDER"
     storage rsync --recursive "$RUN_BUCKET/run" "$RUN_FOLDER"
   fi
-  "$@" &
-  local child=$! result=0
-  write "$process" "$BASHPID $child"
+  local supervisor=$BASHPID result=0
+  {
+    write "$process" "$supervisor $BASHPID" # before the command says anything, which a signal may follow
+    exec "$@"
+  } &
+  local child=$!
   while sleep 15 && kill -0 "$$" 2>/dev/null; do copy; done & # not beyond a supervisor that was killed
   local copier=$!
   disown "$copier" # its end is no news
@@ -75,10 +78,6 @@ case "$action" in
   supervise) supervise "$@" ;;
   running) under_way || exit "$NO_RUN" ;;
   signal)
-    for _ in {1..100}; do # two seconds: the command may run, and its number not be written yet
-      under_way && [ -z "$child" ] || break
-      sleep 0.02
-    done
     under_way && [ -n "$child" ] && kill -s "$1" -- "-$child" || exit "$NO_RUN"
     while [ "$1" = KILL ] && under_way; do sleep 0.02; done
     ;;

@@ -68,7 +68,7 @@ QUESTIONS = (
     "How do I bake bread? List every step.",
     "Compare trains and planes for a trip of 500 km.",
 )
-"""What contexts for the agreement begin with: after random ids every token is unlikely, and gaps are larger."""
+"""Prompts of the agreement check: after random ids every token would be unlikely, and gaps larger."""
 SAMPLED = 32
 
 

@@ -68,16 +68,16 @@ def add_engine(
     made: Inventory,
     config: Config,
     model: DecoderConfig,
-    meshes: tuple[Mesh, Mesh],
+    mesh: Mesh,
     published: Published,
     *,
+    compiled_for: Mesh,
     engines: int,
 ) -> None:
     """Trace the largest programs of one of so many engines, which is given the published parameters.
 
-    It has the first mesh; the second one, as large, is that for which its programs are compiled.
+    Its arrays are counted on ``mesh``; its programs are traced for ``compiled_for``, a mesh of the same shape.
     """
-    mesh, compiled_for = meshes
     shapes = engine_shapes(config)
     table, kind = RecordingTable(), JaxEngine if model.vision is None else VisionEngine
     precision: dict[str, Any] = engine_precision(config)

@@ -201,7 +201,7 @@ def inventory(
         model: its architecture.
         where: devices of each phase.
         only: leave out what this phase does not need, ``learner`` or ``rollout``; None leaves out nothing.
-        renumbered: gives the mesh for which engines are compiled that do not have all of the learner's devices.
+        renumbered: returns the mesh for which to compile engines whose devices are not those of the learner.
 
     Raises:
         ConfigError: a mesh does not divide the model, or the configuration does not go with it.
@@ -216,7 +216,7 @@ def inventory(
             published = Published(describe(shapes, there), frozenset())
         elif len(where.engines) > 1:  # copied for each of them
             published = Published(describe(shapes, there, dtype=config.rollout.jetstream.dtype), frozenset())
-        add_engine(made, config, model, (mesh, compiled_for), published, engines=where.engine_count)
+        add_engine(made, config, model, mesh, published, compiled_for=compiled_for, engines=where.engine_count)
     return made
 
 

@@ -187,7 +187,8 @@ def _describe_speed(plan: ResourcePlan, price: float | None) -> Iterator[str]:
             f"tokens; {plan.slice.chips} chips at {price:g} an hour"
         )
     yield (
-        "Assumed: trajectories of full length, slots and rows full; tools and hosts that take no time; "
+        "Assumed: trajectories of full length, rows full, slots as far as trajectories and KV cache go; "
+        "tools and hosts that take no time; "
         f"{plan.utilization:.0%} of the ideal where the compiler refuses a program (--utilization)."
     )
 

@@ -213,7 +213,7 @@ class Slice:
             raise ConfigError(f"libtpu does not give topology {self.name!r}: {error}") from error
 
     def renumbered(self, mesh: Mesh) -> Mesh:
-        """Return a mesh like that of an engine, of a host alone: libtpu takes chips only whose numbers begin at 0."""
+        """Return an engine's mesh on the chips of a lone host: libtpu compiles only for chips numbered from 0 on."""
         shape = next((shape for shape in self.chip.hosts if math.prod(shape) >= mesh.size), None)
         if shape is None:
             return mesh
