@@ -50,7 +50,7 @@ def transformers_seconds(ids: np.ndarray) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(fetch_quickstart_model(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(fetch_quickstart_model(), dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     batch = torch.tensor(ids)
     sign = torch.tensor([1.0, -1.0] * (ROWS // 2))[:, None]

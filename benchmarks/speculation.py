@@ -43,7 +43,7 @@ def questions_of(batch: int) -> int:
 
 def encoded_questions(count: int) -> list[tuple[int, ...]]:
     """Return the prompts of training questions as ids."""
-    tokenizer = AutoTokenizer.from_pretrained(fetch_quickstart_model())
+    tokenizer = AutoTokenizer.from_pretrained(fetch_quickstart_model(), trust_remote_code=False)
     with tempfile.TemporaryDirectory() as folder:
         rows, *_ = prepare_shop(Path(folder), train=count, heldout=1)
         messages = [json.loads(line)["prompt"] for line in rows.read_text().splitlines()]

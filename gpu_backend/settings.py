@@ -94,6 +94,7 @@ class VllmSettings:
         grammars = (cpu or cuda) and self.has_tokenizer
         arguments: dict[str, Any] = {
             "model": str(model_folder(self.model, weights=True)),
+            "trust_remote_code": False,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "dtype": self.resolved_dtype(platform),

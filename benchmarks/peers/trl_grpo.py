@@ -70,7 +70,7 @@ class Record(TrainerCallback):
 def main() -> None:
     given = settings()
     model = str(Path(given["model.path"]).expanduser())
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
     folder = RunFolder(given["run_dir"])
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
@@ -91,7 +91,7 @@ def main() -> None:
         )
         train = [{"prompt": row["prompt"], "truth": truth(row)} for row in rows("train")]
         GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False),
             reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_list(train),

@@ -99,11 +99,11 @@ def train(arguments: argparse.Namespace, batch: dict[str, np.ndarray], folder: s
     )
     watch = Watch(arguments.gradients)
     trainer = GivenCompletions(
-        model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, trust_remote_code=False),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),  # never called
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["given"]}),
-        processing_class=AutoTokenizer.from_pretrained(arguments.model),
+        processing_class=AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False),
         callbacks=[watch],
     )
     trainer.given = given(batch)

@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with open(arguments.batch) as file:
         batch = json.load(file)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, trust_remote_code=False)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         numbers: dict[str, Any] = {
@@ -84,7 +84,7 @@ def main() -> None:
             model=model,
             args=config,
             train_dataset=Dataset.from_list(batch["rows"]),
-            processing_class=AutoTokenizer.from_pretrained(arguments.model),
+            processing_class=AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False),
             callbacks=[watch],
         )
         trainer.train()

@@ -40,7 +40,7 @@ class Comparison:
 
     def __init__(self, model: str, seed: int, folder: RunFolder) -> None:
         self._folder, self._seed = folder, 1000 * seed
-        self._tokenizer = AutoTokenizer.from_pretrained(model, pad_token="<|endoftext|>")
+        self._tokenizer = AutoTokenizer.from_pretrained(model, pad_token="<|endoftext|>", trust_remote_code=False)
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
         optimizer = optax.chain(
             optax.clip_by_global_norm(OPTIMIZER["max_grad_norm"]),

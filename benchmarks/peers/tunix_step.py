@@ -79,7 +79,7 @@ def make_cluster(arguments: argparse.Namespace, batch: Mapping[str, np.ndarray])
     rollout = RolloutConfig(temperature=1.0, max_tokens_to_generate=length)
     cluster = clusters.RLCluster(
         actor=load_model(arguments.model, mesh),
-        tokenizer=AutoTokenizer.from_pretrained(arguments.model),
+        tokenizer=AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False),
         cluster_config=clusters.ClusterConfig(
             role_to_mesh=dict.fromkeys(roles, mesh), training_config=training, rollout_config=rollout
         ),

@@ -27,7 +27,7 @@ from jax_agent_rl.chat.template import ASKED, CALL_ID_LENGTH, ChatTemplate, Tool
 from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
 from jax_agent_rl.models.image_processor import Pixels
 from jax_agent_rl.types import digest_ids
-from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.hub import model_folder, read_pretrained
 
 
 class ChatCodec:
@@ -98,7 +98,7 @@ class ChatCodec:
                 "folder, or run `jax-agent-rl fetch-model` for the quickstart's"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = read_pretrained(AutoTokenizer, folder)
         except (OSError, ValueError) as error:
             raise ModelError(f"the tokenizer at {folder} cannot be read: {error}") from error
         return cls(

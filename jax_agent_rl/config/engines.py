@@ -133,7 +133,7 @@ VLLM_ARGUMENTS_SET: Mapping[str, str] = {
             *("enable_prefix_caching", "scheduling_policy", "logprobs_mode", "generation_config"),
             *("skip_tokenizer_init", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
             *("use_tqdm_on_load", "mm_device_do_normalize", "weight_transfer_config", "moe_backend"),
-            "structured_outputs_config",
+            *("structured_outputs_config", "trust_remote_code"),
         ),
         "",
     ),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.utils.hub import read_pretrained
 from jax_agent_rl.utils.media import as_frames, as_image
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class ImageProcessor:
 
         override = dict(zip(("min_pixels", "max_pixels"), pixels, strict=True)) if pixels else {}
         try:
-            images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **override)
+            images = read_pretrained(AutoImageProcessor, folder, **override)
             frames = _video_settings(folder)
             own = {name: frames[name] for name in _FRAME_SETTINGS if name in frames}
             return cls(images=images, videos=type(images)(size=_size(pixels, frames), **own))

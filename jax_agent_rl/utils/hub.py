@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jax_agent_rl.errors import DataError, ModelError
 from jax_agent_rl.utils.files import expand_path
@@ -180,6 +180,29 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
     if found is None or Path(path).exists():
         return None
     return found["id"], found["revision"]
+
+
+def read_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
+    """Read one of transformers' objects from a folder; code that the folder brings is never run, nor asked about.
+
+    Args:
+        kind: class with ``from_pretrained``, such as ``AutoTokenizer``.
+        folder: of the model.
+        options: further arguments of ``from_pretrained``.
+
+    Raises:
+        ModelError: it can be read with code of the folder only.
+        OSError, ValueError: it cannot be read.
+    """
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ModelError(
+            f"{folder} brings code of its own (auto_map in its JSON files), which is never run; choose a model of a "
+            f"class that transformers has, or remove auto_map if {kind.__name__} can do without"
+        ) from None
 
 
 def absolute_model_path(path: str) -> str:

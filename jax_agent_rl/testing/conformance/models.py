@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jax_agent_rl.errors import ConfigError, ModelError
-from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.hub import model_folder, read_pretrained
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 _SPECIAL = ("<unk>", "<bos>", "<eos>")
@@ -254,10 +254,10 @@ class TransformersReference:
 
             logging.disable_progress_bar()
             folder = self._folders[weights]
-            seeing = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+            seeing = hasattr(read_pretrained(AutoConfig, folder), "vision_config")
             kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
             plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # torch's groups lack float64
-            model = kind.from_pretrained(folder, dtype=torch.float64, **plain)
+            model = read_pretrained(kind, folder, dtype=torch.float64, **plain)
             self._models[weights] = model.eval()
         return self._models[weights]
 
@@ -336,4 +336,4 @@ def read_tokenizer(folder: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return read_pretrained(AutoTokenizer, folder)

@@ -226,4 +226,4 @@ def _load_encoder(folder: str) -> Any:
         raise ConfigError(
             f"search.encoder needs sentence-transformers ({error}); pip install 'jax_agent_rl[dense-search]'"
         ) from error
-    return SentenceTransformer(folder, local_files_only=True)
+    return SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)

@@ -16,6 +16,7 @@ from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
 from jax_agent_rl.observe.view import COLOURS, outline, render, render_group, split_groups
 from jax_agent_rl.types import Fork
 from tests.report_runs import make_run
+from tests.tiny_chat import tokenizer
 from tests.trajectories import session, trajectory
 
 
@@ -209,3 +210,22 @@ def test_long_messages_end_early_and_controls_are_spelt_out():
 
 def test_a_trajectory_that_was_never_sampled_shows_its_prompt():
     assert "What is 1 plus 1?" in outline(record(turns=0, messages=WORKED[:2]), title="worst")
+
+
+def test_a_model_folder_with_code_of_its_own_is_neither_run_nor_asked_about(tmp_path):
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    tokenizer().save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    run = make_run(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["path"] = str(folder)
+    (run / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["view", str(run)], input="y\n")
+    assert result.exit_code == 0 and not ran.exists()
+    assert "auto_map" in result.stderr and "trust_remote_code" not in result.stderr
