@@ -56,7 +56,7 @@ class FinishReason(StrEnum):
     """Why a whole *trajectory* ended."""
 
     ANSWER = "answer"
-    """The last assistant turn made no tool call."""
+    """The last assistant turn made no tool call, or the agent's own ``max_tokens`` cut it: the agent wanted no more."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     """The assistant turn limit was reached while the model still called tools."""
     MAX_USER_TURNS = "max_user_turns"

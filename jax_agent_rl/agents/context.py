@@ -181,6 +181,29 @@ class AgentContext:
         """Maximum ids of one context: the engine's limit or ``agent.max_model_len``, whichever is less."""
         return min(self.limits.max_model_len or self.max_model_len, self.max_model_len)
 
+    def exceeded_limits(self, *, prompt_length: int, response_length: int, context_length: int) -> list[str]:
+        """Return the limits, as ``key=value``, that leave no room for a sampled id; empty if there is room.
+
+        A limit of prompts or responses that is no shorter than a context says nothing that the context's does not.
+
+        Args:
+            prompt_length: ids of the prompt.
+            response_length: sampled and inserted ids after it.
+            context_length: ids that the next turn is sampled from.
+        """
+        limits, longest = self.limits, self.longest
+        context_is_full = context_length >= longest
+        exceeded = []
+        if prompt_length > limits.max_prompt_length and limits.max_prompt_length < longest:
+            exceeded.append(f"agent.max_prompt_length={limits.max_prompt_length}")
+        if response_length >= limits.max_response_length:
+            if limits.max_response_length < longest or not context_is_full:
+                exceeded.append(f"agent.max_response_length={limits.max_response_length}")
+        if context_is_full:
+            section = "rollout" if longest == self.max_model_len else "agent"
+            exceeded.append(f"{section}.max_model_len={longest}")
+        return exceeded
+
     @property
     def modalities(self) -> frozenset[str]:
         """Kinds of media that the chat template can show and the engine takes."""

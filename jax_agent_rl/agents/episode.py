@@ -381,17 +381,12 @@ class Episode:
         )
 
     def _check_prompt_length(self) -> None:
-        length, limits = len(self._prompt_ids), self._context.limits
-        if length > limits.max_prompt_length:
+        length = len(self._prompt_ids)
+        exceeded = self._context.exceeded_limits(prompt_length=length, response_length=0, context_length=length)
+        if exceeded:
             raise PromptTooLongError(
-                f"the prompt has {length} ids, agent.max_prompt_length={limits.max_prompt_length}; "
-                "raise it or shorten the prompt"
-            )
-        if self.tokens_left < 1:
-            key = "rollout" if limits.max_model_len is None else "agent"
-            raise PromptTooLongError(
-                f"the prompt has {length} ids, which leaves no room in {key}.max_model_len="
-                f"{self._context.longest}; raise it or shorten the prompt"
+                f"the prompt has {length} ids, which leaves no room within {' and '.join(exceeded)}; raise "
+                f"{'it' if len(exceeded) == 1 else 'them'} or shorten the prompt"
             )
 
     def _emit(self, seconds: float, **what: Any) -> None:

@@ -50,7 +50,7 @@ from jax_agent_rl.agents.session_tree import RecordedTurn, TurnRequest
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.rollout.merge_outputs import check_output
 from jax_agent_rl.tracing import current, under
-from jax_agent_rl.types import FinishReason, SamplingParams, TokenOutput, digest_ids
+from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, digest_ids
 
 OnIds = Callable[[Sequence[int]], None]
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class ChatRecorder:
             request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = amend(read_reply(self.context.codec, output, tools=tools, stop=sampling.stop))
-            turn = self._record(request, output, reply)
+            turn = self._record(request, output, reply, max_tokens=sampling.max_tokens)
             said = [*plain, assistant_message(reply.content, reply.tool_calls)]
             self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
             return turn
@@ -150,7 +150,8 @@ class ChatRecorder:
             output = await self._sample(request, sampling, on_ids, adapter)
             reply = read_reply(self.context.codec, output, tools=(), stop=sampling.stop)
             text = cut_at_stop(self.context.codec.decode(output.token_ids), sampling.stop)
-            return self._record(request, output, replace(reply, content=text, reasoning=None))
+            reply = replace(reply, content=text, reasoning=None)
+            return self._record(request, output, reply, max_tokens=sampling.max_tokens)
 
     @contextmanager
     def _remember_failure(self) -> Iterator[None]:
@@ -255,12 +256,12 @@ class ChatRecorder:
         self, request: TurnRequest, sampling: SamplingParams, on_ids: OnIds | None, adapter: str | None
     ) -> TokenOutput:
         context = request.prompt_ids
-        room = self._room(request)
+        self._check_room(request)
         self._check_edit(request)
         key = digest_ids(context)
         asked, self._asked[key] = self._asked[key], self._asked[key] + 1
         seed = None if sampling.seed is None else derive_seed(sampling.seed, key, asked)
-        sampling = replace(sampling, max_tokens=min(room, sampling.max_tokens), seed=seed)
+        sampling = replace(sampling, max_tokens=min(self._room(request), sampling.max_tokens), seed=seed)
         number = self._asked.total()
         known = request.parent.output.routed_experts if request.parent else None
         options: dict[str, Any] = {"routed_experts_prompt_start": known.end} if known else {}
@@ -290,7 +291,9 @@ class ChatRecorder:
         )
         return output
 
-    def _record(self, request: TurnRequest, output: TokenOutput, reply: ChatReply) -> RecordedTurn:
+    def _record(self, request: TurnRequest, output: TokenOutput, reply: ChatReply, *, max_tokens: int) -> RecordedTurn:
+        """Add a turn to the session; ``max_tokens`` is what the client asked for."""
+        was_cut = output.stop_reason is StopReason.LENGTH and len(output.token_ids) >= max_tokens
         turn = RecordedTurn(
             **{field.name: getattr(request, field.name) for field in fields(request)},
             number=len(self.turns),
@@ -298,13 +301,20 @@ class ChatRecorder:
             context_ids=request.prompt_ids + output.token_ids,
             reply=reply,
             text=self.context.codec.decode(output.token_ids),
+            cut_by_client=was_cut and max_tokens < self._room(request),
         )
         self.turns.append(turn)
         self.refused = self.failure = None
         return turn
 
     def _room(self, request: TurnRequest) -> int:
-        """Return how many ids may be sampled.
+        """Return how many ids the budgets leave for this turn."""
+        length = len(request.prompt_ids)
+        response = length - request.prompt_length
+        return min(self.context.limits.max_response_length - response, self.context.longest - length)
+
+    def _check_room(self, request: TurnRequest) -> None:
+        """Check that the budgets allow this turn.
 
         Raises:
             PromptTooLongError: the session's first prompt does not fit.
@@ -318,15 +328,16 @@ class ChatRecorder:
         if request.parent and sum(turn.parent is not None for turn in self.turns) >= limits.max_user_turns:
             raise self._refusal(f"agent.max_user_turns={limits.max_user_turns} is reached", FinishReason.MAX_USER_TURNS)
         length = len(request.prompt_ids)
-        response = length - request.prompt_length
-        room = min(limits.max_response_length - response, self.context.longest - length)
-        if request.prompt_length <= limits.max_prompt_length and room >= 1:
-            return room
+        exceeded = self.context.exceeded_limits(
+            prompt_length=request.prompt_length,
+            response_length=length - request.prompt_length,
+            context_length=length,
+        )
+        if not exceeded:
+            return
         message = (
             f"a context of {length} ids ({request.prompt_length} of them the prompt) leaves no room within "
-            f"agent.max_prompt_length={limits.max_prompt_length}, agent.max_response_length="
-            f"{limits.max_response_length}, max_model_len={self.context.longest}; raise them or "
-            "shorten the conversation"
+            f"{' and '.join(exceeded)}; raise {'it' if len(exceeded) == 1 else 'them'} or shorten the conversation"
         )
         if not self.turns:
             raise PromptTooLongError(message)

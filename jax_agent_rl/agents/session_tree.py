@@ -80,6 +80,7 @@ class RecordedTurn(TurnRequest):
         reply: what the framework was given.
         text: its ids as text.
         tool_calls: results of its calls, where the agent loop itself ran them.
+        cut_by_client: whether the request's own ``max_tokens`` ended it, and no budget of the run.
     """
 
     number: int
@@ -88,6 +89,7 @@ class RecordedTurn(TurnRequest):
     reply: ChatReply
     text: str
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    cut_by_client: bool = False
 
     def path(self) -> list[RecordedTurn]:
         """Return the turns from its root to itself."""
@@ -208,4 +210,6 @@ def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajec
 def _reason(last: RecordedTurn, refused: FinishReason | None) -> FinishReason:
     if refused is not None:
         return refused
-    return FinishReason.RESPONSE_LENGTH if last.output.stop_reason is StopReason.LENGTH else FinishReason.ANSWER
+    if last.output.stop_reason is StopReason.LENGTH and not last.cut_by_client:
+        return FinishReason.RESPONSE_LENGTH
+    return FinishReason.ANSWER  # the agent asked for no more of it

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -11,12 +13,13 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.conversation import Traces, first_difference
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import to_trajectory
+from jax_agent_rl.agents.turn_loop import SingleTurnAgent
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import AgentConfig
-from jax_agent_rl.errors import HistoryEditedError
+from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TurnRefusedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
-from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.types import FinishReason, SamplingParams
 from jax_agent_rl.utils.files import cache_root
 from tests.fakes import ScriptedBackend
 from tests.unit.chat.test_template_families import codec_of
@@ -32,7 +35,7 @@ def smollm() -> ChatCodec:
     return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_prompt="none")
 
 
-def recorder_of(codec: ChatCodec, said: Sequence[str], **limits) -> ChatRecorder:
+def recorder_of(codec: ChatCodec, said: Sequence[str], *, engine: int = 1000, **limits) -> ChatRecorder:
     """A session whose replies are ``said``, one after another."""
     replies = [codec.encode_markup(text) for text in said]
     backend = ScriptedBackend(codec, lambda request: replies[int(request.request_id.rpartition("/")[2]) - 1])
@@ -40,7 +43,7 @@ def recorder_of(codec: ChatCodec, said: Sequence[str], **limits) -> ChatRecorder
         client=LLMServerClient([AsyncServer(backend)]),
         codec=codec,
         limits=AgentConfig(tool_prompt="none", **limits),
-        max_model_len=1000,
+        max_model_len=engine,
     )
     return ChatRecorder(context, session_id="s")
 
@@ -231,3 +234,48 @@ async def test_tools_that_the_prompt_does_not_show_are_warned_of_once(caplog):
         await recorder.chat([QUESTION], tools=[hidden], sampling=sampling())
     (record,) = [one for one in caplog.records if "agent.tool_prompt=none" in one.getMessage()]
     assert "look_up" in record.getMessage()
+
+
+async def finish_reason_of(said: str, asked: int, **limits) -> FinishReason:
+    """How a session of one turn ends whose client asks for at most so many ids."""
+    recorder = recorder_of(smollm(), [said], **limits)
+    await recorder.chat([QUESTION], sampling=sampling(asked))
+    return to_trajectory(recorder, row={}, group_id="g", agent_name="a").finish_reason
+
+
+async def test_an_answer_that_the_clients_own_max_tokens_cut_is_not_truncated_by_the_run():
+    long = "one two three four five six seven eight nine ten"
+    assert await finish_reason_of(long, asked=3) is FinishReason.ANSWER
+    assert await finish_reason_of(long, asked=60, max_response_length=3) is FinishReason.RESPONSE_LENGTH
+    assert await finish_reason_of(long, asked=3, max_response_length=3) is FinishReason.RESPONSE_LENGTH
+    assert await finish_reason_of("one<|im_end|>", asked=3) is FinishReason.ANSWER
+
+
+@pytest.mark.parametrize(
+    ("limits", "engine", "named"),
+    [
+        ({"max_prompt_length": 5}, 1000, {"agent.max_prompt_length=5"}),
+        ({}, 5, {"rollout.max_model_len=5"}),
+        ({"max_model_len": 5}, 1000, {"agent.max_model_len=5"}),
+        ({"max_model_len": 900}, 5, {"rollout.max_model_len=5"}),
+        ({"max_prompt_length": 5}, 5, {"rollout.max_model_len=5"}),  # as serve sets it
+        ({"max_prompt_length": 4}, 5, {"agent.max_prompt_length=4", "rollout.max_model_len=5"}),
+    ],
+)
+async def test_a_length_error_names_the_limits_that_bind_and_no_others(limits, engine, named):
+    recorder = recorder_of(smollm(), ["one"], engine=engine, **limits)
+    with pytest.raises(PromptTooLongError) as refused:
+        await recorder.chat([QUESTION], sampling=sampling())
+    episode = partial(SingleTurnAgent(recorder.context).start, {"prompt": [QUESTION]})
+    with pytest.raises(PromptTooLongError) as dropped:
+        episode(trajectory_id="t", group_id="g", sampling=sampling())
+    for error in (refused, dropped):
+        assert set(re.findall(r"[a-z_]+\.max_[a-z_]+=\d+", str(error.value))) == named
+
+
+async def test_a_later_turn_without_room_names_the_budget_of_responses():
+    recorder = recorder_of(smollm(), ["one<|im_end|>"], max_response_length=4)
+    first = await recorder.chat([QUESTION], sampling=sampling())
+    with pytest.raises(TurnRefusedError) as refused:
+        await recorder.chat([QUESTION, sent_back(first), MORE], sampling=sampling())
+    assert re.findall(r"[a-z_]+\.max_[a-z_]+=\d+", str(refused.value)) == ["agent.max_response_length=4"]
