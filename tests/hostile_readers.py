@@ -7,11 +7,13 @@ than that for a single text, and gets dozens.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
 from jax_agent_rl.agents.text_tool import bare_result
+from jax_agent_rl.chat.special_tokens import unused_word
 from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
@@ -20,9 +22,14 @@ from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_matc
 from jax_agent_rl.tool_server.plugins import markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
+from jax_agent_rl.utils.text import any_of
 
 LENGTH = 100_000
+"""Characters of an attack, unless it is a single longer fragment."""
 
+_COUNTED = "".join(f"mark{number}x" for number in range(200_000))
+_PLACEHOLDERS = re.compile(any_of(f"<unused{number}>" for number in range(6000)))
+"""As many as Gemma's tokenizer has."""
 _TOOL = SimpleNamespace()
 READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "marked_number": (marked_number, ("####", " ", "$", "-", "1", ",", ".")),
@@ -42,6 +49,8 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "result_block": (lambda text: markup.result_block(text, ""), ("```", "</", "<result>", " ", "\n")),
     "bare_result": (bare_result, ("<result>", "</result>", "\n")),
     "unfinished_tag": (lambda text: _UNFINISHED_TAG.sub("", text), ("<", "a", " ", ">")),
+    "marks": (lambda text: unused_word("mark", text), ("mark", "0", "x", _COUNTED)),
+    "control_tokens": (_PLACEHOLDERS.findall, ("<", "<unused", "1", "<unused5999")),
     "command": (parse_command, ("<command>", "</command>", "\n", " ", "A")),
 }
 
@@ -49,12 +58,12 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
 def attacks(fragments: tuple[str, ...]) -> Iterator[str]:
     """Runs of a fragment after and before each other one, and of two in turn."""
     for first, second in itertools.product(("", *fragments), fragments):
-        run = second * (LENGTH // len(second))
+        run = second * max(1, LENGTH // len(second))
         yield first + run
         yield first + run + "x"
         yield run + first
         pair = first + second
-        yield pair * (LENGTH // len(pair))
+        yield pair * max(1, LENGTH // len(pair))
 
 
 if __name__ == "__main__":

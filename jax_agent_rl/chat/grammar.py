@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.utils.text import any_of
+
 if TYPE_CHECKING:
     import numpy as np
     from llguidance import LLMatcher, LLTokenizer
@@ -92,8 +94,7 @@ class TurnGrammar:
         self._control_ids = control_ids
         self._special = is_special
         self._thinking = thinking
-        longest_first = sorted(control_ids, key=len, reverse=True)
-        self._control = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._control = re.compile(f"({any_of(control_ids)})")
 
     def turn(
         self,

@@ -40,11 +40,11 @@ from typing import Any
 from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message
 from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.models.image_processor import ImageProcessor, Pixels
+from jax_agent_rl.utils.text import NEVER, any_of
 
 _ORDINARY = re.compile(
     r"[\s▁]+|\w+|</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code)>"
 )
-_NEVER = "(?!)"
 
 
 class ControlTokens:
@@ -62,9 +62,9 @@ class ControlTokens:
         added = tokenizer.added_tokens_decoder.items()
         self.ids: dict[str, int] = {token.content: number for number, token in added if _is_control(token)}
         self._numbers = frozenset(self.ids.values())
-        self._own = re.compile(_any_of(self.ids) or _NEVER)
+        self._own = re.compile(any_of(self.ids))
         self._begins = re.compile(_beginning(self.ids), re.DOTALL)
-        thinking = _any_of(tag for tags in ALL_THINK_TAGS for tag in tags)
+        thinking = any_of(tag for tags in ALL_THINK_TAGS for tag in tags)
         self._begins_unless_thinking = re.compile(f"(?!{thinking})(?:{_beginning(self.ids)})", re.DOTALL)
 
     def __contains__(self, number: object) -> bool:
@@ -138,12 +138,16 @@ class ControlTokens:
 
 
 def unused_word(stem: str, *values: Any) -> str:
-    """Return a word that begins with ``stem`` and does not occur in the values, which JSON can hold."""
+    """Return the first of ``stem0x``, ``stem1x``, … that does not occur in the values, which JSON can hold.
+
+    It takes time linear in their length, also if they hold thousands of such words.
+    """
     text = json.dumps(values, default=str).lower()
+    numbers = set(re.findall(rf"(?={re.escape(stem)}([0-9]+)x)", text))
     number = 0
-    while (word := f"{stem}{number}x") in text:
+    while str(number) in numbers:
         number += 1
-    return word
+    return f"{stem}{number}x"
 
 
 def _marked(value: Any, mark: str, begins: re.Pattern[str]) -> Any:
@@ -158,10 +162,6 @@ def _is_control(token: Any) -> bool:
     return bool(token.content) and (token.special or not _ORDINARY.fullmatch(token.content))
 
 
-def _any_of(tokens: Iterable[str]) -> str:
-    return "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
-
-
 def _beginning(tokens: Iterable[str]) -> str:
     """Return the pattern of a character that may begin a control token.
 
@@ -170,9 +170,13 @@ def _beginning(tokens: Iterable[str]) -> str:
     """
     tokens = list(tokens)
     signs = {token[0] for token in tokens if not (token[0].isalnum() or token[0].isspace())}
-    words = _any_of(token for token in tokens if token[0] not in signs)
-    patterns = [f"[{re.escape(''.join(sorted(signs)))}]" if signs else "", f"(?={words})." if words else ""]
-    return "|".join(filter(None, patterns)) or _NEVER
+    words = [token for token in tokens if token[0] not in signs]
+    patterns = []
+    if signs:
+        patterns.append(f"[{re.escape(''.join(sorted(signs)))}]")
+    if words:
+        patterns.append(f"(?={any_of(words)}).")
+    return "|".join(patterns) or NEVER
 
 
 def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -191,6 +192,19 @@ def test_no_text_is_taken_for_a_word_of_ours(text: str):
 def test_an_unused_word_is_nowhere_in_any_case(texts):
     word = unused_word("anchor", texts)
     assert word.startswith("anchor") and all(word not in text.lower() for text in texts)
+
+
+def first_unused(stem: str, text: str) -> str:
+    """The word by its definition."""
+    return next(word for number in itertools.count() if (word := f"{stem}{number}x") not in text)
+
+
+@given(st.lists(st.sampled_from(["anchor", "0", "1", "2", "10", "x", "ANCHOR", "é", "\n"]), max_size=30).map("".join))
+@example("anchor00x anchor0x0xanchor1x")
+@example("anchoranchor0xanchor")
+@example("anchor٠x")
+def test_an_unused_word_is_the_first_one(text):
+    assert unused_word("anchor", text) == first_unused("anchor", json.dumps(text).lower())
 
 
 # --- tokenizers of other kinds ------------------------------------------------------------------------------------
