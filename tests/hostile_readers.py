@@ -22,6 +22,7 @@ from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_matc
 from jax_agent_rl.tool_server.plugins import markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
+from jax_agent_rl.utils.fences import fenced_blocks
 from jax_agent_rl.utils.text import any_of
 
 LENGTH = 100_000
@@ -40,6 +41,7 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "qa_exact_match": (lambda text: qa_exact_match("nq", text, ["a"] * 3), ("<answer>", "</answer>", "a ", " ", ".")),
     "qa_f1": (lambda text: qa_f1("nq", text, ["a"] * 3), ("<answer>", "</answer>", "the ", "b")),
     "extract_program": (extract_program, ("```", "python", " ", "\n", "\r", "`")),
+    "fenced_blocks": (lambda text: list(fenced_blocks(text)), ("````\n", "~~~", "- ", "1. ", "\t", " ", "\n", "`")),
     "judge": (_GRADE.findall, ("[[", "]]", " ", "1", ".")),
     "python": (parse_python, ("<python>", "</python>", "```", "python", "input", " ", "\t", "\n", "<tool_call>")),
     "bash": (lambda text: BashTool.parse_action(_TOOL, text), ("<bash>", "</bash>", "```", "sh", " ", "\n")),

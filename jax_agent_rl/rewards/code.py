@@ -1,6 +1,7 @@
 r"""Programs scored by tests in the sandbox.
 
-The program is the last fenced block of the solution. The truth is a mapping (or its JSON text) of one of three kinds::
+The program is the last fenced block of the solution that is tagged as Python, else the last without a tag. The truth
+is a mapping (or its JSON text) of one of three kinds::
 
     {"inputs": ["1 2\n", …], "outputs": ["3\n", …]}                        stdin -> stdout, one run each
     {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          a function (or method of Solution), one run
@@ -15,18 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
+from jax_agent_rl.utils.fences import fenced_blocks
 
 if TYPE_CHECKING:
     from jax_agent_rl.tool_server.sandbox import Sandbox
 
-_FENCED = re.compile(r"```[ \t]*+(?:(?:python3|python|py)[ \t]*+)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+PROGRAM_LANGUAGES = ("python", "python3", "py")
+"""Tags of fenced blocks that hold programs."""
 
 
 @register_reward("code", "apps", "codecontests", "codeforces", "taco", "mbpp", "humaneval")
@@ -56,13 +58,24 @@ async def code_tests(
 
 
 def extract_program(text: str) -> str | None:
-    r"""Return the last fenced Python block, or None.
+    r"""Return the last block that is tagged as Python, else the last one without a tag, or None.
 
-    >>> extract_program("So:\n```python\nprint(1)\n```")
+    Beside a tagged block, those without a tag show what it prints. A block that is not closed is no program: the model
+    was cut off.
+
+    >>> extract_program("So:\n```python\nprint(1)\n```\nprints\n```\n1\n```")
     'print(1)\n'
     """
-    blocks = _FENCED.findall(text)
-    return blocks[-1] if blocks else None
+    tagged = None
+    untagged = None
+    for block in fenced_blocks(text):
+        if not block.is_closed:
+            continue
+        if block.language in PROGRAM_LANGUAGES:
+            tagged = block.content
+        elif not block.language:
+            untagged = block.content
+    return untagged if tagged is None else tagged
 
 
 def same_output(got: str, expected: str) -> bool:

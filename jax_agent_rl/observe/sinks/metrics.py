@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
+from jax_agent_rl.utils.fences import fenced
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.plugins import load_installed
 
@@ -94,7 +95,7 @@ class TensorBoardSink:
             filename_suffix=f".{run.step}",  # names have a resolution of one second; the next run would overwrite
         )
         if run.identity is None:
-            self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
+            self._writer.add_text("config", fenced(yaml.safe_dump(dict(run.config), sort_keys=False), "yaml"), 0)
         return {"folder": "tensorboard"}
 
     def write(self, item: StepScalars) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import (
+    code_blocks,
     extract_code,
-    fenced_blocks,
     last_tag,
     parse_tool_call,
     resolve_file,
@@ -58,8 +58,7 @@ def parse_python(action: str) -> Code | None:
         source = call[1].get("code")
     if not isinstance(source, str):
         return None
-    stdin = next(fenced_blocks(action, "input"), None)
-    return Code(source=source, stdin=stdin and stdin.lstrip(" \t\r").removeprefix("\n"), action=action)
+    return Code(source=source, stdin=next(code_blocks(action, "input"), None), action=action)
 
 
 class PythonTool(ServerTool[Code, None]):

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-_FENCE = "```"
+from jax_agent_rl.utils.fences import fenced, fenced_blocks
+
 _RESULTS = ("result", "output")  # names of a result block that a model may open itself
 
 
@@ -39,24 +38,11 @@ def tag_blocks(action: str, tag: str) -> Iterator[str]:
         at = end + len(closing)
 
 
-def fenced_blocks(action: str, *languages: str) -> Iterator[str]:
-    """Yield the contents of each fenced block in one of these languages, from after the language's name.
-
-    A block may be a single line: ```` ```python print(3)``` ````.
-    """
-    opening, at = _opening_fence(languages), 0
-    while found := opening.search(action, at):
-        end = action.find(_FENCE, found.end())
-        if end < 0:
-            return
-        yield action[found.end() : end]
-        at = end + len(_FENCE)
-
-
-@cache
-def _opening_fence(languages: tuple[str, ...]) -> re.Pattern[str]:
-    names = "|".join(map(re.escape, languages))
-    return re.compile(rf"{_FENCE}[ \t]*(?:{names})(?=\s|{_FENCE})")
+def code_blocks(action: str, *languages: str) -> Iterator[str]:
+    """Yield the contents of each closed fenced block in one of these languages; a block may be a single line."""
+    for block in fenced_blocks(action):
+        if block.is_closed and block.language in languages:
+            yield block.content
 
 
 def extract_code(action: str, tag: str, *languages: str) -> str | None:
@@ -67,7 +53,7 @@ def extract_code(action: str, tag: str, *languages: str) -> str | None:
         tag: e.g. ``python``.
         languages: allowed after the opening fence, e.g. ``python``, ``py``.
     """
-    blocks = list(tag_blocks(action, tag)) or list(fenced_blocks(action, *languages))
+    blocks = list(tag_blocks(action, tag)) or list(code_blocks(action, *languages))
     return "\n".join(map(_dedent, blocks)) if blocks else None
 
 
@@ -112,18 +98,20 @@ def result_block(action: str, text: str) -> str:
     for name in _RESULTS:
         if written.endswith(f"<{name}>"):
             return f"\n{text}\n</{name}>\n"
-        if written.endswith(_FENCE + name):
-            return f"\n{text}\n{_FENCE}\n"
-    if _FENCE in action and "</" not in action.rpartition(_FENCE)[2]:
-        closing = "" if action.count(_FENCE) % 2 == 0 else f"{_FENCE}\n"  # it stopped before its closing fence
-        return f"\n{closing}{_fenced_result(text)}"
+
+    blocks = list(fenced_blocks(action))
+    if blocks:
+        last = blocks[-1]
+        if not last.is_closed and last.language in _RESULTS and not last.content.strip():
+            return f"\n{text}\n{last.fence}\n"
+        behind = action[last.end :] if last.is_closed else last.content
+        if "</" not in behind:
+            closing = "" if last.is_closed else f"{last.fence}\n"  # it stopped before its closing fence
+            return f"\n{closing}{fenced(text, 'result')}\n"
+
     if written.endswith("</tool_call>"):
-        return f"\n<tool_response>\n{_fenced_result(text)}</tool_response>\n"
+        return f"\n<tool_response>\n{fenced(text, 'result')}\n</tool_response>\n"
     return f"\n<result>\n{text}\n</result>\n"
-
-
-def _fenced_result(text: str) -> str:
-    return f"{_FENCE}result\n{text}\n{_FENCE}\n"
 
 
 NO_PATH = (OSError, ValueError, RuntimeError)

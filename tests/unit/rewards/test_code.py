@@ -96,13 +96,21 @@ async def test_a_row_without_tests_is_an_error(truth):
     ("text", "program"),
     [
         ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("First\n```bash\npip install x\n```\nthen\n```python\nprint(1)\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\nprints\n```\n1\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\nprints\n```output\n1\n```", "print(1)\n"),
+        ("```\nold\n```\n```\nnew\n```", "new\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("````markdown\n```python\na\n```\n````", None),
+        ("~~~python\na\n~~~", "a\n"),
+        ("```python\na\n```\n```python\ncut", "a\n"),
         ("```\na\n```", "a\n"),
         ("``` Python\r\na\n```", "a\n"),
         ("```python\na", None),
         ("```json\n{}\n```", None),
     ],
 )
-def test_the_last_fenced_python_block_is_the_program(text, program):
+def test_the_last_python_block_is_the_program(text, program):
     assert extract_program(text) == program
 
 

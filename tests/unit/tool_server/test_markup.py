@@ -15,7 +15,9 @@ from jax_agent_rl.tool_server.plugins.markup import extract_code, last_tag, pars
         ("<python>wins</python>```python\nloses\n```", "wins"),
         ("<python>never closed", None),
         ("```javascript\nx\n```", None),
-        ("``` python\nx = '''```'''\n```", "x = '''"),
+        ("``` python\nx = '''```'''\n```", "x = '''```'''"),
+        ("````python\n```\n````", "```"),
+        ("```bash\nls\n```\nthen\n```python\nprint(1)\n```", "print(1)"),
         ("", None),
         ("```python print(3)```", "print(3)"),
         ("```python\r\nprint(3)\r\n```", "print(3)"),
@@ -53,8 +55,13 @@ def test_results_are_written_as_the_action_was():
     assert result_block("<python>1</python>", "1") == "\n<result>\n1\n</result>\n"
     assert result_block("```python\n1\n```", "1") == "\n```result\n1\n```\n"
     assert result_block("```python\n1\n", "1") == "\n```\n```result\n1\n```\n"
+    assert result_block("~~~~python\n```\n", "1") == "\n~~~~\n```result\n1\n```\n"
     call = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
     assert result_block(call, "1") == "\n<tool_response>\n```result\n1\n```\n</tool_response>\n"
+
+
+def test_no_result_ends_its_own_block():
+    assert result_block("```python\n1\n```", "a\n```\nb") == "\n````result\na\n```\nb\n````\n"
 
 
 def test_a_result_that_the_action_opened_is_only_closed():
