@@ -88,6 +88,22 @@ class TrajectoryGraph:
         )
         return cls(trajectories=tuple(trajectories), nodes=nodes, paths=tuple(paths), ends=tuple(ends))
 
+    def parents_first(self) -> list[int]:
+        """Return the nodes' numbers, each after its parent's.
+
+        They mostly stand so; a recorded session may number its turns in another order than that of its contexts.
+        """
+        children: dict[int | None, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            children.setdefault(node.parent, []).append(number)
+        order: list[int] = []
+        waiting = children.get(None, [])[::-1]
+        while waiting:
+            number = waiting.pop()
+            order.append(number)
+            waiting += children.get(number, [])[::-1]
+        return order
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:

@@ -20,6 +20,7 @@ from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import Fork, SamplingParams, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.utils.text import printable
 
 if TYPE_CHECKING:
     from jax_agent_rl.agents.episode import Episode
@@ -102,9 +103,8 @@ class MalformedCalls:
         if self._unreported:
             more = f" (and {self._unreported} more since the last report)"
         self._unreported, self._quiet_until = 0, now + self._interval
-        # Escaped: models also write control characters, which a terminal would obey.
-        why = ": " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem[:80]) if problem else ""
-        logger.warning("Failed to decode tool call %r%s%s", wrote[:100], why, more)
+        why = f": {printable(problem[:80], one_line=True)}" if problem else ""
+        logger.warning("Failed to decode tool call '%s'%s%s", printable(wrote[:100], one_line=True), why, more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -365,11 +365,12 @@ def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
     from jax_agent_rl.errors import JaxAgentRLError
     from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
+    from jax_agent_rl.utils.text import printable
 
     quiet_logging()
     ignore_absent_tpus()
     try:
         app()
     except JaxAgentRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

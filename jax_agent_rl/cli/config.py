@@ -154,6 +154,7 @@ def import_config(
     """
     from jax_agent_rl.config.from_verl import as_yaml, import_verl
     from jax_agent_rl.config.overrides_script import read_overrides
+    from jax_agent_rl.utils.text import printable
 
     made = import_verl({key: one for file in files for key, one in read_overrides(file).items()})
     if out is None:
@@ -170,7 +171,8 @@ def import_config(
     listed["Defaults of verl's that differ from ours, and were written"] = made.defaults
     for heading, lines in listed.items():
         if lines:
-            print(f"\n{heading}:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+            shown = [f"  {printable(line, one_line=True)}" for line in lines]
+            print(f"\n{heading}:", *shown, sep="\n", file=sys.stderr)
 
 
 def _print_key(key: KeyInfo, keys: Mapping[str, KeyInfo], console: Console) -> None:
@@ -271,12 +273,13 @@ async def _show(config: Config | None, console: Console) -> list[Finding]:
     from rich.text import Text
 
     from jax_agent_rl.deploy.doctor import examine
+    from jax_agent_rl.utils.text import printable
 
     findings = []
     async for finding in examine(config):
         findings.append(finding)
         line = Text(f"{finding.status:<5}", style=_STYLES[finding.status])
-        line.append(f"{finding.check}: ", style="bold").append(finding.text, style="default")
+        line.append(f"{finding.check}: ", style="bold").append(printable(finding.text), style="default")
         console.print(line, soft_wrap=True)
     counts = Counter(finding.status for finding in findings)
     console.print(f"{counts['ok']} ok, {counts['warn']} warned, {counts['fail']} failed", highlight=False)

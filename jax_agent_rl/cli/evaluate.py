@@ -221,6 +221,8 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from jax_agent_rl.utils.text import printable
+
     ks = next(iter(scores.values()))["pass"]
     made = Table(box=None, padding=(0, 2, 0, 0))
     headings = ("data source", "prompts", *(f"pass@{k}" for k in ks), "reward", "turns", "tools", "errors", "cut")
@@ -228,7 +230,7 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
         made.add_column(heading, justify="left" if heading == "data source" else "right")
     for name, row in scores.items():
         made.add_row(
-            escape(name),
+            escape(printable(name, one_line=True)),
             str(row["prompts"]),
             *(escape(_interval(row["pass"][k], ".1%")) for k in ks),
             escape(_interval(row["reward"], ".3f")),

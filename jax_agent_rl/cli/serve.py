@@ -211,11 +211,13 @@ def _change_engines(run: Path, path: str, body: dict[str, Any] | None, *, as_jso
     import json
 
     from jax_agent_rl.rollout.http.membership import command_run
+    from jax_agent_rl.utils.text import printable
 
     answer = asyncio.run(command_run(run, path, body))
     print(f"version {answer['policy_version']} is served by {len(answer['engines'])}:")
     for engine in answer["engines"]:
-        print(f"  {engine['name']}  version {engine['policy_version']}, {engine['requests']} requests")
+        name = printable(engine["name"], one_line=True)
+        print(f"  {name}  version {engine['policy_version']}, {engine['requests']} requests")
     if as_json:
         print(json.dumps(answer))
 

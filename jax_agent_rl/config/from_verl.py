@@ -31,6 +31,7 @@ from jax_agent_rl.config.verl_keys import (
     VLLM,
 )
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.text import printable
 
 _DEFAULT = "verl's default"
 _DEFAULT_FILES = ("ppo_trainer.yaml", "ppo_megatron_trainer.yaml")
@@ -281,7 +282,8 @@ def _drop_refused(made: Imported) -> None:
 
 def _flow(value: Any) -> str:
     """Write a value as YAML on one line."""
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if printable(text, one_line=True) == text else json.dumps(value)
 
 
 def as_yaml(made: Imported) -> str:
@@ -294,5 +296,6 @@ def as_yaml(made: Imported) -> str:
         for depth in range(len(os.path.commonprefix([sections, above])), len(sections)):
             lines += ([""] if depth == 0 and lines else []) + [f"{'  ' * depth}{sections[depth]}:"]
         above = sections
-        lines.append(f"{'  ' * len(sections)}{leaf}: {_flow(made.values[key])}  # {made.sources[key]}")
+        source = printable(made.sources[key], one_line=True)
+        lines.append(f"{'  ' * len(sections)}{leaf}: {_flow(made.values[key])}  # {source}")
     return "\n".join(lines) + "\n"

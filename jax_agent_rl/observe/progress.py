@@ -24,6 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jax_agent_rl.utils.text import printable
+
 HEARTBEAT_SECONDS = 20.0
 HEADER_EVERY = 20
 HEADER = (  # with its widths in step() within 80 columns
@@ -76,7 +78,8 @@ class Progress:
     def print_line(self, text: str) -> None:
         """Print a permanent line."""
         self._last_printed = self._clock()
-        self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
+        soft_wrap = not self._console.is_terminal
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=soft_wrap)
 
     def resumed(self, step: int) -> None:
         """Continue the display after this step."""
@@ -135,8 +138,8 @@ def duration(seconds: float) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print text with names chosen by users as it is: no markup or colours, and lines broken only by the terminal."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print text without markup or colours, which does not steer the terminal; only that breaks its lines."""
+    console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def role_rewards(record: Mapping[str, Any]) -> str:

@@ -12,21 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
-from jax_agent_rl.validation import is_number
 
 Numbers = Sequence[float] | np.ndarray
 TokenValues = Mapping[str, Mapping[str, Numbers]]
 """By trajectory id, named numbers per token with loss."""
 DISAGREEMENT = "disagreement.json"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_TRAJECTORY_KEYS = {field.name for field in fields(Trajectory)} | {"step", "split"}
-_TURN_KEYS = {"sampled", "appended", "stop_reason", "cached_tokens", "score", "tool_calls"}
-_CALL_KEYS = {"name", "seconds", "error"}
-_FINISH_REASONS, _STOP_REASONS = tuple(FinishReason), tuple(StopReason)
-_SPAN_KEYS = {"name", "about", "start_ns", "end_ns", "attributes", "error"}
 
 Record = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -261,12 +256,23 @@ def read_metrics(file: Path) -> Records:
 
 def read_trajectories(file: Path) -> Records:
     """Return the records of ``trajectories.jsonl``, see :func:`trajectory_record`."""
-    return Records(file=file, is_valid=_is_trajectory)
+    return Records(file=file, is_valid=_is_whole)
 
 
 def read_traces(file: Path) -> Records:
     """Return the records of ``traces.jsonl``, see :class:`jax_agent_rl.observe.sinks.traces.TraceFileSink`."""
-    return Records(file=file, is_valid=_is_trace)
+    return Records(file=file, is_valid=is_trace_record)
+
+
+def _is_whole(record: Record) -> bool:
+    """Return whether a record has all fields of a trajectory, and they fit together."""
+    if not is_trajectory_record(record):
+        return False
+    try:
+        restore_trajectory(record)
+    except ValueError:
+        return False
+    return True
 
 
 def has_step(record: Record) -> bool:
@@ -280,31 +286,3 @@ def _object(line: str) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _is_trajectory(record: Record) -> bool:
-    return (
-        record.keys() >= _TRAJECTORY_KEYS
-        and has_step(record)
-        and is_number(record["reward"])
-        and record["finish_reason"] in _FINISH_REASONS
-        and _all(record["turns"], _is_turn)
-        and _all(record["segments"], _is_trajectory)
-    )
-
-
-def _is_turn(turn: Record) -> bool:
-    return (
-        turn.keys() >= _TURN_KEYS
-        and turn["stop_reason"] in _STOP_REASONS
-        and _all(turn["tool_calls"], lambda call: call.keys() >= _CALL_KEYS)
-    )
-
-
-def _is_trace(record: Record) -> bool:
-    spans = record.get("spans")
-    return "trajectory_id" in record and bool(spans) and _all(spans, lambda span: span.keys() >= _SPAN_KEYS)
-
-
-def _all(items: Any, fits: Callable[[Record], bool]) -> bool:
-    return isinstance(items, list) and all(isinstance(item, dict) and fits(item) for item in items)

@@ -121,6 +121,12 @@ def tool_errors(record: Mapping[str, Any]) -> list[str]:
     return [call["error"] for turn in turns(record) for call in turn["tool_calls"] if call["error"]]
 
 
+def truth(record: Mapping[str, Any]) -> Any:
+    """Return the ground truth of a record's row; None if it has none."""
+    graded_by = record["row"].get("reward_model")
+    return graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None
+
+
 def stop_reasons(record: Mapping[str, Any]) -> list[str]:
     """Return why a record's generations ended, each reason once."""
     return list(dict.fromkeys(turn["stop_reason"] for turn in turns(record)))

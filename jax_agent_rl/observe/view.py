@@ -27,22 +27,15 @@ from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.report.command import RunData, decoder
 from jax_agent_rl.observe.report.trajectories import session
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, turns
+from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, truth, turns
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.text import printable
 
 SAMPLED = "bold green"
 INSERTED = "cyan"
 PROMPT = "dim"
 LEGEND = "legend: [dim]prompt[/] · [bold green]«sampled by the policy»[/] · [cyan]inserted (tool results, template)[/]"
-
-_CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
-_INVISIBLE = (0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
-"""Zero-width and direction characters; the page of ``jax-agent-rl report`` escapes the same ones."""
-_SURROGATES = range(0xD800, 0xE000)  # no terminal takes them
-_ESCAPES = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *_INVISIBLE, *_SURROGATES)
-}
 
 _OUTLINE_WIDTH = 100  # characters of a message
 _SNIPPET_WIDTH = 60  # characters of a turn
@@ -108,33 +101,38 @@ def render(
         colour: what the colour of sampled tokens shows, one of :data:`COLOURS`.
     """
     draw = functools.partial(_body, decode=decode, whole_prompt=whole_prompt, colour=colour)
-    shown: list[RenderableType] = [_headline(record)]
-    for turn in (turn for part in contexts(record) for turn in part["turns"][1:] if turn.get("note")):
-        shown.append(Text(visible(f"call {turn['number'] + 1} was spliced: {turn['note']}"), "dim"))
-    if segments := session(record):
-        shown.append(_session_tree(segments))
+    parts: list[RenderableType] = [_headline(record)]
+    for context in contexts(record):
+        for place, turn in enumerate(context["turns"]):
+            if place and turn.get("note"):
+                number = turn.get("number")
+                name = f"turn {place + 1}" if number is None else f"call {number + 1}"
+                parts.append(Text(printable(f"{name} was spliced: {turn['note']}"), "dim"))
+    segments = session(record)
+    if segments:
+        parts.append(_session_tree(segments))
         for number, row in enumerate(segments, 1):
-            shown += [Rule(f"segment {number}", align="left", style="dim"), draw(contexts(record)[row["at"]])]
+            parts += [Rule(f"segment {number}", align="left", style="dim"), draw(contexts(record)[row["at"]])]
     else:
-        shown.append(draw(record))
-    heading = Text(visible(title or record["trajectory_id"]))
-    return Panel(Group(*shown), title=heading, title_align="left")
+        parts.append(draw(record))
+    heading = Text(printable(title or record["trajectory_id"], one_line=True))
+    return Panel(Group(*parts), title=heading, title_align="left")
 
 
 def _body(record: Mapping[str, Any], decode: Decode, *, whole_prompt: bool, colour: Colour) -> Text:
     body = Text()
-    prompt = visible(decode(record["prompt_ids"]))
+    prompt = printable(decode(record["prompt_ids"]))
     if not whole_prompt and len(prompt) > 240:
         prompt = "… " + prompt[-240:].lstrip()
     body.append(prompt, PROMPT)
     ids, mask, style_of = record["response_ids"], record["response_mask"], COLOURS[colour]
     for sampled, span in groupby(range(len(ids)), key=lambda at: mask[at]):
         if not sampled:
-            body.append(visible(decode([ids[at] for at in span])), INSERTED)
+            body.append(printable(decode([ids[at] for at in span])), INSERTED)
             continue
         body.append("«", SAMPLED)
         for style, part in groupby(span, key=lambda at: style_of(record, at)):
-            body.append(visible(decode([ids[at] for at in part])), style)
+            body.append(printable(decode([ids[at] for at in part])), style)
         body.append("»", SAMPLED)
     return body
 
@@ -151,7 +149,7 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
             place = f"after turn {row['after']}" if row["after"] else "in the prompt"
             label.append(f"  leaves segment {row['up'] + 1} {place} (shared ids: {row['shared']})", "not bold cyan")
         if row["note"]:
-            label.append(visible(f": {row['note']}"), "not bold dim")
+            label.append(printable(f": {row['note']}"), "not bold dim")
         branches.append((branches[row["up"]] if row["up"] >= 0 else tree).add(label))
     return tree
 
@@ -159,45 +157,44 @@ def _session_tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
 def outline(record: Mapping[str, Any], *, title: str) -> str:
     """Return the last request of a trajectory's prompt and what followed, one line per message."""
     messages = record["messages"]
-    replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"][-len(record["turns"]) :]
+    replies = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    replies = replies[-len(record["turns"]) :]
     asked = max(0, replies[0] - 1) if replies else 0
     lines = [
-        f"{title}: step {record['step']}, reward {record['reward']:.2f}, truth {visible(str(_truth(record)))}, "
+        f"{title}: step {record['step']}, reward {record['reward']:.2f}, truth {truth(record)}, "
         f"end {record['finish_reason']}, {record['trajectory_id']}"
     ]
     for message in messages[asked:]:
-        text = " ".join(visible(str(message.get("content") or "")).split())
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        text = " ".join([text, *(f"{call['name']}({call['arguments']})" for call in calls)]).strip()
-        lines.append(
-            f"  {message['role']:>9}  {text if len(text) <= _OUTLINE_WIDTH else text[: _OUTLINE_WIDTH - 1] + '…'}"
-        )
-    return "\n".join(lines)
+        words = str(message.get("content") or "").split()
+        words += _written_calls(message.get("tool_calls"))
+        text = printable(" ".join(words), one_line=True)
+        if len(text) > _OUTLINE_WIDTH:
+            text = text[: _OUTLINE_WIDTH - 1] + "…"
+        lines.append(f"  {message.get('role')!s:>9}  {text}")
+    return "\n".join(printable(line, one_line=True) for line in lines)
 
 
-def visible(text: str) -> str:
-    """Escape control characters, direction marks and zero-width characters.
-
-    Text of models, tools and rows must not control the terminal, nor hide or reorder its neighbours.
-    """
-    return text.translate(_ESCAPES)
-
-
-def _truth(record: Mapping[str, Any]) -> Any:
-    return (record["row"].get("reward_model") or {}).get("ground_truth")
+def _written_calls(calls: Any) -> list[str]:
+    """Return calls of a message as text; a client may have sent anything in their place."""
+    written = []
+    for call in calls if isinstance(calls, list | tuple) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            written.append(f"{function.get('name')}({function.get('arguments')})")
+    return written
 
 
 def _headline(record: Mapping[str, Any]) -> Text:
     calls = [call for turn in turns(record) for call in turn["tool_calls"]]
     failed = [call["error"] for call in calls if call["error"]]
     facts = (
-        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {_truth(record)}  "
+        f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {truth(record)}  "
         f"turns {len(turns(record))}  tool calls {len(calls)}"
         + (f" ({', '.join(failed)})" if failed else "")
         + f"  end {record['finish_reason']}  sampled {sum(sum(part['response_mask']) for part in contexts(record))} of "
         f"{sum(len(part['response_ids']) for part in contexts(record))} response tokens"
     )
-    return Text(visible(facts), style="italic")
+    return Text(printable(facts), style="italic")
 
 
 def best_and_worst(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -221,7 +218,7 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     total = sum(sequence.num_sampled for t in trajectories for sequence in t.sequences)
     shared = total - sum(len(node.ids) for node in graph.nodes)
     trees = {tree_id: number for number, tree_id in enumerate(dict.fromkeys(t.tree_id for t in trajectories), 1)}
-    heading = Text(visible(records[0]["group_id"]), "bold")
+    heading = Text(printable(records[0]["group_id"]), "bold")
     heading.append(
         f"  {len(records)} trajectories, {len(trees)} trees, mean reward {_mean(trajectories):.2f}, "
         f"{shared} of {total} sampled tokens shared",
@@ -232,13 +229,14 @@ def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
     for trajectory, path in zip(trajectories, graph.paths, strict=True):
         ending.setdefault(path[-1], []).append(trajectory)
     branches: dict[int | None, Tree] = {None: tree}
-    for number, node in enumerate(graph.nodes):
+    for number in graph.parents_first():
+        node = graph.nodes[number]
         members = [trajectories[which] for which in node.members]
         label = Text(f"turn {node.turn + 1}  {len(node.ids)} tokens  ")
         label.append(f"mean reward {_mean(members):.2f} of {len(members)}  ", "bold")
         for trajectory in ending.get(number, ()):
             which = f"{trajectory.trajectory_id} (tree {trees[trajectory.tree_id]})"
-            label.append(visible(f"{which} {trajectory.finish_reason}  "), "cyan")
+            label.append(printable(f"{which} {trajectory.finish_reason}  "), "cyan")
         label.append(_snippet(decode(node.ids)), "green")
         branches[number] = branches[node.parent].add(label)
     return tree
@@ -249,7 +247,7 @@ def _mean(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _snippet(text: str) -> str:
-    line = visible(" ".join(text.split()))
+    line = printable(" ".join(text.split()), one_line=True)
     return line if len(line) <= _SNIPPET_WIDTH else line[: _SNIPPET_WIDTH - 2] + " …"
 
 
@@ -301,8 +299,8 @@ def view_run(
     notes = list(data.notes)
     decode = decoder(data.config, notes)
     for note in notes:
-        print(f"note: {visible(note)}", file=sys.stderr)
-    wanted.require_tool_error_among(visible(kind) for record in data.trajectories for kind in tool_errors(record))
+        print(f"note: {printable(note)}", file=sys.stderr)
+    wanted.require_tool_error_among(printable(kind) for record in data.trajectories for kind in tool_errors(record))
     records = [record for record in data.trajectories if wanted(record, decode)]
     if not records:
         raise DataError(f"no trajectory of {data.name} matches {wanted.describe()}")

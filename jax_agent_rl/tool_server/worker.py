@@ -38,6 +38,7 @@ from jax_agent_rl.tool_server.plugins import FINISH, Failure, ServerTool, ToolCo
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tools.client import ServerAction
+from jax_agent_rl.utils.process import quiet_logging
 from jax_agent_rl.utils.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -315,6 +316,7 @@ def raise_descriptor_limit() -> None:
 
 def main() -> None:
     """Run a worker until stdin ends."""
+    quiet_logging()
     raise_descriptor_limit()
     hello = json.loads(sys.stdin.readline())
     try:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jax_agent_rl.utils.files import remove_temp_folders
+from jax_agent_rl.utils.text import printable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_TIMEOUT_SECONDS = 4.5  # from the signal to the end of the process; a save may take longer
@@ -207,10 +208,21 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Formatter of records that may quote what others wrote: nothing in one steers the terminal.
+
+    All lines of a record but its first are indented, so that none can be forged.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record)).replace("\n", "\n    ")
+
+
 def quiet_logging() -> None:
     """Show this package's warnings on the screen, and silence other libraries."""
-    form = "%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=form, handlers=[_StderrHandler()])
+    handler = _StderrHandler()
+    handler.setFormatter(_PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for noisy in ("jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # this package reports Orbax's failures itself

@@ -1,9 +1,86 @@
-"""Patterns that search text of others in linear time."""
+"""Text that others wrote: what a person sees of it, and patterns that search it in linear time."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
+
+# --- what a person sees -----------------------------------------------------------------------------------------------
+
+_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Zl", "Zp", "Co", "Cs"})
+_UNSEEN_LETTERS = (
+    *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0),  # a joiner, and letters that fill a place
+    *range(0x180B, 0x1810),
+    *range(0xFE00, 0xFE10),  # variation selectors
+    *(0x2065, *range(0xFFF0, 0xFFF9), *range(0xE0000, 0xE1000)),  # more selectors, and what is reserved for such
+)
+"""The rest of Unicode's ``Default_Ignorable_Code_Point``: letters and marks that nothing is drawn for."""
+
+_PICTURES = (
+    "\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u25fe\u2600-\u27bf\u2934\u2935"
+    "\u2b05-\u2b55\u3030\u303d\u3297\u3299\U0001f000-\U0001faff"
+)
+"""Ranges of emoji."""
+_PART_OF_A_PICTURE = re.compile(
+    f"((?<=[{_PICTURES}])[\ufe0e\ufe0f]"  # a picture in colour, or as text
+    "|(?<=[0-9#*])\ufe0f(?=\u20e3)"  # a key
+    f"|(?<=[{_PICTURES}])\u200d(?=[{_PICTURES}])|(?<=[{_PICTURES}]\ufe0f)\u200d(?=[{_PICTURES}]))"  # two made one
+)
+
+
+class _Escapes(dict[int, str]):
+    """Spelling of each character that is not seen; only these are kept."""
+
+    def __missing__(self, code: int) -> int | str:
+        character = chr(code)
+        if code in _UNSEEN or unicodedata.category(character) in _UNSEEN_CATEGORIES:
+            spelt = self[code] = _spelt(code)
+            return spelt
+        return code
+
+
+_SHORT = {ord("\t"): r"\t", ord("\n"): r"\n", ord("\r"): r"\r"}
+
+
+def _spelt(code: int) -> str:
+    if code in _SHORT:
+        return _SHORT[code]
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_UNSEEN = frozenset(_UNSEEN_LETTERS)
+_ESCAPES = _Escapes({ord("\t"): "\t", ord("\n"): "\n"})
+_ONE_LINE_ESCAPES = _Escapes()
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    r"""Return text with every character spelt out that controls a terminal, hides, or moves what stands beside it.
+
+    Everything that a model, a tool, a client, a server or a file wrote goes through this before a person sees it. These
+    are Unicode's control, format, private and surrogate characters, line separators, and what nothing is drawn for
+    (variation selectors, tags, filling letters). What belongs to an emoji stays. The report's page does the same.
+
+    Args:
+        text: any text.
+        one_line: also spell out tabs and ends of lines, so that a line cannot be forged.
+
+    >>> printable("a\x1b[2J, b\u202ec\n"), printable("a\nERROR b", one_line=True)
+    ('a\\x1b[2J, b\\u202ec\n', 'a\\nERROR b')
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    escapes = _ONE_LINE_ESCAPES if one_line else _ESCAPES
+    if text.isascii():
+        return text.translate(escapes)
+    parts = _PART_OF_A_PICTURE.split(text)
+    parts[::2] = [part.translate(escapes) for part in parts[::2]]
+    return "".join(parts)
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
 
 NEVER = "(?!)"
 """A pattern that matches nothing."""

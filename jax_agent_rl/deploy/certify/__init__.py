@@ -32,6 +32,7 @@ from jax_agent_rl.observe.progress import duration, print_line
 from jax_agent_rl.runtime import use_compilation_cache
 from jax_agent_rl.runtime.multihost import initialize
 from jax_agent_rl.runtime.policy import with_resolved_model
+from jax_agent_rl.utils.text import printable
 
 CHECKS = (
     Check("collectives", "Exchanges between devices", system.check_collectives, system.COLLECTIVES, 60),
@@ -157,7 +158,7 @@ def _print_result(result: CheckResult, console: Console) -> None:
         reasons.append(f"{len(result.left_out)} parts were not run, see the report")
     else:
         reasons += [f"without {part}" for part in result.left_out]
-    line.append("".join(f"; {text}" for text in reasons))
+    line.append("".join(f"; {printable(text)}" for text in reasons))
     console.print(line, soft_wrap=True)
     for text, claim in deviations([result.to_json()]):
         print_line(console, f"    {text}\n        concerns {claim['page']}: “{claim['text']}”")

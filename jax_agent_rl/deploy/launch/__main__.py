@@ -37,6 +37,7 @@ from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.text import printable
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _launch(arguments)
     except JaxAgentRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

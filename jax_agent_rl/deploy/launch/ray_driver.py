@@ -32,6 +32,7 @@ from jax_agent_rl.deploy.launch import count, positive
 from jax_agent_rl.deploy.launch.ray_process import NodeProcess
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.text import printable
 
 OWN_KEYS = ("learner.multihost.coordinator", "learner.multihost.process_id", "rollout.ray_address")
 """Keys that the driver sets itself."""
@@ -338,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return Driver(arguments, load_run(arguments.config, arguments.overrides), stop).run()
     except JaxAgentRLError as error:
-        print(f"error: {error}", flush=True)
+        print(f"error: {printable(str(error))}", flush=True)
         return 1
     finally:
         ray.shutdown()

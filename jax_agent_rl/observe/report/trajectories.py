@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_agent_rl.observe.progress import number_ranges
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import contexts, stop_reasons, tool_errors, turns
+from jax_agent_rl.observe.selection import contexts, stop_reasons, tool_errors, truth, turns
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, session_graph
 
 _BROKEN = "\ufffd"  # decoders' replacement of an incomplete character
@@ -195,17 +195,22 @@ def _nodes(records: Sequence[Mapping[str, Any]], numbers: Sequence[int], decode:
     ends: dict[int, list[int]] = {}
     for number, path in zip(numbers, graph.paths, strict=True):
         ends.setdefault(path[-1], []).append(number)
-    return [
-        {
-            "up": -1 if node.parent is None else node.parent,
+    order = graph.parents_first()
+    places = {number: place for place, number in enumerate(order)}
+    rows = []
+    for number in order:
+        node = graph.nodes[number]
+        row = {
+            "up": -1 if node.parent is None else places[node.parent],
             "turn": node.turn + 1,
             "n": len(node.ids),
             "at": [numbers[member] for member in node.members],
             "text": decode(node.ids[:_SNIPPET])[:_SNIPPET],
         }
-        | ({"ends": ends[place]} if place in ends else {})
-        for place, node in enumerate(graph.nodes)
-    ]
+        if number in ends:
+            row["ends"] = ends[number]
+        rows.append(row)
+    return rows
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,13 +247,12 @@ def _learns(turn: Mapping[str, Any]) -> bool:
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return named values worth showing, as far as recorded."""
-    row = record.get("row") or {}
-    truth = (row.get("reward_model") or {}).get("ground_truth")
+    answer = truth(record)
     seconds = {k: round(v, 3) for k, v in record["metrics"].items() if k.endswith("seconds")}
     return _optional(
         agent=record["agent_name"],
-        source=row.get("data_source"),
-        truth=None if truth is None else str(truth)[:500],
+        source=record["row"].get("data_source"),
+        truth=None if answer is None else str(answer)[:500],
         no_loss=record.get("no_loss"),
         parts=record.get("reward_parts"),
         tool_scores=record.get("tool_scores"),

@@ -41,6 +41,7 @@ from jax_agent_rl.testing.conformance.backends import (
 from jax_agent_rl.testing.conformance.models import prepare_folders
 from jax_agent_rl.testing.conformance.probe import CheckFailed, Probe
 from jax_agent_rl.testing.leaks import Footprint
+from jax_agent_rl.utils.text import printable
 
 try:
     import pytest
@@ -381,10 +382,10 @@ def _print_report(report: Report, console: Console) -> None:
     for result in report.results:
         note = result.detail if result.outcome == "skipped" else result.claim
         style = _STYLES[result.outcome]
-        table.add_row(result.check, f"[{style}]{result.outcome}[/]", f"{result.seconds:.1f}", escape(note))
+        table.add_row(result.check, f"[{style}]{result.outcome}[/]", f"{result.seconds:.1f}", escape(printable(note)))
     console.print(table)
     for result in report.results:
         if result.outcome == "failed":
-            console.print(f"[bold red]{result.check}[/]: {escape(result.detail)}\n", highlight=False)
+            console.print(f"[bold red]{result.check}[/]: {escape(printable(result.detail))}\n", highlight=False)
     counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in _STYLES)
     console.print(f"{report.backend}: {counts}", highlight=False)

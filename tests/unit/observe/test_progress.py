@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jax_agent_rl.observe.progress import Progress
+from jax_agent_rl.observe.progress import Progress, print_line
 
 RECORD = {
     "reward_mean": 0.5,
@@ -81,3 +81,12 @@ def test_the_rewards_of_each_role_end_the_line_of_a_step():
     progress.step(RECORD | {"step": 2} | roles, seconds_left=10)
     _, alone, both = file.getvalue().splitlines()
     assert both.endswith("solver 0.75, checker 0.25") and not alone.endswith("0.25") and "solver" not in alone
+
+
+def test_no_line_steers_the_terminal():
+    console = Console(file=io.StringIO(), width=100)
+    Progress(console, total_steps=1).print_line("best: \x1b[2J\u202eadd\u061c")
+    print_line(console, "joined \x1b]0;owned\x07")
+    text = console.file.getvalue()
+    assert "\\x1b[2J\\u202eadd\\u061c" in text and "\\x1b]0;owned\\x07" in text
+    assert not set(text) & set("\x1b\x07\u202e\u061c")

@@ -1,7 +1,10 @@
 """Which trajectories are kept and shown."""
 
 import io
-import re
+import json
+import shutil
+import subprocess
+import unicodedata
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +18,9 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe import report
 from jax_agent_rl.observe.run_dir import RunDir, read_records, trajectory_record
 from jax_agent_rl.observe.selection import TrajectoryFilter, sample
-from jax_agent_rl.observe.view import COLOURS, render, visible
+from jax_agent_rl.observe.view import COLOURS, render
 from jax_agent_rl.trainer.observing import Phases
+from jax_agent_rl.utils.text import printable
 from tests.report_runs import decode, members
 from tests.trajectories import trajectory
 
@@ -150,13 +154,22 @@ def test_nothing_in_a_record_steers_the_terminal(kind):
     assert not set(OWNED) & set(text) - set(SPELT)
 
 
-def test_what_cannot_be_seen_is_spelt_out_as_on_the_page():
-    assert visible("a\x1b[2Jb\x07\x9b\tc\n\xad") == "a\\x1b[2Jb\\x07\\x9b\tc\n\\xad"
+def test_the_page_spells_out_what_the_terminal_does(tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed on this machine")
     script = (Path(report.__file__).parent / "page" / "dom.js").read_text()
-    (spans,) = re.findall(r"HIDDEN = /\[(.*)\]/g", script)
-    hidden = re.compile(f"[{spans}]")
-    characters = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
-    assert [c for c in characters if visible(c) != c] == [c for c in characters if hidden.match(c)]
+    begin, end = script.index("const PICTURES"), script.index("const quoted")
+    woman, computer, heart, fire = "\U0001f469", "\U0001f4bb", "\u2764\ufe0f", "\U0001f525"
+    pictures = [f"{woman}\u200d{computer}", heart, "1\ufe0f\u20e3", f"{heart}\u200d{fire}", "1\ufe0f"]
+    known = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) != "Cn"]  # to Python's Unicode
+    texts = [*known, *pictures, *(f"a{mark}b" for mark in "\ufe0f\u200d\u061c")]
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    asking = f"const texts = require({str(tmp_path / 'texts.json')!r});console.log(JSON.stringify(texts.map(visible)));"
+    (tmp_path / "ask.js").write_text(script[begin:end] + asking)
+    answer = subprocess.run([node, tmp_path / "ask.js"], check=True, capture_output=True, text=True).stdout
+    spelt = json.loads(answer)
+    assert [text for text, there in zip(texts, spelt, strict=True) if printable(text) != there] == []
 
 
 def test_phases_are_on_the_wall_clock_and_are_taken_once():

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from jax_agent_rl.cli import app
 from jax_agent_rl.errors import JaxAgentRLError
-from jax_agent_rl.observe.run_dir import restore_trajectory, trajectory_record
+from jax_agent_rl.observe.report.command import RunData, render_report
+from jax_agent_rl.observe.run_dir import read_trajectories, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.view import COLOURS, outline, render, render_group, split_groups
 from jax_agent_rl.types import Fork
 from tests.report_runs import make_run
 from tests.tiny_chat import tokenizer
-from tests.trajectories import session, trajectory
+from tests.trajectories import call, session, trajectory
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +180,66 @@ def test_records_of_earlier_versions_are_shown_without_calls(tmp_path):
     assert "segment 1  turns: 1  2 trained tokens (29%)" in console.file.getvalue()
 
 
+def test_a_note_on_a_turn_without_a_number_names_the_turn():
+    made = trajectory([3], [10, 7, 11], mask=[1, 0, 1])
+    first, second = made.turns
+    made = replace(made, turns=(first, replace(second, note="message 4 was edited")))
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(*records_of(made), str))
+    assert "turn 2 was spliced: message 4 was edited" in console.file.getvalue()
+
+
+# --- folders of others ---
+
+LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats()
+NAMES = st.sampled_from(["a", "role", "name", "answer", "", "\x1b[2J"])
+VALUES = st.recursive(
+    LEAVES | NAMES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=5
+)
+
+
+def places(value, path=()):
+    """Paths of everything in a JSON value."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def changed(record: dict, path: tuple, value) -> dict:
+    copy = json.loads(json.dumps(record))
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    if value is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return copy
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
+    call_of = call(error="timeout")
+    made = trajectory([1, 3], [8, 2, 9, 2], mask=[1, 1, 0, 1], index=2, calls=[[call_of]])
+    record = data.draw(st.sampled_from([*records_of(session(), BRANCH, made)]))
+    paths = [path for path in places(record) if path]
+    bad = changed(record, data.draw(st.sampled_from(paths)), data.draw(VALUES | st.just(...)))
+    file = tmp_path / "trajectories.jsonl"
+    file.write_text(json.dumps(bad) + "\n" + json.dumps(record) + "\n")
+    read = list(read_trajectories(file))
+    assert record in read
+    console = Console(file=io.StringIO(), width=160)
+    for one in read:
+        for colour in COLOURS:
+            console.print(render(one, lambda ids: " ".join(map(str, ids)), colour=colour, whole_prompt=True))
+        outline(one, title="best")
+    for group in split_groups(read):
+        console.print(render_group(group, str))
+    render_report(RunData(name="run", trajectories=read, total=len(read)), lambda ids: " ".join(map(str, ids)))
+
+
 # --- outlines ---
 
 
@@ -210,6 +273,16 @@ def test_long_messages_end_early_and_controls_are_spelt_out():
 
 def test_a_trajectory_that_was_never_sampled_shows_its_prompt():
     assert "What is 1 plus 1?" in outline(record(turns=0, messages=WORKED[:2]), title="worst")
+
+
+def test_a_call_in_an_outline_does_not_steer_the_terminal():
+    made = record(turns=1, messages=[("user", "q"), ("assistant", "")])
+    function = {"name": "add\x1b[2J\u061c", "arguments": "{}\u200b\nbest: step 9"}
+    made["messages"][1]["tool_calls"] = [{"function": function}]
+    made["trajectory_id"] = "t\x07\n"
+    text = outline(made, title="worst")
+    assert "add\\x1b[2J\\u061c" in text and len(text.splitlines()) == 3
+    assert not set(text) & set("\x1b\x07\u061c\u200b")
 
 
 def test_a_model_folder_with_code_of_its_own_is_neither_run_nor_asked_about(tmp_path):

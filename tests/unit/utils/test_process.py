@@ -4,6 +4,7 @@ import importlib.util
 import io
 import logging
 import os
+import subprocess
 import sys
 
 import pytest
@@ -56,3 +57,31 @@ def test_a_warning_is_printed_above_a_live_display_unless_standard_error_is_a_fi
     assert ("WARNING jax_agent_rl.x: meanwhile [bold]" in shown.getvalue()) is terminal
     expected = ["after"] if terminal else ["meanwhile [bold]", "after"]
     assert errors.getvalue().splitlines() == [f"WARNING jax_agent_rl.x: {text}" for text in expected]
+
+
+FORGING = """
+import logging, sys
+from jax_agent_rl.cli import main
+from jax_agent_rl.utils.process import quiet_logging
+quiet_logging()
+hostile = "t-1\\x1b[2J\\nERROR jax_agent_rl.x: forged\\r\\u2028ERROR again"
+logging.getLogger("jax_agent_rl.a").warning("%s failed", hostile)
+try:
+    raise ValueError(hostile)
+except ValueError:
+    logging.getLogger("jax_agent_rl.a").exception("lost")
+sys.argv = ["jax-agent-rl", "view", "no-such-run\\x1b[2J"]
+main()
+"""
+
+
+def test_neither_a_log_record_nor_an_error_forges_a_line_or_steers_the_terminal():
+    child = subprocess.run([sys.executable, "-c", FORGING], capture_output=True, text=True)
+    assert child.returncode == 2
+    lines = child.stderr.split("\n")
+    assert [line for line in lines if line.startswith(("WARNING", "ERROR"))] == [
+        "WARNING jax_agent_rl.a: t-1\\x1b[2J",
+        "ERROR jax_agent_rl.a: lost",
+    ]
+    assert "    ERROR jax_agent_rl.x: forged\\r\\u2028ERROR again failed" in lines
+    assert not set(child.stderr) & set("\x1b\r\u2028")

@@ -27,6 +27,7 @@ from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import LaunchError
 from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.text import printable
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         return _act(task, arguments)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the slice may exist and cost: --logs shows its run, --delete deletes it", flush=True)

@@ -65,7 +65,7 @@ function browserPane() {
     return el("div", { class: "row", role: "option", style: `top:${n * ROW}px`, "aria-selected": row.at === state.chosen ? "true" : "false", onclick: () => choose(row.at) },
       el("div", {}, el("span", { class: "id" }, row.id), el("span", { class: "reward" }, number(row.reward))),
       el("div", { class: "under" }, el("span", {}, `step ${row.step}`), el("span", {}, `${row.turns} turn${row.turns === 1 ? "" : "s"}`), el("span", {}, `${row.sampled} tok`),
-        row.errors.length ? el("span", { class: "bad" }, visible(row.errors.join(", "))) : null, el("span", {}, row.finish)));
+        row.errors.length ? el("span", { class: "bad" }, row.errors.join(", ")) : null, el("span", {}, row.finish)));
   }
 
   function choose(at) {
@@ -117,10 +117,10 @@ function factsOf(row, made) {
   const facts = made.facts, parts = Object.entries({ ...facts.parts, ...facts.tool_scores });
   const pairs = [
     ["reward", el("span", { class: "reward" }, number(row.reward, 4))], ["step", `${row.step} (${row.split})`], ["group", row.group], ["agent", facts.agent],
-    ["data", facts.source], ["truth", facts.truth === undefined ? undefined : visible(facts.truth)], ["advantage", row.advantage ?? undefined],
+    ["data", facts.source], ["truth", facts.truth], ["advantage", row.advantage ?? undefined],
     ["ended with", row.finish], ["tokens", `${row.sampled} sampled, ${row.inserted} inserted`], ["segments", made.session?.length], ["tool calls", row.calls],
-    ["tool errors", row.errors.length ? visible(row.errors.join(", ")) : undefined], ["no loss", facts.no_loss], ["branch of", row.parent ?? undefined],
-    ...parts.map(([name, value]) => [visible(name), number(value)]), ...Object.entries(facts.seconds || {}).map(([name, value]) => [name.replace("_seconds", ""), seconds(value)]),
+    ["tool errors", row.errors.length ? row.errors.join(", ") : undefined], ["no loss", facts.no_loss], ["branch of", row.parent ?? undefined],
+    ...parts.map(([name, value]) => [name, number(value)]), ...Object.entries(facts.seconds || {}).map(([name, value]) => [name.replace("_seconds", ""), seconds(value)]),
   ];
   return el("dl", { class: "facts-grid" }, pairs.filter(([, value]) => value !== undefined && value !== null).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }

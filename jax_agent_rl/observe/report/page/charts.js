@@ -169,7 +169,7 @@ function timelinePicture(line, width, open) {
     picture.append(name);
     for (const s of trace.spans) {
       const whole = s.name === "run";
-      block(s.from, s.to, whole ? y + 5 : y, whole ? 2 : 12, colour(SPANS[s.name] ?? 7), whole ? 0.5 : 0.85, () => [el("b", {}, s.name + (s.note ? ` · ${visible(s.note)}` : "")), table([["trajectory", trace.id], ...lasted(s.from, s.to)])]);
+      block(s.from, s.to, whole ? y + 5 : y, whole ? 2 : 12, colour(SPANS[s.name] ?? 7), whole ? 0.5 : 0.85, () => [el("b", {}, s.name + (s.note ? ` · ${s.note}` : "")), table([["trajectory", trace.id], ...lasted(s.from, s.to)])]);
     }
   });
   for (const cut of line.cuts) picture.append(svg("line", { x1: x(cut), x2: x(cut), y1: 18, y2: height, stroke: "var(--bad)", "stroke-dasharray": "2 4" }));

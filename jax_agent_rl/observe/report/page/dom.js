@@ -6,9 +6,9 @@ function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value === true ? "" : value);
+    else node.setAttribute(name, value === true ? "" : visible(String(value)));
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
+  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child instanceof Node ? child : visible(String(child)));
   return node;
 }
 
@@ -16,10 +16,16 @@ const el = (tag, attributes = {}, ...children) => fill(document.createElement(ta
 const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(NS, tag), attributes, children);
 const byId = (id) => document.getElementById(id);
 
-// Controls and direction marks made visible, so that no text hides or turns what stands beside it.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
-const code = (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0");
-const visible = (text) => text.replace(HIDDEN, code);
+// What nobody sees is spelt out, as by utils/text.py's printable: it would control, hide or turn what stands beside it.
+const PICTURES = "\\u00a9\\u00ae\\u203c\\u2049\\u2122\\u2139\\u2194-\\u21aa\\u231a-\\u23ff\\u24c2\\u25aa-\\u25fe\\u2600-\\u27bf\\u2934\\u2935\\u2b05-\\u2b55\\u3030\\u303d\\u3297\\u3299\\u{1f000}-\\u{1faff}";
+const PART_OF_A_PICTURE = `(?<=[${PICTURES}])[\\ufe0e\\ufe0f]|(?<=[0-9#*])\\ufe0f(?=\\u20e3)|(?<=[${PICTURES}])\\u200d(?=[${PICTURES}])|(?<=[${PICTURES}]\\ufe0f)\\u200d(?=[${PICTURES}])`;
+const UNSEEN = new RegExp(`${PART_OF_A_PICTURE}|[\\t\\n]|([\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}\\p{Co}\\p{Cs}\\p{Default_Ignorable_Code_Point}])`, "gu");
+function spelt(character) {
+  const short = { "\t": "\\t", "\n": "\\n", "\r": "\\r" }[character];
+  const number = character.codePointAt(0), digits = number.toString(16);
+  return short ?? (number < 0x100 ? "\\x" + digits.padStart(2, "0") : number < 0x10000 ? "\\u" + digits.padStart(4, "0") : "\\U" + digits.padStart(8, "0"));
+}
+const visible = (text) => text.replace(UNSEEN, (character, unseen) => unseen === undefined ? character : spelt(unseen));
 const quoted = (text) => visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣");
 
 function number(value, digits = 3) {

@@ -98,7 +98,7 @@ function tokenText(tokens, mode, scale) {
   const draw = () => {
     const part = document.createDocumentFragment();
     for (const end = Math.min(tokens.length, drawn + MAX_TOKENS); drawn < end; drawn++) {
-      const span = el("span", { "data-n": drawn, class: tokens[drawn].kind === "sampled" ? null : "in" }, visible(tokens[drawn].text));
+      const span = el("span", { "data-n": drawn, class: tokens[drawn].kind === "sampled" ? null : "in" }, tokens[drawn].text);
       const background = shade(tokens[drawn], mode, scale);
       if (background) span.style.background = background;
       part.append(span);
@@ -150,9 +150,9 @@ function promptCard(made) {
 
 function turnHead(block) {
   const { turn } = block, calls = turn.calls || [];
-  if (block.kind === "sampled") return [el("b", {}, `turn ${block.number}`), `${turn.s} sampled`, `ended: ${turn.stop}`, turn.cached ? `${turn.cached} cached` : null, turn.score === undefined ? null : `score ${number(turn.score)}`, turn.note ? visible(turn.note) : null];
+  if (block.kind === "sampled") return [el("b", {}, `turn ${block.number}`), `${turn.s} sampled`, `ended: ${turn.stop}`, turn.cached ? `${turn.cached} cached` : null, turn.score === undefined ? null : `score ${number(turn.score)}`, turn.note || null];
   return [el("b", {}, calls.length ? "tool" : "inserted"), `${turn.i} inserted`, ...calls.map((call) =>
-    el("span", {}, visible(call.name) || "(undecodable call)", ` ${number(call.seconds)} s `, call.error ? el("span", { class: "bad" }, visible(call.error)) : null))];
+    el("span", {}, call.name || "(undecodable call)", ` ${number(call.seconds)} s `, call.error ? el("span", { class: "bad" }, call.error) : null))];
 }
 
 function tokenView(made, mode) {
@@ -171,7 +171,7 @@ function sessionView(made, mode) {
     return el("li", { style: `margin-left:${22 * depth[n]}px` },
       el("button", { onclick: () => heads[n].scrollIntoView({ behavior: "smooth" }) }, `segment ${n + 1}`),
       ` ${segment.calls ? `calls ${segment.calls}` : `turns: ${segment.turns}`} · ${segment.trained} trained tokens (${percent(segment.share)})`,
-      segment.up < 0 ? null : el("div", {}, `leaves segment ${segment.up + 1} ${place} (shared ids: ${segment.shared})`, segment.note ? `: ${visible(segment.note)}` : ""));
+      segment.up < 0 ? null : el("div", {}, `leaves segment ${segment.up + 1} ${place} (shared ids: ${segment.shared})`, segment.note ? `: ${segment.note}` : ""));
   });
   const parts = made.session.map((segment) => ({ ...contexts(made)[segment.at], session: undefined }));
   return [el("ul", { class: "session", "aria-label": "segments" }, list), ...parts.flatMap((part, n) => [heads[n], ...tokenView(part, mode)])];
@@ -209,7 +209,7 @@ function treeView(nodes, here, open) {
 function treeNode(node, x, y, lowest, highest, here, open) {
   const mean = node.at.reduce((sum, at) => sum + rows[at].reward, 0) / node.at.length;
   const share = highest === lowest ? 0.5 : (mean - lowest) / (highest - lowest);
-  const line = visible(node.text.replace(/\s+/g, " ").trim());
+  const line = node.text.replace(/\s+/g, " ").trim();
   const target = (node.ends || node.at)[0];
   const go = () => { tip.hide(); open(target); };
   const group = svg("g", { class: here ? "node here" : "node", transform: `translate(${x} ${y})`, tabindex: 0, role: "treeitem", "aria-label": `turn ${node.turn}, mean reward ${number(mean)}` },
@@ -217,7 +217,7 @@ function treeNode(node, x, y, lowest, highest, here, open) {
     svg("rect", { x: 0, y: NODE.high - 4, width: Math.max(3, NODE.wide * share), height: 4, rx: 2, style: `fill:${share > 0.5 ? "var(--good)" : share < 0.5 ? "var(--bad)" : "var(--faint)"};stroke:none` }),
     svg("text", { class: "what", x: 8, y: 16 }, line.length > 29 ? line.slice(0, 28) + "…" : line),
     svg("text", { class: "count", x: 8, y: 31 }, `turn ${node.turn} · ${node.n} tokens · ${number(mean)}` + (node.at.length > 1 ? ` of ${node.at.length}` : "")));
-  group.addEventListener("mousemove", (event) => tip.show(event.clientX, event.clientY, el("span", { class: "text" }, visible(node.text)),
+  group.addEventListener("mousemove", (event) => tip.show(event.clientX, event.clientY, el("span", { class: "text" }, node.text),
     table([["mean reward", number(mean)], ["sampled", node.n], ["trajectories", node.at.map((at) => rows[at].id).slice(0, 6).join(", ")]])));
   group.addEventListener("mouseleave", tip.hide);
   group.addEventListener("click", go);

@@ -1,0 +1,135 @@
+"""What a line of a run's files has to be, before anything looks at it: a run folder may be another's, or damaged.
+
+A line that is not so is left out and counted, see :class:`~jax_agent_rl.observe.run_dir.Records`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from jax_agent_rl.generation import ID_BOUND
+from jax_agent_rl.types import FinishReason, StopReason
+
+_Count = Annotated[int, Field(ge=0, lt=ID_BOUND)]
+_Ids = Annotated[list[_Count], Field(fail_fast=True)]
+_Values = Annotated[list[float | None], Field(fail_fast=True)]
+
+
+class _Record(BaseModel):
+    """JSON with at least these fields; later versions may have more."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Call(_Record):
+    name: str
+    seconds: float
+    error: str | None
+
+
+class _Turn(_Record):
+    sampled: _Count
+    appended: _Count
+    stop_reason: Literal[tuple(StopReason)]  # pyright: ignore[reportInvalidTypeForm]
+    cached_tokens: int
+    score: float | None
+    tool_calls: list[_Call]
+    # records of earlier versions lack the rest
+    number: _Count | None = None
+    note: str = ""
+    learn_appended: bool = False
+    constrained: Annotated[list[Literal[0, 1]], Field(fail_fast=True)] = []
+    supports: list[Any] = []
+
+    @model_validator(mode="after")
+    def _as_many_as_sampled(self) -> _Turn:
+        if self.constrained and len(self.constrained) != self.sampled:
+            raise ValueError(f"{len(self.constrained)} marks of {self.sampled} tokens")
+        return self
+
+
+class _Fork(_Record):
+    tree_id: str
+    parent_id: str
+    turns: _Count
+    tokens: _Count = 0
+
+
+class _Trajectory(_Record):
+    trajectory_id: str
+    group_id: str
+    agent_name: str
+    step: int
+    split: str
+    prompt_ids: Annotated[_Ids, Field(min_length=1)]
+    response_ids: _Ids
+    response_mask: Annotated[list[Literal[0, 1]], Field(fail_fast=True)]
+    rollout_logprobs: Annotated[list[float], Field(fail_fast=True)]
+    policy_versions: Annotated[list[int], Field(fail_fast=True)]
+    finish_reason: Literal[tuple(FinishReason)]  # pyright: ignore[reportInvalidTypeForm]
+    reward: FiniteFloat
+    reward_parts: dict[str, float]
+    metrics: dict[str, float]
+    tool_scores: dict[str, float]
+    row: dict[str, Any]
+    messages: list[dict[str, Any]]
+    turns: Annotated[list[_Turn], Field(min_length=1)]
+    segments: list[_Trajectory]
+    fork: _Fork | None
+    no_loss: str | None
+    history_window: _Count | None
+    role: str | None
+    adapter: str | None
+    advantages: _Values | None = None
+    old_logprobs: _Values | None = None
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> _Trajectory:
+        turns = [(turn.sampled, turn.appended) for turn in self.turns]
+        mask = [bit for sampled, appended in turns for bit in [1] * sampled + [0] * appended]
+        if self.response_mask != mask or not any(mask):
+            raise ValueError("response_mask is not that of the turns")
+        for name in ("response_ids", "rollout_logprobs", "policy_versions", "advantages", "old_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(mask):
+                raise ValueError(f"{name} has {len(values)} values for {len(mask)} ids")
+        if self.fork is not None and self.fork.turns > len(self.turns):
+            raise ValueError("the fork has more turns than the trajectory")
+        if any(segment.segments for segment in self.segments):
+            raise ValueError("a segment has segments of its own")
+        return self
+
+
+def is_trajectory_record(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is as :func:`~jax_agent_rl.observe.run_dir.trajectory_record` writes it."""
+    try:
+        _Trajectory.model_validate(record)
+    except (ValidationError, RecursionError):
+        return False
+    return True
+
+
+class _Span(_Record):
+    name: str
+    about: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    error: str | None
+
+
+class _Trace(_Record):
+    trajectory_id: str
+    spans: Annotated[list[_Span], Field(min_length=1)]
+
+
+def is_trace_record(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is as :class:`~jax_agent_rl.observe.sinks.traces.TraceFileSink` writes it."""
+    try:
+        _Trace.model_validate(record)
+    except (ValidationError, RecursionError):
+        return False
+    return True
