@@ -226,6 +226,16 @@ class TinkerServerSettings(Section):
         description="Optimizer updates of a model between snapshots of its state. A server that was killed loads the "
         "newest one and repeats the requests since.",
     )
+    sampler_ttl_seconds: Positive | None = Field(
+        default=3600,
+        description="Seconds that weights without a name (`save_weights_and_get_sampling_client`) are kept after they "
+        "were last sampled from; null: until they are deleted. Each is a file of the size of the adapter.",
+    )
+    session_ttl_seconds: Positive | None = Field(
+        default=30 * 24 * 3600,
+        description="Seconds after which a session whose client is not heard of is removed with the training states of "
+        "its models; null: never. Checkpoints that a client named stay.",
+    )
     max_model_len: Positive = Field(default=1024, description="Maximum tokens of a prompt and its samples.")
     max_concurrent_decodes: Positive = Field(default=32, description="Maximum number of sequences decoded at a time.")
     max_sampled_adapters: Annotated[Positive, WhenKey("lora")] = Field(

@@ -21,6 +21,7 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.rest import RestRoutes, expiry
+from jax_agent_rl.tinker_server.retention import Retention
 from jax_agent_rl.tinker_server.sampling import Sampler
 from jax_agent_rl.tinker_server.training import Models
 from jax_agent_rl.tinker_server.wire import MOST_IDS, STABLE_REINFORCE, BadRequest, parse_batch
@@ -76,7 +77,7 @@ class TinkerServer:
             ("POST", "client/config", _always({"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False})),
             ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
             ("POST", "telemetry", _always({"status": "accepted"})),
-            ("POST", "session_heartbeat", _always({"type": "session_heartbeat"})),
+            ("POST", "session_heartbeat", self._heartbeat),
             ("POST", "create_sampling_session", self._create_sampler),
             ("POST", "forward_backward", self._forward_backward),
             ("POST", "asample", self._sample),
@@ -155,6 +156,10 @@ class TinkerServer:
         while True:
             request = await self._next()
             await self._finish(request, lambda one: loop.run_in_executor(self._training, self._models.run, one))
+
+    async def _heartbeat(self, http: web.Request) -> web.Response:
+        self._database.hear(str((await read_json(http)).get("session_id")))
+        return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request, run: Callable[[Request], Awaitable[bytes]]) -> None:
         """Run a request and record its result, or why there is none."""
@@ -317,11 +322,17 @@ async def open_server(
     )
     server = TinkerServer(settings, models, sampler, database, training=training, token=token)
     server.http.listen()  # a bad address is refused before anything is compiled
+    retention = Retention(settings, models, database, training)
+    sweeper: asyncio.Task[None] | None = None
     try:
         await sampler.start()
+        await retention.start()
+        sweeper = asyncio.create_task(retention.run())
         await server.start()
         yield server
     finally:
+        if sweeper is not None:
+            sweeper.cancel()
         await server.close()
         await sampler.close()
         training.shutdown(cancel_futures=True)

@@ -15,9 +15,12 @@ RESULT_SECONDS = 3600.0
 """How long a result can be fetched again, at least."""
 RESULTS_KEPT = 1000
 """Results of the newest requests are kept longer."""
+RECORD_SECONDS = 24 * 3600.0
+"""How long it is known that a sample was computed, so that it is not computed again; training requests are known as long
+as their session."""
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, created REAL NOT NULL, heard REAL);
 CREATE TABLE IF NOT EXISTS models (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, settings TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
     snapshot INTEGER NOT NULL DEFAULT 0);
@@ -72,6 +75,10 @@ class Database:
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.executescript(_SCHEMA)
+        columns = [row["name"] for row in self._run("PRAGMA table_info(sessions)")]
+        if "heard" not in columns:  # of a server before sessions were removed
+            self._run("ALTER TABLE sessions ADD COLUMN heard REAL")
+        self._run("UPDATE sessions SET heard = ? WHERE heard IS NULL", time.time())
 
     def close(self) -> None:
         """Close the database."""
@@ -85,7 +92,33 @@ class Database:
 
     def add_session(self, session: str) -> None:
         """Add a client's session."""
-        self._run("INSERT OR IGNORE INTO sessions VALUES (?, ?)", session, time.time())
+        now = time.time()
+        self._run("INSERT OR IGNORE INTO sessions (id, created, heard) VALUES (?, ?, ?)", session, now, now)
+
+    def hear(self, session: str) -> None:
+        """Note that a session's client is there."""
+        self._run("UPDATE sessions SET heard = ? WHERE id = ?", time.time(), session)
+
+    def quiet_sessions(self, seconds: float) -> list[str]:
+        """Return the sessions whose clients were not heard of for this long, and that wait for nothing."""
+        rows = self._run(
+            """SELECT id FROM sessions WHERE heard < ?1 AND NOT EXISTS (
+                SELECT 1 FROM requests WHERE owner >= sessions.id || ':' AND owner < sessions.id || ';'
+                AND (state = 'queued' OR created >= ?1))""",
+            time.time() - seconds,
+        )
+        return [row["id"] for row in rows]
+
+    def remove_session(self, session: str) -> list[str]:
+        """Remove a session with its models, samplers and requests; return the models. Their checkpoints stay."""
+        models = self.models(session)
+        own = (f"{session}:", f"{session};")  # ids of what belongs to it begin with the first, and ';' follows ':'
+        with self._lock:
+            self._connection.execute("DELETE FROM requests WHERE owner >= ? AND owner < ?", own)
+            self._connection.execute("DELETE FROM samplers WHERE id >= ? AND id < ?", own)
+            self._connection.execute("DELETE FROM models WHERE session = ?", (session,))
+            self._connection.execute("DELETE FROM sessions WHERE id = ?", (session,))
+        return models
 
     def has_session(self, session: str) -> bool:
         """Return whether there is such a session."""
@@ -118,6 +151,8 @@ class Database:
     def add_sampler(self, sampler: str, path: str | None) -> None:
         """Add a sampling session of a checkpoint, or of the base model."""
         self._run("INSERT OR REPLACE INTO samplers VALUES (?, ?)", sampler, path)
+        if path is not None:
+            self._keep_unnamed(path)
 
     def sampler(self, sampler: str) -> sqlite3.Row | None:
         """Return a sampling session, whose ``path`` is its checkpoint's or None; None if there is no such session."""
@@ -139,9 +174,36 @@ class Database:
         return [one for one in found if expired == (one["expires"] is not None and one["expires"] < time.time())]
 
     def set_expiry(self, path: str, expires: float | None) -> None:
-        """Set when a checkpoint expires, in seconds since the epoch; None: never."""
-        changed = "json_set(settings, '$.expires', ?)"
+        """Set when a checkpoint expires, in seconds since the epoch; None: never. Use does not change it any more."""
+        changed = "json_remove(json_set(settings, '$.expires', ?), '$.idle_seconds')"
         self._run(f"UPDATE checkpoints SET settings = {changed} WHERE path = ?", expires, path)
+
+    def _keep_unnamed(self, path: str) -> None:
+        """Put off the expiry of a checkpoint that is kept as long as it is used."""
+        idle = "json_extract(settings, '$.idle_seconds')"
+        changed = f"json_set(settings, '$.expires', ? + {idle})"
+        self._run(f"UPDATE checkpoints SET settings = {changed} WHERE path = ? AND {idle} > 0", time.time(), path)
+
+    def remove_expired(self) -> list[str]:
+        """Remove the checkpoints that have expired and that no waiting request needs; return their paths."""
+        removed = []
+        with self._lock:
+            queued = "SELECT * FROM requests WHERE state = 'queued' AND kind IN ('sample', 'load_weights')"
+            needed = {self._path_of(row["owner"], row["body"]) for row in self._connection.execute(queued).fetchall()}
+            expired = "SELECT path FROM checkpoints WHERE json_extract(settings, '$.expires') < ?"
+            for row in self._connection.execute(expired, (time.time(),)).fetchall():
+                if row["path"] not in needed:
+                    self._connection.execute("DELETE FROM checkpoints WHERE path = ?", (row["path"],))
+                    removed.append(row["path"])
+        return removed
+
+    def _path_of(self, owner: str, body: bytes | None) -> str | None:
+        """Return the checkpoint that a request samples from or loads; None for the base model. The lock is held."""
+        sampler = self._connection.execute("SELECT path FROM samplers WHERE id = ?", (owner,)).fetchone()
+        if sampler is not None:
+            return sampler["path"]
+        fields = json.loads(body or b"{}")
+        return fields.get("model_path") or fields.get("path")
 
     def remove_checkpoint(self, path: str) -> None:
         """Remove a checkpoint."""
@@ -161,6 +223,9 @@ class Database:
                 (request_id, owner, kind, body, time.time()),
             ).rowcount
             self._connection.execute("UPDATE models SET used = ? WHERE id = ?", (time.time(), owner))
+            path = self._path_of(owner, body) if kind == "sample" else None
+        if path is not None:
+            self._keep_unnamed(path)
         return self.request(request_id) if added else None
 
     def request(self, request_id: str) -> Request | None:
@@ -179,11 +244,21 @@ class Database:
         """Record a result. A failed request is not repeated."""
         state = "failed" if failed else "done"
         body = None if failed or request.kind in ("sample", "forward") else request.body  # what nothing repeats
+        if request.kind == "sample":
+            with self._lock:
+                path = self._path_of(request.owner, request.body)
+            if path is not None:
+                self._keep_unnamed(path)
         self._run("UPDATE requests SET state = ?, result = ?, body = ? WHERE id = ?", state, result, body, request.id)
         if request.number % RESULTS_KEPT == 0:
             old = "number <= ? AND created < ? AND state != 'queued'"
             limits = (request.number - RESULTS_KEPT, time.time() - RESULT_SECONDS)
             self._run(f"UPDATE requests SET result = NULL WHERE {old}", *limits)
+
+    def remove_old_requests(self) -> None:
+        """Remove what is known of finished samples whose results have been dropped long ago."""
+        old = "kind IN ('sample', 'forward') AND state != 'queued' AND result IS NULL AND created < ?"
+        self._run(f"DELETE FROM requests WHERE {old}", time.time() - RECORD_SECONDS)
 
     def _requests(self, condition: str, *values: Any) -> Any:
         rows = self._run(f"SELECT {_COLUMNS} FROM requests WHERE {condition} ORDER BY number", *values)

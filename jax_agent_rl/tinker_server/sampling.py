@@ -106,7 +106,11 @@ class Sampler:
         checkpoint = None
         if path is not None:
             if (found := self._database.checkpoint(path)) is None:
-                raise BadRequest(f"there is no checkpoint {path!r} any more")
+                raise BadRequest(
+                    f"there is no checkpoint {path!r} any more: weights without a name are kept for sampler_ttl_seconds="
+                    f"{self._settings.sampler_ttl_seconds} after their last sample; start the server with more, or "
+                    "save them under a name"
+                )
             checkpoint = (path, found["created"])
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
         room = self.longest - len(ids)

@@ -133,6 +133,21 @@ class Models:
         self._database.remove_checkpoint(path)
         self._file(path).unlink(missing_ok=True)
 
+    def remove_expired(self) -> None:
+        """Remove the checkpoints that have expired, with their files."""
+        for path in self._database.remove_expired():
+            self._file(path).unlink(missing_ok=True)
+
+    def remove_training_state(self, model: str) -> None:
+        """Remove the state of a model that the database has forgotten, in memory and on disk."""
+        self.forget([model])
+        self._snapshot_file(model).unlink(missing_ok=True)
+
+    def unknown_files(self, paths: list[str]) -> list[Path]:
+        """Return the files in the checkpoints' folders that are not of these checkpoints."""
+        known = {self._file(path) for path in paths}
+        return [file for file in sorted(self._folder.glob("checkpoints/*/*/*")) if file not in known]
+
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _forward_backward(self, model: str, request: Request) -> bytes:
@@ -156,6 +171,7 @@ class Models:
         return _reply("optim_step", metrics=metrics)
 
     def _save(self, model: str, request: Request) -> bytes:
+        self.remove_expired()  # room for the new one; a name that has expired is free again
         body, for_sampler = _body(request), request.kind == "save_weights_for_sampler"
         name = body.get("path") or f"{request.number:06}"
         path = f"{PREFIX}{model}/{'sampler_weights' if for_sampler else 'weights'}/{name}"
@@ -165,12 +181,17 @@ class Models:
         self._write(file, model, optimizer=not for_sampler)
         settings = self._database.model(model) or {}
         kind = "sampler" if for_sampler else "training"
-        for old in self._database.checkpoints(expired=True):
-            self.remove_checkpoint(old["path"])
-        ttl, metadata = body.get("ttl_seconds"), body.get("user_metadata") or settings.get("user_metadata")
-        expires = None if ttl is None else time.time() + ttl
-        kept = {"base_model": settings.get("base_model"), "user_metadata": metadata, "expires": expires}
-        self._database.add_checkpoint(path, model, kind, file.stat().st_size, kept)
+        ttl = body.get("ttl_seconds")
+        recorded = {
+            "base_model": settings.get("base_model"),
+            "user_metadata": body.get("user_metadata") or settings.get("user_metadata"),
+        }
+        if ttl is None and for_sampler and body.get("path") is None:
+            # Nobody can ask for it by name: it stays as long as it is used.
+            ttl = self._settings.sampler_ttl_seconds
+            recorded["idle_seconds"] = ttl
+        recorded["expires"] = None if ttl is None else time.time() + ttl
+        self._database.add_checkpoint(path, model, kind, file.stat().st_size, recorded)
         if for_sampler and body.get("sampling_session_seq_id") is not None:
             session = f"{model}:sampler:{body['sampling_session_seq_id']}"
             self._database.add_sampler(session, path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -558,6 +560,130 @@ def test_old_results_are_dropped(tmp_path, monkeypatch):
     found = [store.request(f"s:{number}") for number in range(1, 7)]
     assert [one and one.result for one in found] == [None, None, *[b"result"] * 4]
     assert not any(one and one.body for one in found)
+
+
+def files_of(state_dir: Path, kind: str) -> list[Path]:
+    return sorted(state_dir.glob(f"checkpoints/*/{kind}/*.npz"))
+
+
+def test_weights_without_a_name_stay_as_long_as_they_are_sampled_from_and_others_until_they_are_deleted(
+    model_folder, tmp_path, monkeypatch
+):
+    now, prompt = time.time(), tinker.ModelInput.from_ints([5, 9, 17])
+    once = tinker.SamplingParams(max_tokens=2, seed=1)
+    with serving(model_folder, tmp_path) as url:
+        service, port = connect(url), int(url.rpartition(":")[2])
+        client = trainer(service)
+        named = client.save_weights_for_sampler("named").result().path
+        used, idle = (client.save_weights_and_get_sampling_client() for _ in range(2))
+        for sampler in (used, idle):
+            sampler.result().sample(prompt, 1, once).result()
+        assert len(files_of(tmp_path, "sampler_weights")) == 3
+        monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 3000)
+        used.result().sample(prompt, 1, once).result()
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 4000)
+    with serving(model_folder, tmp_path, port=port):
+        assert len(files_of(tmp_path, "sampler_weights")) == 2
+        used.result().sample(prompt, 1, once).result()
+        service.create_sampling_client(model_path=named).result().sample(prompt, 1, once).result()
+        with pytest.raises(tinker.RequestFailedError, match="sampler_ttl_seconds=3600"):
+            idle.result().sample(prompt, 1, once).result()
+
+
+def test_weights_without_a_name_stay_for_ever_if_the_settings_say_so(model_folder, tmp_path, monkeypatch):
+    now = time.time()
+    with serving(model_folder, tmp_path, sampler_ttl_seconds=None) as url:
+        trainer(connect(url)).save_weights_and_get_sampling_client().result()
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 1e7)
+    with serving(model_folder, tmp_path, sampler_ttl_seconds=None):
+        assert len(files_of(tmp_path, "sampler_weights")) == 1
+
+
+@pytest.mark.parametrize("owner", ["s:sampler:0", "sample"], ids=["of a session", "by its path"])
+def test_a_checkpoint_that_a_waiting_request_needs_does_not_expire(tmp_path, monkeypatch, owner: str):
+    now, path = time.time(), "tinker://s:train:0/sampler_weights/000001"
+    store = Database(tmp_path)
+    store.add_checkpoint(path, "s:train:0", "sampler", 1, {"expires": now + 10, "idle_seconds": 10})
+    store.add_sampler("s:sampler:0", path)
+    body = json.dumps({} if owner != "sample" else {"model_path": path}).encode()
+    request = store.add_request(f"{owner}:1", owner, "sample", body)
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 100)
+    assert request is not None and store.remove_expired() == []
+    store.finish(request, b"")  # it was in use until now
+    assert store.remove_expired() == []
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 111)
+    assert store.remove_expired() == [path] and store.checkpoints(expired=True) == []
+
+
+def test_the_life_that_a_client_sets_is_not_changed_by_use(tmp_path, monkeypatch):
+    now, path = time.time(), "tinker://s:train:0/sampler_weights/000001"
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now)
+    store = Database(tmp_path)
+    store.add_checkpoint(path, "s:train:0", "sampler", 1, {"expires": now + 10, "idle_seconds": 10})
+    store.set_expiry(path, now + 50)
+    store.add_sampler("s:sampler:0", path)
+    found = store.checkpoint(path)
+    assert found is not None and found["expires"] == pytest.approx(now + 50)
+
+
+def test_a_session_that_is_not_heard_of_goes_with_its_training_states_and_leaves_what_was_named(
+    model_folder, tmp_path, monkeypatch
+):
+    now, batch = time.time(), data()
+    with serving(model_folder, tmp_path) as url:
+        service, port = connect(url), int(url.rpartition(":")[2])
+        client = trainer(service)
+        for _ in range(2):
+            client.forward_backward(batch, "cross_entropy").result()
+            client.optim_step(ADAM).result()
+        path = client.save_state("kept").result().path
+        assert len(list(tmp_path.glob("models/*.npz"))) == 1
+    week, month = 7 * 24 * 3600, 31 * 24 * 3600
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week)
+    with serving(model_folder, tmp_path, port=port):
+        assert len(list(tmp_path.glob("models/*.npz"))) == 1
+        before = logprobs_of(client.forward(batch, "cross_entropy").result())
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week + month)
+    with serving(model_folder, tmp_path, port=port) as url:
+        assert not list(tmp_path.glob("models/*.npz"))
+        with pytest.raises(tinker.NotFoundError, match="there is no model"):
+            client.forward(batch, "cross_entropy").result()
+        again = connect(url).create_training_client_from_state(path).result()
+        assert all(map(np.allclose, before, logprobs_of(again.forward(batch, "cross_entropy").result())))
+
+
+def test_files_that_a_killed_server_left_without_a_record_are_removed(model_folder, tmp_path):
+    with serving(model_folder, tmp_path) as url:
+        trainer(connect(url)).save_state("kept").result()
+    (kept,) = files_of(tmp_path, "weights")
+    left = [kept.with_name("000009.npz"), kept.with_name("000010.tmp")]
+    for file in left:
+        file.write_bytes(b"cut off")
+    with serving(model_folder, tmp_path):
+        assert kept.exists() and not any(file.exists() for file in left)
+
+
+def test_a_database_of_a_server_that_kept_sessions_for_ever_is_read(tmp_path):
+    with sqlite3.connect(tmp_path / "tinker.sqlite") as old:
+        old.execute("CREATE TABLE sessions (id TEXT PRIMARY KEY, created REAL NOT NULL)")
+        old.execute("INSERT INTO sessions VALUES ('s', 1.0)")
+    store = Database(tmp_path)
+    assert store.has_session("s") and store.quiet_sessions(60) == [], "it counts from now"
+
+
+def test_what_is_known_of_old_samples_is_forgotten_and_of_training_is_not(tmp_path, monkeypatch):
+    now = time.time()
+    store = Database(tmp_path)
+    for kind in ("sample", "optim_step"):
+        request = store.add_request(kind, "s:train:0", kind, b"{}")
+        assert request is not None
+        store.finish(request, b"")
+    store._run("UPDATE requests SET result = NULL")
+    store.remove_old_requests()
+    assert store.request("sample") is not None
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + 25 * 3600)
+    store.remove_old_requests()
+    assert store.request("sample") is None and store.request("optim_step") is not None
 
 
 def test_a_model_does_not_need_the_checkpoint_that_it_was_loaded_from(model_folder, tmp_path):
