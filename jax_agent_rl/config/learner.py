@@ -74,8 +74,8 @@ class OptimizerSection(Section):
 
     optimizer: Literal["adamw", "muon", "adafactor"] = Field(
         default="adamw",
-        description="adamw; muon: orthogonalized momentum for the matrices of layers, at AdamW's scale of updates, and "
-        "AdamW for the rest; adafactor: second moments of rows and columns only.",
+        description="adamw; muon: orthogonalized momentum for the matrices of linear layers and adapters, at AdamW's "
+        "scale of updates, and AdamW for the rest; adafactor: second moments of rows and columns only.",
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(

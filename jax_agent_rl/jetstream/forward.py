@@ -41,13 +41,16 @@ from jax_agent_rl.models.layers import (
     rotate,
 )
 from jax_agent_rl.models.moe import mixture_of_experts, replicated_mixture_of_experts, transpose_matrices
+from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import constrain
 from jax_agent_rl.models.vision_context import ImageInputs
 
-EXPERTS = frozenset({"expert_gate", "expert_up", "expert_down"})
+_MATRICES = {name: parameter for name, parameter in PARAMETERS.items() if parameter.is_matrix}
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+EXPERTS = frozenset(name for name, matrix in _MATRICES.items() if matrix.is_of_experts)
 """Matrices that an engine keeps transposed, [E, in, out]."""
-QUANTIZED = EXPERTS | {"qkv", "o", "gate_up", "down"}
-"""Matrices that tolerate 8 bits; a router's choices are not smooth."""
+QUANTIZED = frozenset(_FUSED.get(name, name) for name in _MATRICES)
+"""Matrices that tolerate 8 bits. A router is none of them: its choices are not smooth."""
 
 
 class Kernels(enum.Enum):

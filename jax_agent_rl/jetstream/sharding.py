@@ -28,9 +28,9 @@ from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import split_weight
+from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.sharding import (
     MESH_AXES,
-    PARAMETER_AXES,
     RULES,
     Device,
     parameter_shardings,
@@ -126,7 +126,7 @@ def engine_shardings(params: EngineParams, mesh: Mesh) -> EngineParams:
         name = {"head": "lm_head"}.get(names[-1], names[-1])
         if quantized := name in ("numbers", "scale"):
             name = names[-2]
-        axes = _ENGINE_AXES.get(name) or PARAMETER_AXES[name]
+        axes = _ENGINE_AXES.get(name) or PARAMETERS[name].axes
         spec = PartitionSpec(*(ENGINE_RULES[axis] for axis in axes if axis != "layers"))
         return NamedSharding(mesh, split_weight(x, spec) if quantized else spec)
 

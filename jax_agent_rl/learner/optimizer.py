@@ -30,6 +30,7 @@ import optax
 from jax_agent_rl.config.learner import OptimizerSection
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import Params
+from jax_agent_rl.models.parameters import Kind, parameter_at
 
 
 @jax.tree_util.register_dataclass
@@ -79,12 +80,15 @@ def make_optimizer(config: OptimizerSection, rate: jax.Array | float) -> optax.G
         labels = functools.partial(jax.tree_util.tree_map_with_path, _muon_or_adamw)
         chosen = optax.partition({"muon": muon, "adamw": adamw}, labels)
     else:
-        chosen = optax.adafactor(
+        adafactor = functools.partial(
+            optax.adafactor,
             rate,
             multiply_by_parameter_scale=False,
             weight_decay_rate=rate * config.weight_decay,  # optax adds it after the rate
             weight_decay_mask=decayed,
         )
+        labels = functools.partial(jax.tree_util.tree_map_with_path, _factored_or_whole)
+        chosen = optax.partition({"factored": adafactor(), "whole": adafactor(factored=False)}, labels)
     optimizer = optax.chain(optax.stateless(clip), chosen)
     return with_average(optimizer, config.averaging) if config.averaging else optimizer
 
@@ -127,10 +131,15 @@ MUON_RMS = 0.2
 """Root mean square of Muon's updates per unit of learning rate, about AdamW's."""
 
 
-def _muon_or_adamw(path: Any, x: Any) -> str:
-    """Matrices of layers are for Muon; embeddings, head, norms and biases are not."""
-    in_layers = isinstance(path[0], jax.tree_util.DictKey) and path[0].key in ("layers", "adapters")
-    return "muon" if in_layers and x.ndim > 2 else "adamw"
+def _muon_or_adamw(path: Any, _: Any) -> str:
+    """Matrices of linear layers and of adapters are for Muon; embeddings, heads, routers, norms and biases are not."""
+    return "muon" if parameter_at(path).is_matrix else "adamw"
+
+
+def _factored_or_whole(path: Any, _: Any) -> str:
+    """Second moments of biases, norms and sinks are kept whole: their further axes are stacks, not columns."""
+    is_vector = parameter_at(path).kind in (Kind.BIAS, Kind.NORM, Kind.SINK)
+    return "whole" if is_vector else "factored"
 
 
 def is_decayed(path: Any, config: OptimizerSection) -> bool:

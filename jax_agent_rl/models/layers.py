@@ -29,6 +29,7 @@ from jax_agent_rl.models.config import (
     YarnScaling,
 )
 from jax_agent_rl.models.lora import LoRA, restore
+from jax_agent_rl.models.parameters import PARAMETERS, VISION_PARAMETERS, Kind
 from jax_agent_rl.models.vision_context import ImageInputs
 
 
@@ -231,9 +232,12 @@ class Module(nnx.Module):
                 setattr(self, name, nnx.Param(self._draw(name, shape, rngs)))
 
     def _draw(self, name: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:
-        if name.endswith("norm"):
+        kind = (PARAMETERS.get(name) or VISION_PARAMETERS[name]).kind
+        if kind is Kind.NORM:
             return jnp.full(shape, 1.0 - self.config.norm_offset)
-        return jnp.zeros(shape) if name.endswith(("bias", "sinks")) else 0.02 * jax.random.normal(rngs.params(), shape)
+        if kind in (Kind.BIAS, Kind.SINK):
+            return jnp.zeros(shape)
+        return 0.02 * jax.random.normal(rngs.params(), shape)
 
     def linear(self, name: str, x: jax.Array, mesh: Mesh | None = None, adapter: LoRA | None = None) -> jax.Array:
         """Apply the matrix ``name``, and the bias ``name_bias`` if there is one; arguments as :func:`linear`."""

@@ -26,6 +26,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
+from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.tensors import save_tensors
 
 TILE = 32  # values that share one scale
@@ -83,7 +84,9 @@ def restore(weight: Any) -> jax.Array:
     return qwix.dequantize(weight)
 
 
-ADAPTABLE = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
+ADAPTABLE = frozenset(
+    name for name, parameter in PARAMETERS.items() if parameter.is_matrix and not parameter.is_of_experts
+)
 """Matrices of the parameter tree that engines adapt."""
 
 

@@ -29,14 +29,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_agent_rl.models.config import Experts, Params
 from jax_agent_rl.models.layers import split_weight
-from jax_agent_rl.models.sharding import PARAMETER_AXES, ROWS, RULES, by_platform
+from jax_agent_rl.models.parameters import PARAMETERS
+from jax_agent_rl.models.sharding import ROWS, RULES, by_platform
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 """From the products with ``expert_gate`` and ``expert_up`` to hidden units."""
 
 WEIGHTS = {
-    name: PartitionSpec(*(RULES[axis] for axis in axes if axis != "layers"))
-    for name, axes in PARAMETER_AXES.items()
+    name: PartitionSpec(*(RULES[axis] for axis in parameter.axes if axis != "layers"))
+    for name, parameter in PARAMETERS.items()
     if name.startswith(("router", "expert_"))
 }
 """Shardings of a layer's parameters; biases are there if ``Experts.bias``."""

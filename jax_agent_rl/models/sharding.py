@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_agent_rl.config import MeshConfig
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.models.parameters import parameter_at
 
 # From the slowest to the fastest link: neighbouring devices, which exchange most, differ in the last axis.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -42,70 +43,9 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "norm": None,
     "patch": None,
     "tower_mlp": None,  # Qwen2.5-VL's 3420 would keep eight devices from splitting the decoder
+    "rank": None,
 }
-
-PARAMETER_AXES: dict[str, tuple[str, ...]] = {
-    "embed": ("vocab", "embed"),
-    "lm_head": ("vocab", "embed"),
-    "final_norm": ("norm",),
-    "value_head": ("norm",),
-    "q": ("layers", "heads", "embed"),
-    "k": ("layers", "heads", "embed"),
-    "v": ("layers", "heads", "embed"),
-    "o": ("layers", "embed", "heads"),
-    "q_bias": ("layers", "heads"),
-    "k_bias": ("layers", "heads"),
-    "v_bias": ("layers", "heads"),
-    "o_bias": ("layers", "norm"),
-    "sinks": ("layers", "heads"),
-    "q_norm": ("layers", "norm"),
-    "k_norm": ("layers", "norm"),
-    "gate": ("layers", "mlp", "embed"),
-    "up": ("layers", "mlp", "embed"),
-    "down": ("layers", "embed", "mlp"),
-    "router": ("layers", "choices", "embed"),
-    "expert_gate": ("layers", "experts", "mlp", "embed"),
-    "expert_up": ("layers", "experts", "mlp", "embed"),
-    "expert_down": ("layers", "experts", "embed", "mlp"),
-    "router_bias": ("layers", "choices"),
-    "expert_gate_bias": ("layers", "experts", "mlp"),
-    "expert_up_bias": ("layers", "experts", "mlp"),
-    "expert_down_bias": ("layers", "experts", "norm"),
-    "input_norm": ("layers", "norm"),
-    "post_attention_norm": ("layers", "norm"),
-    "pre_feedforward_norm": ("layers", "norm"),
-    "post_feedforward_norm": ("layers", "norm"),
-}
-
-VISION_AXES: dict[str, tuple[str, ...]] = {
-    **PARAMETER_AXES,
-    "patch_embed": ("embed", "patch", "patch", "patch", "patch"),
-    "qkv": ("layers", "heads", "embed"),
-    "qkv_bias": ("layers", "heads"),
-    "gate": ("layers", "tower_mlp", "embed"),
-    "up": ("layers", "tower_mlp", "embed"),
-    "down": ("layers", "embed", "tower_mlp"),
-    "gate_bias": ("layers", "tower_mlp"),
-    "up_bias": ("layers", "tower_mlp"),
-    "down_bias": ("layers", "norm"),
-    "input_norm_bias": ("layers", "norm"),
-    "post_attention_norm_bias": ("layers", "norm"),
-    "patch_embed_bias": ("norm",),
-    "positions": ("patch", "embed"),
-    "deepstack_norm": ("layers", "norm"),
-    "deepstack_norm_bias": ("layers", "norm"),
-    "deepstack_in": ("layers", "mlp", "embed"),
-    "deepstack_in_bias": ("layers", "mlp"),
-    "deepstack_out": ("layers", "embed", "mlp"),
-    "deepstack_out_bias": ("layers", "norm"),
-    "merger_norm": ("norm",),
-    "merger_norm_bias": ("norm",),
-    "merger_in": ("mlp", "embed"),
-    "merger_in_bias": ("mlp",),
-    "merger_out": ("embed", "mlp"),
-    "merger_out_bias": ("norm",),
-}
-"""Axes of vision towers."""
+"""From the logical axes of ``models.parameters`` and of batches to mesh axes."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
@@ -163,7 +103,7 @@ def parameter_shardings(
 
     def one(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         name = path[-1].key
-        axes = (VISION_AXES if path[0].key == "vision" else PARAMETER_AXES)[name]
+        axes = parameter_at(path).axes
         spec = [rules[axis] for axis in axes]
         for size, axis, mesh_axes in zip(shape, axes, spec, strict=True):
             over = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
@@ -178,14 +118,10 @@ def parameter_shardings(
 def adapter_shardings(mesh: Mesh, adapters: dict[str, Any]) -> dict[str, Any]:
     """Shard adapters as their weights; the rank is not split."""
 
-    def one(name: str) -> dict[str, NamedSharding]:
-        layers, out, inputs = (RULES[axis] for axis in PARAMETER_AXES[name])
-        return {
-            "a": NamedSharding(mesh, PartitionSpec(layers, None, inputs)),
-            "b": NamedSharding(mesh, PartitionSpec(layers, out, None)),
-        }
+    def one(path: tuple, _: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(RULES[axis] for axis in parameter_at(path).axes)))
 
-    return {"adapters": {name: one(name) for name in adapters["adapters"]}}
+    return jax.tree_util.tree_map_with_path(one, adapters)
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

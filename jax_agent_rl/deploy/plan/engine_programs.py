@@ -25,6 +25,7 @@ from jax_agent_rl.jetstream.programs import NextCall, ProgramTable, traced
 from jax_agent_rl.jetstream.vision_engine import VisionEngine
 from jax_agent_rl.jetstream.weights import staging_mesh
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.parameters import PARAMETERS, Kind
 from jax_agent_rl.runtime.engines import engine_precision, engine_shapes
 from jax_agent_rl.trainer.step import training_sampling
 
@@ -183,8 +184,11 @@ def pass_flops(model: DecoderConfig, tokens: int, *, visible: float, head: bool 
         head: logits of every token are computed.
     """
     chosen = 1.0 if model.experts is None else model.experts.per_token / model.experts.count
-    matrices = {name: math.prod(shape) for name, shape in model.layer_shapes().items() if len(shape) > 1}
-    layer = sum(size * (chosen if name.startswith("expert") else 1) for name, size in matrices.items())
+    layer = 0.0
+    for name, shape in model.layer_shapes().items():
+        parameter = PARAMETERS[name]
+        if parameter.kind in (Kind.MATRIX, Kind.ROUTER):
+            layer += math.prod(shape) * (chosen if parameter.is_of_experts else 1.0)
     spans = [
         min(visible, model.sliding_window or visible) if model.is_windowed(i) else visible
         for i in range(model.num_layers)

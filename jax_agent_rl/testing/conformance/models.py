@@ -105,6 +105,7 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
 
     from jax_agent_rl.models.config import DecoderConfig, Experts
     from jax_agent_rl.models.hf import save_hf
+    from jax_agent_rl.models.parameters import Kind, parameter_at
 
     mixture = Experts(count=8, per_token=2, intermediate_size=32, normalize=True) if experts else None
     config = DecoderConfig(
@@ -125,7 +126,7 @@ def write_tiny_model(folder: Path, *, experts: bool = False) -> Path:
     rng = np.random.default_rng(0)
 
     def draw(path: tuple, shape: tuple[int, ...]) -> np.ndarray:
-        if "norm" in path[-1].key:
+        if parameter_at(path).kind is Kind.NORM:
             return rng.uniform(0.8, 1.2, shape).astype(np.float32)
         return (rng.standard_normal(shape) * 0.25).astype(np.float32)
 

@@ -24,13 +24,13 @@ def applied(params: Any, updates: Any) -> Any:
 def trained(**keys: object) -> np.ndarray:
     section = OptimizerSection.model_validate(BASE | keys)
     rate = learning_rate(section, total_steps=len(GRADIENTS))
-    params = {"w": jnp.asarray([1.0, 2.0])}
+    params = {"embed": jnp.asarray([1.0, 2.0])}
     state = make_optimizer(section, 0.0).init(params)
     for step, gradient in enumerate(GRADIENTS):
         optimizer = make_optimizer(section, jnp.asarray(rate(step)))
-        updates, state = optimizer.update({"w": jnp.asarray(gradient)}, state, params)
+        updates, state = optimizer.update({"embed": jnp.asarray(gradient)}, state, params)
         params = applied(params, updates)
-    return np.asarray(params["w"])
+    return np.asarray(params["embed"])
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def trained(**keys: object) -> np.ndarray:
     [
         ("optimizer", "adafactor"),
         ("learning_rate", 0.2),
-        ("no_weight_decay", ("w",)),
+        ("no_weight_decay", ("embed",)),
         ("lr_warmup_steps", 2),
         ("lr_scheduler_type", "cosine"),
         ("min_lr_ratio", 0.5),
@@ -124,7 +124,7 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
     """Algorithms 4 and 5 of arXiv 1804.04235 with a plain learning rate and decoupled decay, in float64."""
     section = OptimizerSection(optimizer="adafactor", learning_rate=0.01, weight_decay=0.1, max_grad_norm=1e9)
     rng = np.random.default_rng(0)
-    weights = {"w": rng.normal(size=(128, 130)), "norm": rng.normal(size=5)}
+    weights = {"lm_head": rng.normal(size=(128, 130)), "final_norm": rng.normal(size=5)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weights)
     state = make_optimizer(section, 0.01).init(params)
     assert sum(x.size for x in jax.tree.leaves(state)) < 300, "no moment of every element"
@@ -132,11 +132,11 @@ def test_adafactor_keeps_second_moments_of_rows_and_columns():
     for step in range(1, 4):
         gradients = {name: rng.normal(size=x.shape) for name, x in weights.items()}
         kept = 1 - step**-0.8
-        square = gradients["w"] ** 2 + 1e-30
+        square = gradients["lm_head"] ** 2 + 1e-30
         rows, columns = (kept * m + (1 - kept) * square.mean(axis) for m, axis in ((rows, 1), (columns, 0)))
-        whole = kept * whole + (1 - kept) * (gradients["norm"] ** 2 + 1e-30)
-        second = {"w": np.outer(rows, columns) / rows.mean(), "norm": whole}
-        for name, decay in (("w", 0.1), ("norm", 0.0)):
+        whole = kept * whole + (1 - kept) * (gradients["final_norm"] ** 2 + 1e-30)
+        second = {"lm_head": np.outer(rows, columns) / rows.mean(), "final_norm": whole}
+        for name, decay in (("lm_head", 0.1), ("final_norm", 0.0)):
             update = gradients[name] / np.sqrt(second[name])
             update /= max(1.0, np.sqrt((update**2).mean()))
             weights[name] = weights[name] - 0.01 * (update + decay * weights[name])
@@ -179,5 +179,5 @@ def test_the_bytes_of_a_state_are_those_of_its_arrays():
     sizes = {name: optimizer_bytes(OptimizerSection(optimizer=name), PARAMS) for name in ("adamw", "muon")}
     assert 0 <= sizes["adamw"] - 8 * total < 20 and 0 <= sizes["muon"] - 8 * total + 4 * matrices < 40
     assert optimizer_bytes(LearnerConfig(ema_decay=0.9), PARAMS) == sizes["adamw"] + 4 * total
-    wide = {"w": (256, 512)}
+    wide = {"lm_head": (256, 512)}
     assert optimizer_bytes(OptimizerSection(optimizer="adafactor"), wide) < 4 * 2 * (256 + 512)

@@ -1,0 +1,165 @@
+"""What every parameter of a model is, by its name in the parameter tree: its kind, and what its axes stand for.
+
+::
+
+    layers.expert_gate        axes = ("layers", "experts", "mlp", "embed")      kind = matrix
+                                      └── stacks ────────┘  └ out   └ in
+    layers.expert_gate_bias   axes = ("layers", "experts", "mlp")               kind = bias
+
+An array's number of axes says nothing about what it is: layers and experts are stacked, so that a bias may have three
+axes and a matrix four. Whoever asks whether a parameter is a matrix (the optimizer, quantization, adapters, initial
+values), or what an axis is (sharding, see ``models.sharding.RULES``), asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+STACKS = ("layers", "experts")
+"""Axes that stack parameters of equal shape. They come first."""
+
+
+class Kind(StrEnum):
+    """What a parameter does in the model."""
+
+    MATRIX = "matrix"
+    """Of a linear layer, [.., out, in]."""
+    EMBEDDING = "embedding"
+    """Rows that are looked up, or the map from a patch of pixels to one."""
+    HEAD = "head"
+    """Maps the last hidden states to logits or to a value."""
+    ROUTER = "router"
+    """Scores the experts. A matrix by shape, but its rows are compared with each other, one per expert."""
+    BIAS = "bias"
+    NORM = "norm"
+    SINK = "sink"
+    """A further score of each head's softmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter's kind, and the logical axes of its array, those of ``STACKS`` first."""
+
+    kind: Kind
+    axes: tuple[str, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether each element of the stack is the matrix of a linear layer; its axes are then the last two."""
+        return self.kind is Kind.MATRIX
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether there is one for each expert."""
+        return "experts" in self.axes
+
+
+def _matrix(*axes: str) -> Parameter:
+    return Parameter(Kind.MATRIX, axes)
+
+
+def _bias(*axes: str) -> Parameter:
+    return Parameter(Kind.BIAS, axes)
+
+
+def _norm(*axes: str) -> Parameter:
+    return Parameter(Kind.NORM, axes)
+
+
+PARAMETERS: dict[str, Parameter] = {
+    "embed": Parameter(Kind.EMBEDDING, ("vocab", "embed")),
+    "lm_head": Parameter(Kind.HEAD, ("vocab", "embed")),
+    "final_norm": _norm("norm"),
+    "value_head": Parameter(Kind.HEAD, ("norm",)),
+    "q": _matrix("layers", "heads", "embed"),
+    "k": _matrix("layers", "heads", "embed"),
+    "v": _matrix("layers", "heads", "embed"),
+    "o": _matrix("layers", "embed", "heads"),
+    "q_bias": _bias("layers", "heads"),
+    "k_bias": _bias("layers", "heads"),
+    "v_bias": _bias("layers", "heads"),
+    "o_bias": _bias("layers", "norm"),
+    "sinks": Parameter(Kind.SINK, ("layers", "heads")),
+    "q_norm": _norm("layers", "norm"),
+    "k_norm": _norm("layers", "norm"),
+    "gate": _matrix("layers", "mlp", "embed"),
+    "up": _matrix("layers", "mlp", "embed"),
+    "down": _matrix("layers", "embed", "mlp"),
+    "router": Parameter(Kind.ROUTER, ("layers", "choices", "embed")),
+    "router_bias": _bias("layers", "choices"),
+    "expert_gate": _matrix("layers", "experts", "mlp", "embed"),
+    "expert_up": _matrix("layers", "experts", "mlp", "embed"),
+    "expert_down": _matrix("layers", "experts", "embed", "mlp"),
+    "expert_gate_bias": _bias("layers", "experts", "mlp"),
+    "expert_up_bias": _bias("layers", "experts", "mlp"),
+    "expert_down_bias": _bias("layers", "experts", "norm"),
+    "input_norm": _norm("layers", "norm"),
+    "post_attention_norm": _norm("layers", "norm"),
+    "pre_feedforward_norm": _norm("layers", "norm"),
+    "post_feedforward_norm": _norm("layers", "norm"),
+}
+"""Of decoders and critics."""
+
+VISION_PARAMETERS: dict[str, Parameter] = {
+    "patch_embed": Parameter(Kind.EMBEDDING, ("embed", "patch", "patch", "patch", "patch")),
+    "patch_embed_bias": _bias("norm"),
+    "positions": Parameter(Kind.EMBEDDING, ("patch", "embed")),
+    "qkv": _matrix("layers", "heads", "embed"),
+    "qkv_bias": _bias("layers", "heads"),
+    "o": _matrix("layers", "embed", "heads"),
+    "o_bias": _bias("layers", "norm"),
+    "gate": _matrix("layers", "tower_mlp", "embed"),
+    "up": _matrix("layers", "tower_mlp", "embed"),
+    "down": _matrix("layers", "embed", "tower_mlp"),
+    "gate_bias": _bias("layers", "tower_mlp"),
+    "up_bias": _bias("layers", "tower_mlp"),
+    "down_bias": _bias("layers", "norm"),
+    "input_norm": _norm("layers", "norm"),
+    "input_norm_bias": _bias("layers", "norm"),
+    "post_attention_norm": _norm("layers", "norm"),
+    "post_attention_norm_bias": _bias("layers", "norm"),
+    "deepstack_norm": _norm("layers", "norm"),
+    "deepstack_norm_bias": _bias("layers", "norm"),
+    "deepstack_in": _matrix("layers", "mlp", "embed"),
+    "deepstack_in_bias": _bias("layers", "mlp"),
+    "deepstack_out": _matrix("layers", "embed", "mlp"),
+    "deepstack_out_bias": _bias("layers", "norm"),
+    "merger_norm": _norm("norm"),
+    "merger_norm_bias": _bias("norm"),
+    "merger_in": _matrix("mlp", "embed"),
+    "merger_in_bias": _bias("mlp"),
+    "merger_out": _matrix("embed", "mlp"),
+    "merger_out_bias": _bias("norm"),
+}
+"""Of vision towers, the subtree ``vision``. Deepstack layers are stacked as ``layers`` are."""
+
+
+def parameter_at(path: Sequence[Any]) -> Parameter:
+    """Return what stands at a path of the parameter tree, or of a tree of LoRA adapters.
+
+    Args:
+        path: names, or jax's keys of them: ``layers.q``, ``vision.layers.up``, ``adapters.q.a``.
+
+    Raises:
+        ValueError: no parameter of that name is known.
+    """
+    names = [str(getattr(key, "key", key)) for key in path]
+    table = _table(names)
+    if names[0] == "adapters":
+        name, part = names[1], names[-1]
+    else:
+        name, part = names[-1], None
+    if name not in table or part not in (None, "a", "b"):
+        raise ValueError(f"no parameter is called {'.'.join(names)!r}; add it to models.parameters with its meaning")
+    parameter = table[name]
+    if part is None:
+        return parameter
+    *stacks, out, inputs = parameter.axes
+    return _matrix(*stacks, "rank", inputs) if part == "a" else _matrix(*stacks, out, "rank")
+
+
+def _table(names: Sequence[str]) -> Mapping[str, Parameter]:
+    return VISION_PARAMETERS if names[0] == "vision" else PARAMETERS
