@@ -61,7 +61,12 @@ class Terms:
 
 
 class TermLoss(NamedTuple):
-    """Float32 [R, K] each: the loss, the ratio in it, and 1 where clipping or masking changed the loss."""
+    """Float32 [R, K] each: the loss, the ratio in it, and 1 where clipping or masking changed the loss.
+
+    What a clip or a mask does to a token of advantage 0 changes nothing, so such a token is never marked: every loss
+    makes ``clipped`` with :func:`where_it_matters`. The exception is a term that does not depend on the advantage,
+    :func:`kl_cov`'s penalty.
+    """
 
     loss: jax.Array
     ratio: jax.Array
@@ -92,6 +97,16 @@ def changed(after: jax.Array, before: jax.Array) -> jax.Array:
     return (after != before).astype(jnp.float32)
 
 
+def where_it_matters(terms: Terms, clipped: jax.Array) -> jax.Array:
+    """Return 1.0 for clipped terms whose loss the clip changes: not for those whose advantage is 0.
+
+    Args:
+        terms: of the loss.
+        clipped: bool or 0 and 1, [R, K]: clipped, or left out.
+    """
+    return jnp.where((clipped > 0) & (terms.advantage != 0), 1.0, 0.0)
+
+
 def _clipped_surrogate(ratio: jax.Array, terms: Terms, config: LossConfig) -> tuple[jax.Array, jax.Array]:
     """Return ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and ``-A r``."""
     plain = -terms.advantage * ratio
@@ -108,7 +123,7 @@ def vanilla(terms: Terms, config: LossConfig) -> TermLoss:
     loss, plain = _clipped_surrogate(ratio, terms, config)
     if config.dual is not None:
         loss = jnp.where(advantage < 0, jnp.minimum(loss, -advantage * config.dual), loss)
-    return TermLoss(loss, ratio, changed(loss, plain))
+    return TermLoss(loss, ratio, where_it_matters(terms, changed(loss, plain)))
 
 
 def decoupled(terms: Terms, config: LossConfig) -> TermLoss:
@@ -120,8 +135,10 @@ def decoupled(terms: Terms, config: LossConfig) -> TermLoss:
     """
     surrogate = vanilla(terms, config)
     behaviour = jnp.exp(jnp.clip(terms.old_logprob - terms.rollout_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    kept = (behaviour <= config.own.behav_imp_weight_cap).astype(jnp.float32)
-    return TermLoss(surrogate.loss * behaviour * kept, surrogate.ratio, jnp.maximum(surrogate.clipped, 1 - kept))
+    is_kept = behaviour <= config.own.behav_imp_weight_cap
+    loss = jnp.where(is_kept, surrogate.loss * behaviour, 0.0)
+    clipped = jnp.maximum(surrogate.clipped, where_it_matters(terms, ~is_kept))
+    return TermLoss(loss, surrogate.ratio, clipped)
 
 
 def cispo(terms: Terms, config: LossConfig) -> TermLoss:
@@ -131,7 +148,8 @@ def cispo(terms: Terms, config: LossConfig) -> TermLoss:
     """
     ratio = jnp.exp(log_ratio(terms))
     clipped = jnp.clip(ratio, 1 - config.low, 1 + config.high)
-    return TermLoss(-sg(clipped) * terms.advantage * terms.logprob, ratio, changed(clipped, ratio))
+    loss = -sg(clipped) * terms.advantage * terms.logprob
+    return TermLoss(loss, ratio, where_it_matters(terms, changed(clipped, ratio)))
 
 
 def gpg(terms: Terms, config: LossConfig) -> TermLoss:
@@ -182,7 +200,7 @@ def dppo_kl(terms: Terms, config: LossConfig) -> TermLoss:
 def _trusted(terms: Terms, config: LossConfig, inside: jax.Array) -> TermLoss:
     ratio = jnp.exp(log_ratio(terms))
     weight = sg(jnp.minimum(ratio, config.own.dppo_ratio_cap) * inside)
-    return TermLoss(-weight * terms.advantage * terms.logprob, ratio, 1 - inside.astype(jnp.float32))
+    return TermLoss(-weight * terms.advantage * terms.logprob, ratio, where_it_matters(terms, ~inside))
 
 
 def dro(terms: Terms, config: LossConfig) -> TermLoss:
@@ -209,7 +227,7 @@ def gspo(terms: Terms, config: LossConfig) -> TermLoss:
     log_s = sg(mean - terms.logprob) + terms.logprob
     ratio = jnp.exp(jnp.minimum(log_s, GSPO_LIMIT))
     loss, plain = _clipped_surrogate(ratio, terms, config)
-    return TermLoss(loss, ratio, changed(loss, plain))
+    return TermLoss(loss, ratio, where_it_matters(terms, changed(loss, plain)))
 
 
 def geo_mean(terms: Terms, config: LossConfig) -> TermLoss:
@@ -224,7 +242,8 @@ def geo_mean(terms: Terms, config: LossConfig) -> TermLoss:
     clipped = jnp.clip(delta, -config.low, config.high)
     pessimistic = sign * jnp.minimum(sign * delta, sign * clipped)
     ratio = jnp.exp(sequence_mean(pessimistic, terms))
-    return TermLoss(-sequence_mean(terms.advantage, terms) * ratio, ratio, changed(pessimistic, delta))
+    loss = -sequence_mean(terms.advantage, terms) * ratio
+    return TermLoss(loss, ratio, where_it_matters(terms, changed(pessimistic, delta)))
 
 
 # --- losses that single out tokens ------------------------------------------------------------------------------------
@@ -239,11 +258,12 @@ def clip_cov(terms: Terms, config: LossConfig) -> TermLoss:
     """PPO's clipped surrogate without dual clip; the chosen tokens are left out."""
     ratio = jnp.exp(log_ratio(terms))
     surrogate, plain = _clipped_surrogate(ratio, terms, config)
-    return TermLoss(surrogate * (1 - terms.chosen), ratio, jnp.maximum(changed(surrogate, plain), terms.chosen))
+    clipped = jnp.maximum(changed(surrogate, plain), terms.chosen)
+    return TermLoss(surrogate * (1 - terms.chosen), ratio, where_it_matters(terms, clipped))
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> TermLoss:
-    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the selected tokens."""
+    """Return ``-A r``, plus ``ppo_kl_coef |log r|`` for the selected tokens, whatever their advantage."""
     delta = log_ratio(terms)
     ratio = jnp.exp(delta)
     penalty = config.own.ppo_kl_coef * jnp.abs(delta) * terms.chosen
