@@ -29,11 +29,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import yaml
 from common import KEEP_MEMORY, ROOT, argument_parser, cpu
 from matplotlib.figure import Figure
 
 from jax_agent_rl.observe.run_dir import read_records
+from jax_agent_rl.utils.yaml_text import load_yaml
 
 GALLERY, RESULTS = (ROOT / "benchmarks" / name for name in ("gallery.yaml", "gallery.json"))
 PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "images" / "gallery"
@@ -177,7 +177,7 @@ def draw(figure: Mapping[str, Any], results: Results, file: Path) -> None:
 
 
 def main() -> None:
-    tree = yaml.safe_load(GALLERY.read_text())
+    tree = load_yaml(GALLERY.read_text())
     figures, curves = tree["figures"], tree["curves"]
     parser = argument_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(figures), default=list(figures), metavar="FIGURE")

@@ -6,7 +6,6 @@ import copy
 import difflib
 import functools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from jax_agent_rl.config.reference import list_keys
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.yaml_text import load_yaml
 
 Tree = TypeVar("Tree", bound=BaseModel)
 _keys = functools.cache(list_keys)
@@ -32,8 +32,8 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in _readers:
         raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}")
     try:
-        tree = yaml.load(path.read_text(), _Loader) or {}
-    except yaml.YAMLError as error:
+        tree = load_yaml(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
@@ -86,19 +86,6 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-5`` is a number (YAML 1.1 wants ``1.0e-5``)."""
-
-
-_EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
-
-
-def parse_value(text: str) -> Any:
-    """Parse the value of an override; raise ``yaml.YAMLError``."""
-    return yaml.load(text, _Loader)
-
-
 def _drop_nulls(tree: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
     """Remove keys that are null and can't be, in place."""
     for name, value in list(tree.items()):
@@ -115,7 +102,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> str | None:
     if not equals or not all(parts):
         return f"override {item!r}: write key.path=value"
     try:
-        value = parse_value(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         return f"override {item!r}: the value is not valid YAML ({error})"
     node = tree

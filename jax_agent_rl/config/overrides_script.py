@@ -12,20 +12,21 @@ import ast
 import itertools
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jax_agent_rl.config.loading import parse_value
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.yaml_text import compose_yaml, load_yaml
 
-_NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_EXPANSION = rf"\$\({_NESTED}\)|`[^`]*`|\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])"
+# Possessive, so that what is never closed is found in linear time.
+_NESTED = r"(?:[^()]++|\((?:[^()]++|\([^()]*+\))*+\))*+"
+_EXPANSION = rf"\$\({_NESTED}\)|`[^`]*+`|\$\{{(?:[^{{}}]++|\{{[^{{}}]*+\}})*+\}}|\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])"
 _TOKEN = re.compile(
     rf"(?P<skip>\\\n|(?<![^\s;])#[^\n]*)|(?P<space>[ \t\r]+)|(?P<end>[\n;&|])|'(?P<single>[^']*)'"
-    rf'|"(?P<double>(?:\\.|\$\({_NESTED}\)|[^"\\])*)"|\\(?P<escaped>.)|(?P<expansion>{_EXPANSION})'
+    rf'|"(?P<double>(?:\\.|\$\({_NESTED}\)|[^"\\$]++|\$)*+)"|\\(?P<escaped>.)|(?P<expansion>{_EXPANSION})'
     rf"|(?P<parenthesis>[()])|(?P<text>[^\s'\"\\$`;&|()]+|\$)",
     re.S,
 )
@@ -37,6 +38,9 @@ _OVERRIDE = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w/@-]*(?:\.[\w/@-
 _TRAINER = re.compile(r"[\w.]+\.main_\w+|\S*main_\w+\.py")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 _MARK = "\0"  # surrounds text that only a shell could replace, and keeps its place through variables
+MAX_CHARACTERS = 1_000_000
+"""Limit of a file, and of all text that its variables are replaced by."""
+MAX_WORDS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,9 @@ def read_overrides(path: Path) -> dict[str, Override]:
     """
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{path} has {len(text)} characters, more than {MAX_CHARACTERS}: it is no script of settings")
     if path.suffix in (".yaml", ".yml"):
         return _read_yaml(text, path)
     reader = _ScriptReader(text, path)
@@ -84,7 +90,7 @@ def read_overrides(path: Path) -> dict[str, Override]:
             unresolved = tuple(dict.fromkeys(re.findall(f"{_MARK}(.*?){_MARK}", written, re.S)))
             text = written.replace(_MARK, "")
             try:
-                value = text if unresolved else parse_value(text)
+                value = text if unresolved else load_yaml(text)
             except yaml.YAMLError:
                 raise ConfigError(f"{where}: {key}={text}: the value is not valid YAML") from None
             found[key] = Override(key=key, value=value, where=where, unresolved=unresolved)
@@ -94,7 +100,7 @@ def read_overrides(path: Path) -> dict[str, Override]:
 def _read_yaml(text: str, path: Path) -> dict[str, Override]:
     """Flatten a YAML mapping; ``${a.b}`` that is a whole value is looked up in the same file."""
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
+        root = compose_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path.name} is not valid YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
@@ -107,30 +113,44 @@ def _read_yaml(text: str, path: Path) -> dict[str, Override]:
             if isinstance(value, yaml.MappingNode) and value.value:
                 walk(value, f"{name}.")
             else:
-                written = parse_value(yaml.serialize(value))
+                try:
+                    written = load_yaml(yaml.serialize(value))
+                except yaml.YAMLError as error:
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"{path.name}:{line}: the value of {name} is not valid YAML: {error}") from None
                 unresolved = tuple(re.findall(r"\$\{[^}]*\}", str(written)))
                 where = f"{path.name}:{key.start_mark.line + 1}"
                 found[name] = Override(key=name, value=written, where=where, unresolved=unresolved)
 
     walk(root, "")
-    for name, one in found.items():
-        for _ in found:  # a chain of references is at most this long
-            target = re.fullmatch(r"\$\{([\w.]+)\}", str(one.value))
-            if not target or target[1] not in found:
-                break
-            origin = found[target[1]]
-            one = Override(key=name, value=origin.value, where=one.where, unresolved=origin.unresolved)
-        found[name] = one
+    origins: dict[str, Override] = {}
+    for name in found:
+        chain = {name: None}
+        last = name
+        while last not in origins:
+            target = re.fullmatch(r"\$\{([\w.]+)\}", str(found[last].value))
+            if target is None or target[1] not in found or target[1] in chain:
+                origins[last] = found[last]
+            else:
+                last = target[1]
+                chain[last] = None
+        for key in chain:
+            origins[key] = origins[last]
+    for name, origin in origins.items():
+        found[name] = replace(found[name], value=origin.value, unresolved=origin.unresolved)
     return {name: one for name, one in found.items() if "." in name and not name.startswith(("defaults.", "hydra."))}
 
 
 class _ScriptReader:
     """Splits a script into words as a shell would, and keeps the variables that it assigns."""
 
-    def __init__(self, text: str, path: Path, variables: dict[str, list[str]] | None = None, line: int = 1) -> None:
-        self.text, self.path, self.first_line = text, path, line
-        self.variables: dict[str, list[str]] = {} if variables is None else variables
+    def __init__(self, text: str, path: Path, outer: _ScriptReader | None = None) -> None:
+        self.text, self.path = text, path
+        self.variables: dict[str, list[str]] = {} if outer is None else outer.variables
         self.words: list[tuple[str, int]] = []
+        self._outermost = self if outer is None else outer._outermost
+        self._written = 0  # characters of words, in the outermost reader those of all
+        line = 1 if outer is None else outer._line
         self._word: str | None = None
         self._line = line
         self._may_assign = True
@@ -140,15 +160,16 @@ class _ScriptReader:
     def read(self) -> None:
         """Fill ``words``, each with its line."""
         position = 0
+        line = self._line
         while position < len(self.text):
-            line = self.first_line + self.text.count("\n", 0, position)
             match = _TOKEN.match(self.text, position)
             if match is None:
                 raise ConfigError(f"{self.path.name}:{line}: {self.text[position]!r} opens what is never closed")
-            position = match.end()
             kind, text = match.lastgroup, match[match.lastgroup or 0]
             if self._word is None:
                 self._line = line
+            line += self.text.count("\n", position, match.end())
+            position = match.end()
             if kind in ("space", "end"):
                 self._end_word()
                 self._may_assign |= kind == "end" and self._array is None
@@ -169,7 +190,18 @@ class _ScriptReader:
         for index, field in enumerate(fields):
             if index:
                 self._end_word()
+            self._count(field)
             self._word = (self._word or "") + field
+
+    def _count(self, text: str) -> None:
+        """Raise ConfigError where variables that hold each other have made too much of a small file."""
+        everything = self._outermost
+        everything._written += len(text)
+        if everything._written > 2 * MAX_CHARACTERS or len(self.words) > MAX_WORDS:
+            raise ConfigError(
+                f"{self.path.name}:{self._line}: the script's words have more than {2 * MAX_CHARACTERS} characters, or "
+                f"are more than {MAX_WORDS}; import the part that sets the run's keys"
+            )
 
     def _end_word(self) -> None:
         if self._word is None:
@@ -179,6 +211,7 @@ class _ScriptReader:
         if self._array is None and self._may_assign and assignment:
             name, plus, value = assignment.groups()
             before = "".join(self.variables.get(name, [])) if plus else ""
+            self._count(before)
             self.variables[name] = [before + value]
             return
         if self._array is None:
@@ -201,9 +234,9 @@ class _ScriptReader:
             self._end_word()
             name, appends, start = self._array
             self._array = None
-            self.variables[name] = (self.variables.get(name, []) if appends else []) + [
-                w for w, _ in self.words[start:]
-            ]
+            earlier = self.variables.get(name, []) if appends else []
+            self._count("".join(earlier))
+            self.variables[name] = earlier + [word for word, _ in self.words[start:]]
             del self.words[start:]
         elif self._word is not None:
             self._append([text], splits=False)
@@ -240,7 +273,7 @@ class _ScriptReader:
             return ["~"]
         if default is None:
             return [] if name in self.variables else [_MARK + text + _MARK]
-        reader = _ScriptReader(default.strip(), self.path, self.variables, self._line)
+        reader = _ScriptReader(default.strip(), self.path, self)
         reader._may_assign = False
         reader.read()
         return [" ".join(word for word, _ in reader.words)]
@@ -257,5 +290,5 @@ class _ScriptReader:
 
         try:
             return str(value(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text[3:-2]).strip(), mode="eval").body))
-        except (SyntaxError, KeyError, IndexError, ValueError, TypeError, ZeroDivisionError):
+        except (SyntaxError, LookupError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
             return _MARK + text + _MARK

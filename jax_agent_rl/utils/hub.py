@@ -20,6 +20,7 @@ from jax_agent_rl.errors import DataError, ModelError
 from jax_agent_rl.utils.files import expand_path
 
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_CARD_HEAD = re.compile(r"\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.S)
 _DESCRIBING = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
 _HUB_SECONDS = 5
@@ -94,9 +95,7 @@ def dataset_files(
 
 def _split_patterns(card: Path, repository: str, name: str | None, split: str) -> tuple[str, ...]:
     """Return globs of the files of a split."""
-    from huggingface_hub import DatasetCard
-
-    configs = DatasetCard.load(card).data.get("configs") if card.is_file() else None
+    configs = _card_settings(card, repository).get("configs")
     if not configs:
         if name is not None:
             raise DataError(f"the card of dataset {repository} names no configurations; leave out name={name!r}")
@@ -113,6 +112,26 @@ def _split_patterns(card: Path, repository: str, name: str | None, split: str) -
     if split not in paths:
         raise DataError(f"dataset {repository}, configuration {chosen}: no split {split!r}; there are {sorted(paths)}")
     return (paths[split],) if isinstance(paths[split], str) else tuple(paths[split])
+
+
+def _card_settings(card: Path, repository: str) -> Mapping[str, Any]:
+    """Return the YAML at the head of a dataset card; empty without."""
+    import yaml
+
+    from jax_agent_rl.utils.yaml_text import load_yaml
+
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    head = _CARD_HEAD.match(text)
+    if head is None:
+        return {}
+    try:
+        settings = load_yaml(head[1])
+    except yaml.YAMLError as error:
+        raise DataError(
+            f"the card of dataset {repository} is not valid YAML ({error}); name its files, like "
+            f"hf://datasets/{repository}/data/*.parquet"
+        ) from None
+    return settings if isinstance(settings, Mapping) else {}
 
 
 @contextmanager

@@ -121,8 +121,10 @@ def read_entries(path: Path, *, key: str, name: str) -> list[Any]:
     """
     import yaml
 
+    from jax_agent_rl.utils.yaml_text import load_yaml
+
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{key}={str(path)!r}: no such file (relative to {os.getcwd()})") from None
     except OSError as error:

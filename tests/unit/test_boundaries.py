@@ -54,3 +54,24 @@ def test_nothing_trusts_remote_code():
 def test_nothing_asks_the_terminal_of_a_run():
     asking = [place(file, call) for file, call, name in calls(PACKAGE) if name == "input"]
     assert asking == []
+
+
+# --- YAML ---------------------------------------------------------------------------------------------------------
+
+YAML_READERS = (
+    "load",
+    "load_all",
+    "safe_load",
+    "safe_load_all",
+    "full_load",
+    "unsafe_load",
+    "compose",
+    "parse",
+    "scan",
+)
+
+
+def test_yaml_is_read_with_bounds_alone():
+    readers = {f"yaml.{name}" for name in YAML_READERS}
+    found = [place(file, call) for file, call, name in calls(SOURCES) if name in readers or name == "DatasetCard.load"]
+    assert found == [], "read it by utils/yaml_text.py"
