@@ -42,7 +42,12 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="
 RunFile = Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")]
 AutoResume = Annotated[
-    bool, typer.Option("--auto-resume", help="Like --resume if there is a checkpoint, else start from the beginning.")
+    bool,
+    typer.Option(
+        "--auto-resume",
+        help="Like --resume if there is a checkpoint, else start from the beginning: in the same folder, if a run was "
+        "killed there before its first checkpoint.",
+    ),
 ]
 ResumeStep = Annotated[
     int | None, typer.Option(help="With --resume: continue from this step's checkpoint; newer ones are deleted.")

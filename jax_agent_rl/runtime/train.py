@@ -30,6 +30,7 @@ from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.observing import Breakdown, format_breakdown, format_warnings, observers
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.utils.files import is_in_use, mark_in_use
 from jax_agent_rl.utils.process import ExitWithin, Interruption
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -75,17 +76,31 @@ async def _train(
 ) -> dict[str, Any]:
     breakdown = Breakdown()
     check_sinks(config.trainer.logger)
+    continues = bool(resume)
     path, resume = choose_run(config, resume)
+    begins_again = not resume and _is_run(path)
     folder = RunDir(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
     print_line(console, f"run folder: {path}")
-    with Progress(console, total_steps=config.trainer.steps) as progress:
+    if begins_again:
+        print_line(
+            console, "it ended before its first checkpoint: it begins again in this folder, and so do its records"
+        )
+    if continues:
+        for other in runs_without_checkpoint(config):
+            if other != path:
+                print_line(
+                    console, f"{other} ended before its first checkpoint; it is not continued and stays as it is"
+                )
+    with mark_in_use(path), Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
         async with build(config, print_line=progress.phase, channel=channel) as runtime:
             folder.write_json(folder.config, config.model_dump(mode="json"))
             place = config.trainer.checkpoint_dir or folder.checkpoints
             cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
             checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, channel=channel)
+            if begins_again:
+                folder.cut_back(-1, evaluated=-1)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
@@ -126,6 +141,9 @@ async def _train(
 def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
     """Return the run folder, and whether the run continues from a checkpoint.
 
+    With ``if_any``, a run that was killed before its first checkpoint begins again in its own folder: the command that
+    started it is given again and again, and would leave a folder behind each time.
+
     Raises:
         CheckpointError: there is no checkpoint to resume, or there are some of another run.
     """
@@ -136,7 +154,7 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
         except CheckpointError:
             if resume != "if_any":
                 raise
-            return free_folder(wanted), False
+            return _folder_to_begin_in(config), False
     steps = complete_steps(elsewhere)
     if steps and not resume:
         raise CheckpointError(
@@ -146,18 +164,51 @@ def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, 
     if resume is True and not steps:
         lost = "".join(f"; that of step {step} was cut off while it was written" for step in cut_off_steps(elsewhere))
         raise CheckpointError(f"--resume: no complete checkpoint in {elsewhere}{lost}; start without --resume")
-    return (_run_beside(wanted, elsewhere), True) if steps else (free_folder(wanted), False)
+    if steps:
+        return _run_beside(wanted, elsewhere), True
+    return (_folder_to_begin_in(config) if resume else free_folder(wanted)), False
+
+
+def _folder_to_begin_in(config: Config) -> Path:
+    """Return the latest run without a checkpoint, or else a free folder."""
+    begun = runs_without_checkpoint(config)
+    return begun[0] if begun else free_folder(Path(config.run_dir))
+
+
+def runs_without_checkpoint(config: Config) -> list[Path]:
+    """Return the runs ``run_dir``, ``run_dir-2``, … that ended before their first checkpoint, the latest first.
+
+    Runs that a living process writes to have not ended.
+    """
+    elsewhere = config.trainer.checkpoint_dir
+    found = []
+    for run in _runs(Path(config.run_dir)):
+        if not _writes_to(run, elsewhere) or (run / "summary.json").exists() or is_in_use(run):
+            continue
+        if not complete_steps(run / "checkpoints" if elsewhere is None else elsewhere):
+            found.append(run)
+    return sorted(found, key=_started, reverse=True)
 
 
 def _run_beside(wanted: Path, checkpoint_dir: str) -> Path:
     """Return the latest of ``wanted``, ``wanted-2``, … with checkpoints in that folder, or a new one."""
+    runs = [run for run in _runs(wanted) if _writes_to(run, checkpoint_dir)]
+    return max(runs, key=_started) if runs else free_folder(wanted)
 
-    def belongs(run: Path) -> bool:
-        file = run / "config.json"
-        return file.is_file() and json.loads(file.read_text())["trainer"].get("checkpoint_dir") == checkpoint_dir
 
-    runs = [run for run in _runs(wanted) if belongs(run)]
-    return max(runs, key=lambda run: (run / "config.json").stat().st_mtime) if runs else free_folder(wanted)
+def _is_run(run: Path) -> bool:
+    return (run / "config.json").is_file()
+
+
+def _writes_to(run: Path, checkpoint_dir: str | None) -> bool:
+    """Return whether a folder holds a run whose ``trainer.checkpoint_dir`` is this one."""
+    if not _is_run(run):
+        return False
+    return json.loads((run / "config.json").read_text())["trainer"].get("checkpoint_dir") == checkpoint_dir
+
+
+def _started(run: Path) -> float:
+    return (run / "config.json").stat().st_mtime
 
 
 def _runs(wanted: Path) -> list[Path]:
@@ -180,7 +231,7 @@ def newest_run(wanted: Path) -> Path:
     Raises:
         CheckpointError: none has one.
     """
-    runs = [p for p in _runs(wanted) if any(c.name.isdigit() for c in (p / "checkpoints").glob("*"))]
+    runs = [run for run in _runs(wanted) if complete_steps(run / "checkpoints")]
     if not runs:
         raise CheckpointError(
             f"--resume: no run with a checkpoint at {wanted} (or {wanted.name}-N beside it); start without --resume"

@@ -16,8 +16,8 @@ RESULT_SECONDS = 3600.0
 RESULTS_KEPT = 1000
 """Results of the newest requests are kept longer."""
 RECORD_SECONDS = 24 * 3600.0
-"""How long it is known that a sample was computed, so that it is not computed again; training requests are known as long
-as their session."""
+"""How long it is known that a sample was computed, so that it is not computed again; a training request is known as
+long as its session."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, created REAL NOT NULL, heard REAL);

@@ -107,9 +107,9 @@ class Sampler:
         if path is not None:
             if (found := self._database.checkpoint(path)) is None:
                 raise BadRequest(
-                    f"there is no checkpoint {path!r} any more: weights without a name are kept for sampler_ttl_seconds="
-                    f"{self._settings.sampler_ttl_seconds} after their last sample; start the server with more, or "
-                    "save them under a name"
+                    f"there is no checkpoint {path!r} any more: weights without a name are kept for "
+                    f"sampler_ttl_seconds={self._settings.sampler_ttl_seconds} after their last sample; start the "
+                    "server with more, or save them under a name"
                 )
             checkpoint = (path, found["created"])
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)

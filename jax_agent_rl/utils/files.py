@@ -109,6 +109,32 @@ def remove_temp_folders() -> None:
         remove_temp_folder(folder)
 
 
+@contextlib.contextmanager
+def mark_in_use(folder: Path) -> Iterator[None]:
+    """Let other processes see with :func:`is_in_use` that this one writes to a folder, where the storage has locks."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # another process writes there, too, or this storage has no locks
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Return whether a living process has marked a folder with :func:`mark_in_use`."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # this storage has no locks
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def _remove_if_dead(folder: Path) -> None:
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

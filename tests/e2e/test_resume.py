@@ -67,3 +67,28 @@ def test_twenty_steps_are_ten_a_kill_and_ten_more(tmp_path: Path, algorithm: str
 
     require_same(runs["whole"], runs["killed"])
     assert len([r for r in read_records(runs["killed"] / "metrics.jsonl") if r["kind"] == "step"]) == STEPS
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 400, "checkpoint_every": 400})
+    process = subprocess.Popen(
+        [*python(), *COMMAND, str(recipe), "--auto-resume"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split()[:1] == ["2/400"]:
+            break
+    process.kill()
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    assert len(read_records(tmp_path / "run" / "metrics.jsonl")) > 2
+    arguments = ["--auto-resume", "trainer.steps=2"]
+    again = subprocess.run([*python(), *COMMAND, str(recipe), *arguments], capture_output=True, text=True, timeout=500)
+    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
+    assert "it ended before its first checkpoint: it begins again in this folder" in again.stdout
+    assert [folder.name for folder in tmp_path.glob("run*")] == ["run"]
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2]
+    assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 2]
+    steps = {r["step"] for r in read_records(tmp_path / "run" / "trajectories.jsonl") if r["split"] == "train"}
+    assert steps == {1, 2} and (tmp_path / "run" / "summary.json").exists()

@@ -10,7 +10,8 @@ import pytest
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
-from jax_agent_rl.runtime.train import choose_run
+from jax_agent_rl.runtime.train import choose_run, runs_without_checkpoint
+from jax_agent_rl.utils.files import mark_in_use
 from tests.tiny_run import tiny_recipe
 
 
@@ -67,3 +68,48 @@ def test_without_such_a_folder_auto_resume_begins_where_resume_fails(tmp_path: P
         choose_run(config, True)
     saved(tmp_path / "run" / "checkpoints", 2)
     assert choose_run(config, "if_any") == (tmp_path / "run", True)
+
+
+def killed(folder: Path, *, checkpoint_dir: str | None = None) -> Path:
+    """What a run leaves that was killed before its first checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"trainer": {"checkpoint_dir": checkpoint_dir}}))
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
+    return folder
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path: Path):
+    run = killed(tmp_path / "run")
+    config = configured(tmp_path)
+    assert choose_run(config, "if_any") == (run, False)
+    assert choose_run(config, False) == (tmp_path / "run-2", False), "nobody asked to continue"
+    bucket = str(tmp_path / "bucket")
+    config = configured(tmp_path, checkpoint_dir=bucket)
+    assert choose_run(config, "if_any") == (tmp_path / "run-2", False), (
+        "a run with its checkpoints elsewhere is another"
+    )
+    assert choose_run(configured(tmp_path, checkpoint_dir=bucket), "if_any")[0] == tmp_path / "run-2"
+    other = killed(tmp_path / "run-2", checkpoint_dir=bucket)
+    assert choose_run(config, "if_any") == (other, False)
+
+
+def test_what_was_not_killed_is_not_begun_again(tmp_path: Path):
+    config = configured(tmp_path)
+    (killed(tmp_path / "run") / "summary.json").write_text("{}")
+    assert choose_run(config, "if_any") == (tmp_path / "run-2", False), "it has ended"
+    (tmp_path / "run-2").mkdir()
+    (tmp_path / "run-2" / "notes.txt").write_text("mine")
+    assert choose_run(config, "if_any") == (tmp_path / "run-3", False), "it is no run"
+    running = killed(tmp_path / "run-3")
+    with mark_in_use(running):
+        assert choose_run(config, "if_any") == (tmp_path / "run-4", False), "a living process writes there"
+    assert choose_run(config, "if_any") == (running, False)
+
+
+def test_a_run_with_a_checkpoint_comes_before_one_without_and_that_one_is_named(tmp_path: Path):
+    without = killed(tmp_path / "run")
+    saved(tmp_path / "run-2" / "checkpoints", 4)
+    config = configured(tmp_path)
+    for resume in (True, "if_any"):
+        assert choose_run(config, resume) == (tmp_path / "run-2", True)
+    assert runs_without_checkpoint(config) == [without]
