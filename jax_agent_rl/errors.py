@@ -167,9 +167,14 @@ class DataError(JaxAgentRLError):
 
 
 class TrajectoryError(JaxAgentRLError):
-    """One rollout is lost. It is counted under :attr:`drop_reason`; the batch goes on."""
+    """One rollout is lost. It is counted under :attr:`drop_reason`; the batch goes on.
+
+    Attributes:
+        failed_at: file and line of the user's code that failed, if it was that.
+    """
 
     drop_reason: DropReason = DropReason.AGENT_ERROR
+    failed_at: str = ""
 
 
 class TokenDriftError(TrajectoryError):

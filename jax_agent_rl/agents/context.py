@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,14 +18,11 @@ from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
 from jax_agent_rl.tools.registry import ToolRegistry
 from jax_agent_rl.types import Fork, SamplingParams, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
-from jax_agent_rl.utils.text import printable
+from jax_agent_rl.utils.failures import FailureLog
 
 if TYPE_CHECKING:
     from jax_agent_rl.agents.episode import Episode
     from jax_agent_rl.chat.codec import ChatCodec
-
-
-logger = logging.getLogger(__name__)
 
 
 class TokenClient(Protocol):
@@ -78,35 +73,6 @@ class AgentEvent:
     tool_call: ToolCallRecord | None = None
 
 
-class MalformedCalls:
-    """Logs tool calls that could not be decoded, at most once per ``interval``.
-
-    Args:
-        interval: seconds.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, *, interval: float = 30.0, clock: Callable[[], float] = time.monotonic):
-        self._interval = interval
-        self._clock = clock
-        self._unreported = 0
-        self._quiet_until = float("-inf")
-
-    def report(self, wrote: str, problem: str = "") -> None:
-        """Log what the model wrote and what is wrong with it, or count it if one was logged recently."""
-        now = self._clock()
-        if now < self._quiet_until:
-            self._unreported += 1
-            return
-        is_first = self._quiet_until == float("-inf")
-        more = "; if the model writes calls in another format, set agent.tool_format" if is_first else ""
-        if self._unreported:
-            more = f" (and {self._unreported} more since the last report)"
-        self._unreported, self._quiet_until = 0, now + self._interval
-        why = f": {printable(problem[:80], one_line=True)}" if problem else ""
-        logger.warning("Failed to decode tool call '%s'%s%s", printable(wrote[:100], one_line=True), why, more)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenModel:
     """A model that plays a role and is not trained: its engine, and the codec of its own tokenizer and template."""
@@ -130,7 +96,7 @@ class AgentContext:
         interactions: the simulated users of the run.
         environments: all environments of the run.
         keep_sessions: keep the KV of finished trajectories in the engine, as others may branch off them.
-        malformed: reports tool calls that could not be decoded.
+        failures: told of failures that repeat, of the user's code and of the model's calls.
         on_event: called after every generation and tool call; must be quick and must not raise.
         frozen: the models that play a role and are not trained, by role (``agent.role_models``).
         role: the role that an episode plays with this context, see :meth:`as_role`.
@@ -147,11 +113,23 @@ class AgentContext:
     interactions: InteractionRegistry = field(default_factory=InteractionRegistry)
     environments: EnvironmentPools = field(default_factory=EnvironmentPools)
     keep_sessions: bool = False
-    malformed: MalformedCalls = field(default_factory=MalformedCalls)
+    failures: FailureLog = field(default_factory=FailureLog)
     on_event: Callable[[AgentEvent], None] = lambda event: None
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
     role: str | None = None
     episodes: WeakValueDictionary[str, Episode] = field(default_factory=WeakValueDictionary)
+
+    def report_malformed(self, wrote: str, problem: str, *, hint: str) -> None:
+        """Tell of a tool call that could not be decoded.
+
+        Args:
+            wrote: what the model wrote.
+            problem: what is wrong with it; may be empty.
+            hint: what to do about such calls.
+        """
+        why = f": {problem[:80]}" if problem else ""
+        message = f"Failed to decode tool call {wrote[:100]!r}{why}"
+        self.failures.report("a tool call that could not be decoded", message, hint=hint)
 
     def as_role(self, role: str) -> AgentContext:
         """Return the context of a role: with the engine and codec of the model that plays it."""

@@ -44,6 +44,8 @@ from jax_agent_rl.agents.session_tree import to_trajectory
 from jax_agent_rl.agents.tool_agent import tool_session
 from jax_agent_rl.errors import AgentTimeoutError, ConfigError, TrajectoryError
 from jax_agent_rl.types import SamplingParams, Trajectory
+from jax_agent_rl.utils.failures import user_code_error
+from jax_agent_rl.utils.loop_watch import at_work
 from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -167,7 +169,8 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
     limit = asyncio.timeout(timeout)
     try:
         async with limit:
-            return await work
+            with at_work("the agent"):
+                return await work
     except Exception as error:
         if limit.expired():
             raise AgentTimeoutError(
@@ -178,7 +181,7 @@ async def run_user_agent(work: Awaitable[Any], recorder: ChatRecorder, *, timeou
         if isinstance(error, TrajectoryError):
             raise
         reason = type(recorder.failure) if recorder.failure is not None else TrajectoryError
-        raise reason(f"{recorder.session_id}: the agent raised {type(error).__name__}: {error}") from error
+        raise user_code_error(reason, f"{recorder.session_id}: the agent", error) from error
 
 
 def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -109,7 +109,8 @@ class MarkerResponder(Responder):
             observation = await self.call(body)
         else:
             observation = ServerObservation(text=f"Error: {self.closing} without {self.opening}.", error="malformed")
-            self.context.malformed.report(before[-100:] + self.closing)
+            hint = f"show the model a call in the prompt, between {self.opening} and {self.closing}"
+            self.context.report_malformed(before[-100:] + self.closing, "", hint=hint)
         record = ToolCallRecord(
             name=self.opening.strip("<>") if opened else "",
             arguments={"text": body} if opened else None,

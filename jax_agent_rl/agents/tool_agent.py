@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import Reply
 
 _NOT_EXECUTED = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_parallel_limit"})
+_MALFORMED_REMEDY = (
+    "if the model writes calls in another format, set agent.tool_format; if it only makes mistakes, "
+    "agent.constrain_tool_calls=true rules them out"
+)
 _TOOL_REMEDY = "give the tool a seed, or set its `stateful` to False if trajectories share its state"
 
 
@@ -133,7 +137,7 @@ class ToolResponder(Responder):
             refused = over_the_limit(session, call.name, call.arguments, limit)
             records.append(replace(refused, call_id=call.id))
         for problem in reply.malformed:
-            self.context.malformed.report(wrote, problem)
+            self.context.report_malformed(wrote, problem, hint=_MALFORMED_REMEDY)
             records.append(_refused(session, f"Error: Failed to decode tool call: {problem:.200}", "malformed"))
         return records
 
@@ -196,7 +200,12 @@ class InteractionAgent(ToolAgent):
                 "(interactions.interaction_config_path)"
             )
         return InteractionSession(
-            users[name], name=name, instance_id=trajectory_id, kwargs=kwargs, timeout=users.timeout
+            users[name],
+            name=name,
+            instance_id=trajectory_id,
+            kwargs=kwargs,
+            timeout=users.timeout,
+            failures=self.context.failures,
         )
 
 
@@ -228,6 +237,7 @@ def tool_session(
         encode=codec.encode_text,
         decode=codec.decode,
         modalities=modalities,
+        failures=context.failures,
     )
 
 

@@ -19,16 +19,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import operator
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, closing
+from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
 from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-from jax_agent_rl.agents import AgentContext, AgentSelector, derive_seed, role_id
+from jax_agent_rl.agents import AgentContext, AgentLoop, AgentSelector, derive_seed, role_id
 from jax_agent_rl.agents.context import Prefix
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.groups import (
@@ -43,9 +42,9 @@ from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Stra
 from jax_agent_rl.errors import ReplayError, TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
+from jax_agent_rl.utils.failures import describe_error, error_place
+from jax_agent_rl.utils.loop_watch import at_work
 from jax_agent_rl.utils.threads import PrioritySemaphore
-
-logger = logging.getLogger(__name__)
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Returns the trajectory with its reward, e.g. :func:`jax_agent_rl.rewards.score`."""
@@ -259,8 +258,7 @@ class RolloutCollector:
         record.running.pop(number)
         if isinstance(result, DropReason):
             if result in (DropReason.TRAJECTORY_TIMEOUT, DropReason.STRAGGLER):
-                self.latest_losses[result] = deadlines.explain(result)
-                logger.warning("%s dropped (%s): %s", trajectory_id, result, self.latest_losses[result])
+                self._tell_of_loss(trajectory_id, result, deadlines.explain(result))
             self.accounting.drop([trajectory_id], result)
             group.dropped[result] += 1
             return Outcome(trajectory_id=trajectory_id, start=start, trajectories=())
@@ -313,24 +311,40 @@ class RolloutCollector:
             self._check_episode(trajectory_id, played)
             scored = [await self._scored(trajectory) for trajectory in played]
         except TrajectoryError as error:
-            logger.warning("%s dropped (%s): %s", trajectory_id, error.drop_reason, error)
-            self.latest_losses[error.drop_reason] = str(error)
+            self._tell_of_loss(
+                trajectory_id, error.drop_reason, str(error), place=error.failed_at, error=error.__cause__
+            )
             return error.drop_reason
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # counted by collect, as everything that was not yielded
-            logger.exception("%s dropped: a cancelled future was awaited", trajectory_id)
+            self._tell_of_loss(trajectory_id, DropReason.AGENT_ERROR, "a cancelled future was awaited", error=error)
             return DropReason.AGENT_ERROR
         except Exception as error:
-            logger.exception("%s dropped: its agent loop raised", trajectory_id)
-            self.latest_losses[DropReason.AGENT_ERROR] = f"{type(error).__name__}: {error}"
+            message = f"its agent raised {describe_error(error)}"
+            place = error_place(error)
+            self._tell_of_loss(trajectory_id, DropReason.AGENT_ERROR, message, place=place, error=error)
             return DropReason.AGENT_ERROR
         finally:
             if not self._strategy.branches:
                 self._client.end_session(trajectory_id)
         seconds = time.perf_counter() - began
         return tuple(replace(t, metrics={**t.metrics, "total_seconds": seconds}) for t in scored)
+
+    def _tell_of_loss(
+        self,
+        trajectory_id: str,
+        reason: DropReason,
+        message: str,
+        *,
+        place: str = "",
+        error: BaseException | None = None,
+    ) -> None:
+        """Tell of a lost trajectory; of those lost in one way, at one place, the others are counted."""
+        self.latest_losses[reason] = message
+        kind = f"dropped ({reason}) at {place}" if place else f"dropped ({reason})"
+        self._context.failures.report(kind, f"{trajectory_id} dropped ({reason}): {message}", error=error)
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
         with span("reward", str(trajectory.row.get("data_source") or "")) as scoring:
@@ -359,9 +373,13 @@ class RolloutCollector:
             return ()
         ids = {"trajectory_id": trajectory_id, "group_id": group.group_id}
         try:
-            return [await loop.resume(prefix, row, **ids, sampling=sampling)]
+            with _named(loop):
+                return [await loop.resume(prefix, row, **ids, sampling=sampling)]
         except ReplayError as error:
-            logger.warning("%s starts again, as it cannot be continued: %s", trajectory_id, error)
+            self._context.failures.report(
+                "starts again, as it cannot be continued",
+                f"{trajectory_id} starts again, as it cannot be continued: {error}",
+            )
             del group.record.begun[number]
             return ()
 
@@ -373,14 +391,24 @@ class RolloutCollector:
         loop = self._agents.for_row(row)
         if fork is None or fork.at_prompt:
             try:
-                played = await loop.run(row, trajectory_id=trajectory_id, group_id=group.group_id, sampling=sampling)
+                with _named(loop):
+                    played = await loop.run(
+                        row, trajectory_id=trajectory_id, group_id=group.group_id, sampling=sampling
+                    )
             finally:
                 for role in loop.roles:  # they do not branch: nothing will go on from here
                     self._context.as_role(role).client.end_session(role_id(trajectory_id, role))
             return [replace(played, fork=fork)] if isinstance(played, Trajectory) else played
         self._client.fork_session(fork.parent_id, trajectory_id)
         parent = group.survivor(fork.parent_id)
-        return [await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)]
+        with _named(loop):
+            return [await loop.branch(parent, fork, trajectory_id=trajectory_id, sampling=sampling)]
+
+
+def _named(loop: AgentLoop) -> AbstractContextManager[None]:
+    """Name an agent of others, in case it holds the event loop; this package's own do not."""
+    is_own = type(loop).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return nullcontext() if is_own else at_work(f"agent {loop.name!r}")
 
 
 def _number(trajectory: Trajectory) -> int:

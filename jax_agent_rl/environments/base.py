@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,14 +35,13 @@ from jax_agent_rl.errors import (
     TrajectoryError,
 )
 from jax_agent_rl.types import FinishReason, ToolCallRecord
+from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.threads import DaemonThreads, in_time
 from jax_agent_rl.validation import did_you_mean
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.formats.base import Reply
-
-logger = logging.getLogger(__name__)
 
 Scope = Literal["rollout", "global"]
 T = TypeVar("T")
@@ -220,19 +218,20 @@ E = TypeVar("E", bound=Closable)
 W = TypeVar("W", bound=Environment)
 
 
-async def _bounded(work: Awaitable[T], where: str, timeout: float, key: str) -> T:
-    """Await code of an environment; whatever goes wrong becomes an EnvironmentFailedError that names ``where``."""
+async def _bounded(call: Callable[[], Awaitable[T]], where: str, timeout: float, key: str) -> T:
+    """Call code of an environment; whatever goes wrong becomes an EnvironmentFailedError that names ``where``."""
     try:
         return await in_time(
-            work,
+            call,
             timeout,
+            what=where,
             late=lambda: EnvironmentTimeoutError(f"{where} did not return within {key}={timeout:g} seconds"),
             error=lambda problem: EnvironmentFailedError(f"{where} {problem}"),
         )
     except TrajectoryError:
         raise
     except Exception as error:
-        raise EnvironmentFailedError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise user_code_error(EnvironmentFailedError, where, error) from error
 
 
 class LeasedEnvironment:
@@ -252,16 +251,16 @@ class LeasedEnvironment:
         return self._environment.tool_schemas
 
     async def reset(self, **environment_kwargs: Any) -> Observation:
-        return await self._call("reset", self._environment.reset(**environment_kwargs))
+        return await self._call("reset", lambda: self._environment.reset(**environment_kwargs))
 
     async def step(self, reply: Reply) -> Observation:
-        return await self._call("step", self._environment.step(reply))
+        return await self._call("step", lambda: self._environment.step(reply))
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
-        return await self._call("conclude", self._environment.conclude(messages, reason))
+        return await self._call("conclude", lambda: self._environment.conclude(messages, reason))
 
-    async def _call(self, what: str, work: Awaitable[T]) -> T:
-        return await _bounded(work, f"environment {self.name!r}: {what}", self._timeout, "environments.timeout")
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        return await _bounded(call, f"environment {self.name!r}: {what}", self._timeout, "environments.timeout")
 
 
 class EnvironmentPool(Generic[E]):
@@ -274,6 +273,7 @@ class EnvironmentPool(Generic[E]):
         max_instances: at the same time; more leases wait.
         timeout: seconds each call may take.
         timeout_key: its name in messages.
+        failures: told of what goes wrong after a trajectory; None: a log of its own.
     """
 
     def __init__(
@@ -285,7 +285,9 @@ class EnvironmentPool(Generic[E]):
         max_instances: int,
         timeout: float,
         timeout_key: str = "environments.timeout",
+        failures: FailureLog | None = None,
     ):
+        self._failures = failures or FailureLog()
         self._create = create
         self._name = name
         self._scope = scope
@@ -341,9 +343,9 @@ class EnvironmentPool(Generic[E]):
     async def _close(self, environment: E) -> None:
         """Close an instance; a failure is logged, not raised: the trajectory is over."""
         try:
-            await _bounded(environment.close(), f"environment {self._name!r}: close", self._timeout, self._timeout_key)
+            await _bounded(environment.close, f"environment {self._name!r}: close", self._timeout, self._timeout_key)
         except TrajectoryError as error:
-            logger.warning("%s", error)
+            self._failures.report(f"environment {self._name!r} could not be closed", str(error), error=error.__cause__)
 
     def _make(self) -> E:
         try:
@@ -351,20 +353,30 @@ class EnvironmentPool(Generic[E]):
         except TrajectoryError:
             raise
         except Exception as error:
-            raise EnvironmentFailedError(
-                f"environment {self._name!r} cannot be made: {type(error).__name__}: {error}"
-            ) from error
+            raise user_code_error(EnvironmentFailedError, f"environment {self._name!r}: making it", error) from error
 
 
 class EnvironmentPools:
     """All environments of a run, each with a pool of its own.
 
     Args:
-        scope, max_instances, timeout: see :class:`EnvironmentPool`.
+        scope, max_instances, timeout, failures: see :class:`EnvironmentPool`.
     """
 
-    def __init__(self, *, scope: Scope = "rollout", max_instances: int = 64, timeout: float = 30.0):
-        self._settings: dict[str, Any] = {"scope": scope, "max_instances": max_instances, "timeout": timeout}
+    def __init__(
+        self,
+        *,
+        scope: Scope = "rollout",
+        max_instances: int = 64,
+        timeout: float = 30.0,
+        failures: FailureLog | None = None,
+    ):
+        self._settings: dict[str, Any] = {
+            "scope": scope,
+            "max_instances": max_instances,
+            "timeout": timeout,
+            "failures": failures,
+        }
         self._pools: dict[str, EnvironmentPool[Environment]] = {}
 
     def pool(self, name: str) -> EnvironmentPool[Environment]:

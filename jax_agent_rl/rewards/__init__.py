@@ -38,12 +38,14 @@ from jax_agent_rl.rewards.registry import (
     load_rewards,
     register_reward,
     require_rewards,
+    reward_failure,
     row_fields,
     split_score,
 )
 from jax_agent_rl.rewards.rules import boxed, has_format, tagged
 from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
+from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.threads import DaemonThreads, in_time
 
 __all__ = [
@@ -95,11 +97,10 @@ async def score(
     if reward is None:
         raise RewardError(f"no reward function for data_source {data_source!r}; there are {known_data_sources()}")
 
-    def late() -> RewardTimeoutError:
-        return RewardTimeoutError(
-            f"the reward function of {data_source!r} did not return within reward.timeout={timeout:g} seconds; "
-            "raise it, or give the function a time limit of its own"
-        )
+    def late() -> RewardError:
+        limit = f"did not return within reward.timeout={timeout:g} seconds"
+        how = f"{limit}; raise it, or give the function a time limit of its own"
+        return reward_failure(RewardTimeoutError, reward, data_source, how)
 
     try:
         args, kwargs = _arguments(reward, trajectory, services)
@@ -110,16 +111,17 @@ async def score(
                 raise late() from None
         else:
             result = await in_time(
-                _call(reward, data_source, args, kwargs),
+                lambda: _call(reward, data_source, args, kwargs),
                 timeout,
+                what=f"the reward function of {data_source!r}",
                 late=late,
-                error=lambda problem: RewardError(f"the reward function of {data_source!r} {problem}"),
+                error=lambda problem: reward_failure(RewardError, reward, data_source, problem),
             )
-            total, parts = split_score(result, data_source)
+            total, parts = split_score(result, reward, data_source)
     except TrajectoryError:
         raise
     except Exception as error:
-        raise RewardError(f"the reward function of {data_source!r} raised {type(error).__name__}: {error}") from error
+        raise user_code_error(RewardError, f"the reward function of {data_source!r}", error) from error
     metrics = {
         **trajectory.metrics,
         "reward_seconds": time.perf_counter() - began,

@@ -18,6 +18,7 @@ A function with ``*args`` gets verl's four by position.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import ChainMap
@@ -27,6 +28,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 from jax_agent_rl.errors import ConfigError, RewardError
+from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 
 Score = float | Mapping[str, Any]
@@ -83,6 +85,17 @@ class RewardFunction:
     def is_async(self) -> bool:
         function = self.compute_score
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    @property
+    def place(self) -> str:
+        """File and line of a function of the user's; empty for those of this or an installed package."""
+        file, line = _definition(self.compute_score)
+        return place(file, line) if is_user_file(file) else ""
+
+    def describe(self, data_source: str) -> str:
+        """Return ``the reward function of 'shop' (my_rewards.py:3)``."""
+        where = self.place
+        return f"the reward function of {data_source!r}" + (f" ({where})" if where else "")
 
     def bind(self, available: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of one call.
@@ -169,7 +182,7 @@ def known_data_sources() -> list[str]:
     return sorted({*_REWARDS, *installed("rewards")} - {_ALL_ROWS})
 
 
-def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]:
+def split_score(result: Any, reward: RewardFunction, data_source: str) -> tuple[float, dict[str, float]]:
     """Split the result of a reward function into its score and its named parts.
 
     Raises:
@@ -177,11 +190,18 @@ def split_score(result: Any, data_source: str) -> tuple[float, dict[str, float]]
     """
     named = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in named:
-        raise RewardError(f'the reward of {data_source!r} has no "score": {result!r}')
+        raise reward_failure(RewardError, reward, data_source, f'returned no "score": {result!r:.300}')
     value = named["score"]
     if not _is_finite(value):
-        raise RewardError(f"the reward of {data_source!r} must be a finite number, got {value!r}")
+        raise reward_failure(RewardError, reward, data_source, f"must return a finite number, got {value!r:.300}")
     return float(value), {key: float(part) for key, part in named.items() if key != "score" and _is_finite(part)}
+
+
+def reward_failure(make: type[RewardError], reward: RewardFunction, data_source: str, how: str) -> RewardError:
+    """Return the error of a function that did not raise one, but did not give a score either; names its definition."""
+    error = make(f"{reward.describe(data_source)} {how}")
+    error.failed_at = reward.place
+    return error
 
 
 def _is_finite(value: Any) -> bool:
@@ -262,8 +282,15 @@ def _describe_missing(data_source: str, name: str) -> str:
     )
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _definition(function: Callable[..., Any]) -> tuple[str, int]:
+    """Return file and line of a function's definition; ``<unknown>`` where there is none, as for an object's call."""
     function = inspect.unwrap(function)
-    if not inspect.isfunction(function):
-        return repr(function)
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    if isinstance(function, functools.partial):
+        return _definition(function.func)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    file, line = _definition(function)
+    return repr(function) if file == "<unknown>" else f"{file}:{line}"

@@ -30,7 +30,8 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import JaxAgentRLError, RewardError, RewardTimeoutError
-from jax_agent_rl.rewards.registry import find_reward, load_rewards, split_score
+from jax_agent_rl.rewards.registry import RewardFunction, find_reward, load_rewards, split_score
+from jax_agent_rl.utils.failures import describe_error, user_code_error
 from jax_agent_rl.utils.threads import DaemonThreads
 
 _START_SECONDS = 120.0  # a user's file may import a lot
@@ -87,7 +88,9 @@ class WorkerPool:
         finally:
             self._free.release()
         if "error" in answer:
-            raise RewardError(f"{self._purpose}: {answer['error']}")
+            error = RewardError(f"{self._purpose}: {answer['error']}")
+            error.failed_at = answer.get("failed_at", "")
+            raise error
         return answer
 
     def close(self) -> None:
@@ -239,10 +242,12 @@ def serve() -> None:
     for line in requests:
         try:
             reply = _answer(json.loads(line))
+        except RewardError as error:
+            reply = {"error": str(error), "failed_at": error.failed_at}
         except JaxAgentRLError as error:
             reply = {"error": str(error)}
         except BaseException as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": describe_error(error)}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
 
@@ -261,17 +266,16 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
     data_source, args, kwargs = pickle.loads(base64.b64decode(request["call"]))
     # The parent kills a late worker. If the parent has died, this timer ends the process without the interpreter.
     faulthandler.dump_traceback_later(request["seconds"] + _ORPHAN_SECONDS, file=2, exit=True)
+    reward = find_reward(data_source)
+    assert reward is not None, "the parent has the same file"
     try:
-        score, parts = split_score(_call(data_source, args, kwargs), data_source)
+        score, parts = split_score(_call(reward, data_source, args, kwargs), reward, data_source)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return {"score": score, "parts": parts}
 
 
-def _call(data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    reward = find_reward(data_source)
-    assert reward is not None, "the parent has the same file"
-
+def _call(reward: RewardFunction, data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     async def wait(result: Awaitable[Any]) -> Any:
         return await result
 
@@ -279,7 +283,7 @@ def _call(data_source: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         result = reward.compute_score(*args, **kwargs)
         return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
     except BaseException as error:  # it may try to exit
-        raise RewardError(f"the reward function of {data_source!r} raised {type(error).__name__}: {error}") from error
+        raise user_code_error(RewardError, f"the reward function of {data_source!r}", error) from error
 
 
 def _verify_answer(request: Mapping[str, Any]) -> dict[str, Any]:

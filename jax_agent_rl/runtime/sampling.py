@@ -38,6 +38,8 @@ from jax_agent_rl.runtime.placement import open_places, place_engines
 from jax_agent_rl.runtime.scoring import needed_services, open_role_models, open_scorer, reward_server
 from jax_agent_rl.tools.registry import ToolRegistry, open_tools
 from jax_agent_rl.tracing import Tracer
+from jax_agent_rl.utils.failures import FailureLog
+from jax_agent_rl.utils.loop_watch import watch_loop
 from jax_agent_rl.utils.media import text_content
 
 logger = logging.getLogger(__name__)
@@ -92,12 +94,14 @@ class AgentSide:
         evaluator: held-out rollouts with the ``agent.val_`` settings, counted separately.
         interactions: the simulated users.
         environments: pools for ``environment_agent``.
+        failures: where failures of tools, rewards, environments, users and agents are told of.
     """
 
     collector: RolloutCollector
     evaluator: RolloutCollector
     interactions: InteractionRegistry
     environments: EnvironmentPools
+    failures: FailureLog
 
     async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check, before a run, what these rows need: simulated users and the servers of their agents.
@@ -113,6 +117,7 @@ class AgentSide:
         """Close connections, after the last trajectory."""
         for part in (self.collector, self.evaluator, self.interactions, self.environments):
             await part.close()
+        self.failures.flush()
 
 
 @asynccontextmanager
@@ -182,7 +187,8 @@ async def open_agents(
             config, client=client, codec=prepared.codec, tools=prepared.tools, score=score, tracer=tracer, frozen=frozen
         )
         try:
-            yield client, agents
+            with watch_loop(agents.failures.report):
+                yield client, agents
         finally:
             await agents.close()
 
@@ -207,7 +213,8 @@ def make_agents(
     users = config.interactions
     interactions = InteractionRegistry.from_path(users.interaction_config_path, timeout=users.timeout)
     interactions.attach(EngineChat(client, codec, max_model_len=config.rollout.max_model_len))
-    environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}))
+    failures = FailureLog()
+    environments = EnvironmentPools(**config.environments.model_dump(exclude={"path"}), failures=failures)
     context = AgentContext(
         client=client,
         codec=codec,
@@ -218,6 +225,7 @@ def make_agents(
         search=config.search,
         interactions=interactions,
         environments=environments,
+        failures=failures,
         frozen=frozen,
     )
     rollout, parts = config.rollout, {"score": score, "seed": config.seed, "tracer": tracer}
@@ -237,6 +245,7 @@ def make_agents(
         ),
         interactions=interactions,
         environments=environments,
+        failures=failures,
     )
 
 

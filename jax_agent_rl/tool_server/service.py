@@ -37,6 +37,8 @@ from jax_agent_rl.tool_server.plugins import (
     failed,
 )
 from jax_agent_rl.tools.client import ServerAction
+from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
+from jax_agent_rl.utils.loop_watch import OwnTime, at_work
 from jax_agent_rl.validation import replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,10 @@ class ToolService:
         settings: limits of actions and environments.
         telemetry: metrics to update.
         clock: monotonic seconds.
+
+    Attributes:
+        environments: those of all trajectories.
+        failures: where tools that fail are told of.
     """
 
     def __init__(
@@ -93,7 +99,8 @@ class ToolService:
         self._tools = tools
         self._settings = settings
         self._telemetry = telemetry
-        self.environments = Environments(tools, settings, telemetry, clock)
+        self.failures = FailureLog()
+        self.environments = Environments(tools, settings, telemetry, clock, self.failures)
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -113,6 +120,7 @@ class ToolService:
                 await tool.stop()
             except Exception:
                 logger.warning("tool %s did not stop cleanly", tool.name, exc_info=True)
+        self.failures.flush()
 
     async def steps(self, steps: Sequence[ServerAction]) -> list[ToolReply]:
         """Execute actions, those of different trajectories concurrently; return replies in the same order."""
@@ -166,13 +174,7 @@ class ToolService:
                     break
             else:
                 return self._invalid("No valid tool found for action"), invalid
-            async with asyncio.timeout(settings.step_seconds):
-                environment = await self.environments.open(trajectory, tool, step.extra_fields)
-                observation = await tool.act(
-                    ToolAction(
-                        parsed=parsed, environment=environment, extra=step.extra_fields, trajectory_id=trajectory.id
-                    )
-                )
+            observation = await self._act_in_time(trajectory, tool, parsed, step.extra_fields)
             wire = encode_observation(observation, shorten(observation.text, settings.max_observation_chars))
             done = observation.done
             reply = ToolReply(observation=wire, done=done, valid=observation.valid, tool=name, error=None, open=True)
@@ -187,9 +189,29 @@ class ToolService:
         except ToolError as refusal:
             error, done, reason, text = Failure.TOOL, False, last, str(refusal)
         except Exception as crash:
-            logger.warning("tool %s crashed", name, exc_info=True)
+            kind = f"tool {name!r} raised {type(crash).__name__} at {error_place(crash)}"
+            self.failures.report(kind, f"{trajectory.id}: tool {name!r} raised {describe_error(crash)}", error=crash)
             error, done, reason, text = Failure.CRASH, False, last, f"{name} raised {type(crash).__name__}: {crash}"
         return failed(error, f"Error: {shorten(text, _MAX_ERROR_CHARS)}", done=done, tool=name), reason
+
+    async def _act_in_time(
+        self, trajectory: ToolTrajectory, tool: ServerTool, parsed: Any, extra: Mapping[str, Any]
+    ) -> ToolObservation:
+        """Run an action; raise TimeoutError if it took too long, also if it held the event loop for so long."""
+        seconds, own_time = self._settings.step_seconds, OwnTime()
+
+        async def act() -> ToolObservation:
+            environment = await self.environments.open(trajectory, tool, extra)
+            return await tool.act(
+                ToolAction(parsed=parsed, environment=environment, extra=extra, trajectory_id=trajectory.id)
+            )
+
+        async with asyncio.timeout(seconds):
+            with at_work(f"tool {tool.name!r}"):
+                observation = await own_time.measure(act(), time.monotonic)
+        if own_time.seconds > seconds:
+            raise TimeoutError
+        return observation
 
     def _invalid(self, text: str) -> ToolReply:
         usages = "\n".join(f"{tool.name}: {tool.usage}" for tool in self._tools)
@@ -263,6 +285,7 @@ class Environments:
         settings: limits of the number of environments and of their idle time.
         telemetry: counts openings and closings.
         clock: monotonic seconds.
+        failures: told of environments that were not closed cleanly.
     """
 
     def __init__(
@@ -271,7 +294,9 @@ class Environments:
         settings: ToolServerSettings,
         telemetry: Telemetry,
         clock: Callable[[], float],
+        failures: FailureLog,
     ):
+        self._failures = failures
         self.count = 0
         """Environments that are open, being opened or being closed."""
         self._tools = {tool.name: tool for tool in tools}
@@ -347,9 +372,10 @@ class Environments:
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._tools[name].close(environment)
-        except Exception:
+        except Exception as error:
             self._telemetry.close_failures.labels(name).inc()
-            logger.warning("an environment of %s was not closed cleanly", name, exc_info=True)
+            kind = f"an environment of {name!r} was not closed cleanly"
+            self._failures.report(kind, f"{kind}: {describe_error(error)}", error=error)
         finally:
             self.count -= 1
 

@@ -38,6 +38,7 @@ from jax_agent_rl.tool_server.plugins import FINISH, Failure, ServerTool, ToolCo
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tools.client import ServerAction
+from jax_agent_rl.utils.loop_watch import watch_loop
 from jax_agent_rl.utils.process import quiet_logging
 from jax_agent_rl.utils.threads import DaemonThreads
 
@@ -301,7 +302,8 @@ async def serve(hello: dict[str, Any]) -> None:
     try:
         stdin, loop = asyncio.StreamReader(), asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin.buffer)
-        await stdin.read()
+        with watch_loop(service.failures.report):
+            await stdin.read()
     finally:
         await runner.cleanup()
         await service.close()

@@ -14,9 +14,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
@@ -24,10 +23,9 @@ from jax_agent_rl.tools.base import BaseTool, Decode, Encode, Side, ToolResponse
 from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
+from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.media import check_media
 from jax_agent_rl.utils.threads import in_time
-
-logger = logging.getLogger(__name__)
 
 
 class ToolSession:
@@ -42,6 +40,7 @@ class ToolSession:
         truncate_side: the side cut off a longer one.
         encode, decode: the policy's tokenizer.
         modalities: kinds of media the model and the engine accept, of ``image`` and ``video``.
+        failures: told of what fails; None: a log of its own.
 
     Attributes:
         metrics: sums of the numbers the tools reported, named ``tool/<name>/<key>``.
@@ -59,6 +58,7 @@ class ToolSession:
         encode: Encode,
         decode: Decode,
         modalities: Collection[str] = (),
+        failures: FailureLog | None = None,
     ):
         self.metrics: dict[str, float] = {}
         self._tools = tools
@@ -70,6 +70,7 @@ class ToolSession:
         self._encode = encode
         self._decode = decode
         self._modalities = modalities
+        self._failures = failures or FailureLog()
         self._created: list[str] = []
         self._broken: dict[str, str] = {}  # tools whose create failed, and why
 
@@ -106,7 +107,8 @@ class ToolSession:
         except ToolError as failure:
             response, error = ToolResponse(text=f"Error: {failure}"), _KINDS.get(type(failure), "raised")
         except Exception as failure:
-            logger.info("tool %s raised", name, exc_info=True)
+            kind = f"tool {name!r} raised {type(failure).__name__} at {error_place(failure)}"
+            self._failures.report(kind, f"{self._id}: tool {name!r} raised {describe_error(failure)}", error=failure)
             response, error = ToolResponse(text=f"Error: {name} raised {type(failure).__name__}: {failure}"), "raised"
         return ToolCallRecord(
             name=name,
@@ -132,13 +134,17 @@ class ToolSession:
         for name in self._created:
             if name in self._broken:
                 continue
-            scoring = self._tools[name].calc_reward(self._id, **self._kwargs_for(name, "calc_reward_kwargs"))
+            tool, kwargs = self._tools[name], self._kwargs_for(name, "calc_reward_kwargs")
             try:
-                score = await self._in_time(scoring, f"{name} gave no reward")
+                score = await self._in_time(
+                    lambda tool=tool, kwargs=kwargs: tool.calc_reward(self._id, **kwargs),
+                    name,
+                    f"{name} gave no reward",
+                )
                 if score is not None:
                     scores[name] = as_float(score, "a tool's reward")
-            except Exception:
-                logger.warning("tool %s could not score %s", name, self._id, exc_info=True)
+            except Exception as error:
+                self._tell(f"tool {name!r} could not score a trajectory", error)
                 self._count(name, "calc_reward_errors", 1)
         return scores
 
@@ -157,12 +163,14 @@ class ToolSession:
             checked = check_arguments(tool.parameters, arguments)
         except ToolArgumentError as error:
             raise ToolArgumentError(f"wrong arguments for {name}: {error}") from None
-        call = tool.execute(self._id, checked, **self._kwargs_for(name, "execute_kwargs"))
-        response = as_response(await self._in_time(call, f"{name} did not answer", tool))
+        kwargs = self._kwargs_for(name, "execute_kwargs")
+        answer = await self._in_time(
+            lambda: tool.execute(self._id, checked, **kwargs), name, f"{name} did not answer", waits_for=tool.waits_for
+        )
+        response = as_response(answer)
         if unseen := sorted(response.media.keys() - set(self._modalities)):
-            logger.warning(
-                "tool %s returned %s, which this model, its chat template or its engine cannot take", name, unseen
-            )
+            kind = f"tool {name!r} returned {' and '.join(unseen)}"
+            self._failures.report(kind, f"{kind}, which this model, its chat template or its engine cannot take")
             raise ToolError(f"{name} returned {' and '.join(unseen)} data, which cannot be shown here")
         try:
             check_media(response.media)
@@ -178,36 +186,64 @@ class ToolSession:
 
     async def _create(self, name: str) -> None:
         self._created.append(name)
+        kwargs = self._kwargs_for(name, "create_kwargs")
         try:
-            creating = self._tools[name].create(self._id, **self._kwargs_for(name, "create_kwargs"))
-            await self._in_time(creating, f"{name} was not created")
+            await self._in_time(lambda: self._tools[name].create(self._id, **kwargs), name, f"{name} was not created")
         except Exception as error:
-            logger.warning("tool %s could not be created for %s: %s", name, self._id, error, exc_info=True)
+            self._tell(f"tool {name!r} could not be created", error)
             self._broken[name] = str(error)
 
     async def _release_all(self) -> None:
         """Release what was created, last first; one failure does not affect the others."""
         while self._created:
             name = self._created.pop()
+            tool, kwargs = self._tools[name], self._kwargs_for(name, "release_kwargs")
             try:
-                releasing = self._tools[name].release(self._id, **self._kwargs_for(name, "release_kwargs"))
-                await self._in_time(releasing, f"{name} was not released")
-            except Exception:
-                logger.warning("tool %s could not be released for %s", name, self._id, exc_info=True)
+                await self._in_time(
+                    lambda tool=tool, kwargs=kwargs: tool.release(self._id, **kwargs), name, f"{name} was not released"
+                )
+            except Exception as error:
+                self._tell(f"tool {name!r} could not be released", error)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        self._failures.report(
+            f"{what} at {error_place(error)}", f"{self._id}: {what}: {describe_error(error)}", error=error
+        )
 
     def _kwargs_for(self, name: str, kind: str) -> Mapping[str, Any]:
         return (self._kwargs.get(name) or {}).get(kind) or {}
 
-    async def _in_time(self, work: Awaitable[Any], what: str, tool: BaseTool | None = None) -> Any:
-        """Await ``work``, and raise ToolTimeoutError on timeout, which says what ``tool`` was waiting for."""
+    async def _in_time(
+        self,
+        call: Callable[[], Awaitable[Any]],
+        name: str,
+        failed: str,
+        *,
+        waits_for: Callable[[str], str | None] = lambda instance_id: None,
+    ) -> Any:
+        """Call a tool's code, and raise ToolTimeoutError on timeout.
+
+        Args:
+            call: calls it.
+            name: the tool's.
+            failed: says what a timeout means, e.g. ``add did not answer``.
+            waits_for: says what the tool was waiting for.
+        """
 
         def late() -> ToolTimeoutError:
-            reason = tool.waits_for(self._id) if tool else None
+            reason = waits_for(self._id)
             if reason:
-                logger.warning("%s within agent.tool_timeout=%g seconds: %s", what, self._timeout, reason)
-            return ToolTimeoutError(f"{what} within {self._timeout:g} seconds{f': {reason}' if reason else ''}")
+                message = f"{failed} within agent.tool_timeout={self._timeout:g} seconds: {reason}"
+                self._failures.report(f"{failed} in time", message)
+            return ToolTimeoutError(f"{failed} within {self._timeout:g} seconds{f': {reason}' if reason else ''}")
 
-        return await in_time(work, self._timeout, late=late, error=lambda problem: ToolError(f"{what}: it {problem}"))
+        return await in_time(
+            call,
+            self._timeout,
+            what=f"tool {name!r}",
+            late=late,
+            error=lambda problem: ToolError(f"{failed}: it {problem}"),
+        )
 
 
 _KINDS: dict[type[ToolError], str] = {

@@ -14,11 +14,13 @@ import contextvars
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from jax_agent_rl.errors import JaxAgentRLError, ToolError
+from jax_agent_rl.utils.loop_watch import OwnTime, at_work
 
 T = TypeVar("T")
 
@@ -115,18 +117,28 @@ class _Call:
 
 
 async def in_time(
-    work: Awaitable[T], timeout: float, *, late: Callable[[], JaxAgentRLError], error: Callable[[str], JaxAgentRLError]
+    call: Callable[[], Awaitable[T]],
+    timeout: float,
+    *,
+    what: str,
+    late: Callable[[], JaxAgentRLError],
+    error: Callable[[str], JaxAgentRLError],
 ) -> T:
-    """Await user code in its own task, which is abandoned if it ignores its cancellation.
+    """Call user code in its own task, which is abandoned if it ignores its cancellation.
+
+    Code that blocks the event loop cannot be interrupted. When it returns, it has been late if its own steps took
+    longer than ``timeout``.
 
     Args:
-        work: a tool, a reward function, an environment.
+        call: calls a tool, a reward function, an environment.
         timeout: seconds.
+        what: names it, in case it holds the event loop (:mod:`jax_agent_rl.utils.loop_watch`).
         late: makes the error to raise on timeout.
-        error: makes the error to raise if ``work`` cancelled itself or tried to exit, which must neither look like a
+        error: makes the error to raise if the code cancelled itself or tried to exit, which must neither look like a
             cancellation of the caller nor end the run.
     """
-    task = asyncio.ensure_future(_no_exit(work, error))
+    own_time = OwnTime()
+    task = asyncio.ensure_future(own_time.measure(_no_exit(call, what, error), time.monotonic))
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
@@ -135,12 +147,15 @@ async def in_time(
         raise late()
     if task.cancelled():
         raise error("cancelled itself")
+    if own_time.seconds > timeout:
+        raise late() from task.exception()
     return task.result()
 
 
-async def _no_exit(work: Awaitable[T], error: Callable[[str], JaxAgentRLError]) -> T:
+async def _no_exit(call: Callable[[], Awaitable[T]], what: str, error: Callable[[str], JaxAgentRLError]) -> T:
     try:
-        return await work
+        with at_work(what):
+            return await call()
     except SystemExit as left:
         raise error(f"tried to exit with {left.code!r}") from None
 

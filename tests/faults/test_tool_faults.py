@@ -140,12 +140,9 @@ async def test_every_fault_becomes_a_counted_observation(faults, call, error, ob
 
 async def test_malformed_calls_are_told_on_the_console(faults, caplog):
     await run(faults, ["<call>fine {oops</call>", "I see"], count=5)
-    (said,) = [record for record in caplog.records if record.name == "jax_agent_rl.agents.context"]
+    (said,) = caplog.records  # the other four are counted
     assert said.levelno == logging.WARNING
-    hint = "if the model writes calls in another format, set agent.tool_format"
-    assert said.getMessage() == f"Failed to decode tool call '<call>fine {{oops</call>': fine {{oops; {hint}", (
-        "the other four are not told"
-    )
+    assert "<call>fine {oops</call>" in said.getMessage() and "agent.tool_format" in said.getMessage()
 
 
 @pytest.mark.parametrize("tool", ["hangs", "hangs_async", "ignores_cancellation"])

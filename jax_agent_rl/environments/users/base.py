@@ -18,22 +18,19 @@ The YAML file (``interactions.interaction_config_path``)::
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
+from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import find_class, read_entries
 from jax_agent_rl.utils.threads import in_time
 
 if TYPE_CHECKING:
     from jax_agent_rl.environments.users.builtin import UserModel
-
-
-logger = logging.getLogger(__name__)
 
 
 class UserReply(NamedTuple):
@@ -100,11 +97,20 @@ class InteractionSession:
         instance_id: the trajectory's id.
         kwargs: the row's ``interaction_kwargs``, without ``name``.
         timeout: seconds each of start, one reply and finalize may take, ``interactions.timeout``.
+        failures: told of what goes wrong after a conversation; None: a log of its own.
     """
 
     def __init__(
-        self, user: BaseInteraction, *, name: str, instance_id: str, kwargs: Mapping[str, Any], timeout: float
+        self,
+        user: BaseInteraction,
+        *,
+        name: str,
+        instance_id: str,
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        failures: FailureLog | None = None,
     ):
+        self._failures = failures or FailureLog()
         self.name = name
         self.stateful = user.stateful
         self._user = user
@@ -115,7 +121,7 @@ class InteractionSession:
     async def __aenter__(self) -> InteractionSession:
         """Start the user; if that fails, finalize it and raise InteractionError."""
         try:
-            await self._in_time(self._user.start_interaction(self._id, **self._kwargs), "start")
+            await self._in_time(lambda: self._user.start_interaction(self._id, **self._kwargs), "start")
         except BaseException:  # __aexit__ will not run
             await asyncio.shield(self._finalize())
             raise
@@ -130,22 +136,24 @@ class InteractionSession:
         Raises:
             InteractionError: the user raised, took too long, or returned an invalid reply.
         """
-        answer = await self._in_time(self._user.generate_response(self._id, messages, **self._kwargs), "reply")
+        answer = await self._in_time(lambda: self._user.generate_response(self._id, messages, **self._kwargs), "reply")
         return _checked(answer, self.name)
 
     async def _finalize(self) -> None:
         try:
-            await self._in_time(self._user.finalize_interaction(self._id), "finalize")
+            await self._in_time(lambda: self._user.finalize_interaction(self._id), "finalize")
         except TrajectoryError as error:
-            logger.warning("%s: %s", self._id, error)
+            kind = f"interaction {self.name!r} could not be finalized"
+            self._failures.report(kind, f"{self._id}: {error}", error=error.__cause__)
 
-    async def _in_time(self, work: Awaitable[Any], what: str) -> Any:
-        """Await ``work`` in a task of its own, which is abandoned if it ignores its cancellation."""
+    async def _in_time(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
+        """Call the user's code in a task of its own, which is abandoned if it ignores its cancellation."""
         who = f"interaction {self.name!r}"
         try:
             return await in_time(
-                work,
+                call,
                 self._timeout,
+                what=f"{who}: {what}",
                 late=lambda: InteractionError(
                     f"{who} did not {what} within interactions.timeout={self._timeout:g} seconds"
                 ),
@@ -154,7 +162,7 @@ class InteractionSession:
         except TrajectoryError:
             raise
         except Exception as error:
-            raise InteractionError(f"{who} raised {type(error).__name__} in {what}: {error}") from error
+            raise user_code_error(InteractionError, f"{who}: {what}", error) from error
 
 
 def _checked(answer: Any, name: str) -> UserReply:

@@ -153,7 +153,7 @@ async def test_an_instance_that_cannot_be_made_is_named():
     def broken():
         raise OSError("no display")
 
-    with pytest.raises(EnvironmentFailedError, match="'room' cannot be made: OSError: no display"):
+    with pytest.raises(EnvironmentFailedError, match="'room': making it raised OSError: no display"):
         async with pool_of(broken).lease():
             pass
 

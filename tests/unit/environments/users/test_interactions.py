@@ -136,7 +136,7 @@ async def never():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (ValueError("ouch"), "raised ValueError in reply: ouch"),
+        (ValueError("ouch"), "reply raised ValueError: ouch"),
         (asyncio.CancelledError(), "cancelled itself"),
         (never, r"within interactions\.timeout=0\.2 seconds"),
         ("text", "must answer"),
@@ -176,7 +176,7 @@ async def test_a_user_that_cannot_begin_is_finalized_too():
             raise KeyError("no")
 
     user = Shy(DONE)
-    with pytest.raises(InteractionError, match="raised KeyError in start"):
+    with pytest.raises(InteractionError, match="start raised KeyError"):
         await stage(["word"], user).run()
     assert user.finalized == 1
 
@@ -187,7 +187,7 @@ async def test_a_user_that_cannot_be_finalized_costs_nothing(caplog):
             raise OSError("stays")
 
     trajectory = await stage(["word"], Clingy(DONE)).run()
-    assert trajectory.finish_reason is FinishReason.USER_DONE and "raised OSError in finalize" in caplog.text
+    assert trajectory.finish_reason is FinishReason.USER_DONE and "finalize raised OSError" in caplog.text
 
 
 async def test_a_row_that_names_nobody_known_says_who_there_is():

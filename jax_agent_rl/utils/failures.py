@@ -1,0 +1,183 @@
+"""Failures of code that a run calls and does not contain: where it failed, and a log that tells of repeated ones once.
+
+Tools, rewards, environments, simulated users and agents are the user's. When one of them fails, it usually fails for
+every trajectory, and a model repeats its mistakes likewise. So a :class:`FailureLog` tells of the first failure of a
+kind in full, and counts the others::
+
+    report(kind, message) ──► first of its kind ──► a warning, with the lines of the user's code
+                          └─► a repetition ──► counted ──► one line for all kinds, once per interval and at the end
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from jax_agent_rl.errors import TrajectoryError
+from jax_agent_rl.utils.text import printable
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_STANDARD_LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_MAX_MESSAGE = 1000  # characters
+_MAX_ERROR = 300
+_MAX_KINDS = 64
+
+
+# --- where it failed --------------------------------------------------------------------------------------------------
+
+
+def is_user_file(name: str) -> bool:
+    """Return whether a file with code is the user's: not of this package, of Python or of an installed package."""
+    if name.startswith("<"):  # <frozen importlib._bootstrap>, <string>
+        return False
+    return not name.startswith((_PACKAGE, _STANDARD_LIBRARY)) and not any(part in name for part in _INSTALLED)
+
+
+def place(file: str, line: int) -> str:
+    """Return ``my_tools.py:12``; files below the working directory are named from there."""
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{line}"
+
+
+def error_place(error: BaseException) -> str:
+    """Return the line of the user's code in which an exception was raised; without any, the line that raised it.
+
+    Empty for an exception that was never raised here.
+    """
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    if not lines:
+        return ""
+    of_user = [line for line in lines if is_user_file(line[0])]
+    return place(*(of_user or lines)[-1])
+
+
+def frame_place(innermost: FrameType | None) -> tuple[str, bool]:
+    """Return the innermost line of the user's code in a stack, and whether there is one; else the innermost line."""
+    if innermost is None:
+        return "", False
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return place(frame.f_code.co_filename, frame.f_lineno), True
+        frame = frame.f_back
+    return place(innermost.f_code.co_filename, innermost.f_lineno), False
+
+
+def describe_error(error: BaseException) -> str:
+    """Return ``ValueError: no such shop (my_tools.py:12)``."""
+    text = f"{type(error).__name__}: {_brief(str(error), _MAX_ERROR)}".removesuffix(": ")
+    where = error_place(error)
+    return f"{text} ({where})" if where else text
+
+
+def user_code_error(make: type[TrajectoryError], what: str, error: BaseException) -> TrajectoryError:
+    """Return the error of a trajectory that is lost because the user's code raised; its message has file and line.
+
+    Args:
+        make: its class.
+        what: raised, e.g. ``environment 'shop': step``.
+        error: what it raised.
+    """
+    made = make(f"{what} raised {describe_error(error)}")
+    made.failed_at = error_place(error)
+    return made
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+class FailureLog:
+    """Logs failures that repeat; may be called from any thread.
+
+    Args:
+        interval: seconds between two lines about repetitions.
+        clock: seconds, monotonic.
+        emit: takes a text for the user; None: a warning of this module's logger.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        emit: Callable[[str], None] | None = None,
+    ) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._emit = emit or _log
+        self._known: set[str] = set()
+        self._repeated: Counter[str] = Counter()
+        self._latest: dict[str, str] = {}
+        self._next_summary = 0.0
+        self._lock = threading.Lock()
+
+    def report(self, kind: str, message: str, *, hint: str = "", error: BaseException | None = None) -> None:
+        """Tell of a failure, or count it if one of its kind was told of.
+
+        Args:
+            kind: names what repetitions have in common, in few words; must not hold what differs between them.
+            message: what happened; anybody may have written parts of it.
+            hint: what to do about it; told the first time.
+            error: the exception behind it, whose lines are shown the first time.
+        """
+        message = printable(_brief(message, _MAX_MESSAGE), one_line=True)
+        with self._lock:
+            kind = kind if kind in self._known or len(self._known) < _MAX_KINDS else "other failures"
+            is_first = kind not in self._known
+            self._known.add(kind)
+            if not is_first:
+                self._count(kind, message)
+                return
+        text = f"{message}; {hint}" if hint else message
+        if error is not None:
+            text += "\n" + _user_lines(error)
+        self._emit(text)
+
+    def flush(self) -> None:
+        """Tell of the repetitions that were only counted."""
+        with self._lock:
+            self._summarize()
+
+    def _count(self, kind: str, message: str) -> None:
+        now = self._clock()
+        if not self._repeated:
+            self._next_summary = now + self._interval
+        self._repeated[kind] += 1
+        self._latest[kind] = message
+        if now >= self._next_summary:
+            self._summarize()
+
+    def _summarize(self) -> None:
+        if not self._repeated:
+            return
+        counts = [f"{count} x {kind}" for kind, count in self._repeated.most_common()]
+        most_frequent = self._repeated.most_common(1)[0][0]
+        latest = self._latest[most_frequent]
+        self._repeated.clear()
+        self._latest.clear()
+        self._emit(f"since then, again: {'; '.join(counts)}. The latest: {_brief(latest, _MAX_ERROR)}")
+
+
+def _log(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _brief(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _user_lines(error: BaseException) -> str:
+    """Return the lines of a traceback that are the user's; all of them if none is."""
+    lines = traceback.extract_tb(error.__traceback__)
+    of_user = [line for line in lines if is_user_file(line.filename)]
+    return printable("".join(traceback.format_list(of_user or lines)).rstrip())

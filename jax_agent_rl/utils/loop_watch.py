@@ -1,0 +1,154 @@
+"""Notices when somebody's code holds the event loop, so that nothing else runs, and names it.
+
+A blocking call in an ``async def`` (``time.sleep``, ``requests.get``, a long computation) freezes every trajectory, and
+no time limit can end it: limits are kept by the same loop. A thread sees what the loop cannot::
+
+    watch thread ──► every so often: has the loop run since?  ──yes──► ask it again
+                                          │ no, several times in a row
+                                          ▼
+                       the task at work and the line it is at ──► a warning that names both, once for each hold
+
+The thread counts its own rounds, not seconds, so a machine that was suspended is no false alarm. A call that never
+releases the interpreter (a backtracking regular expression) stops this thread, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from jax_agent_rl.utils.failures import frame_place
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 5.0
+_ROUNDS = 5
+_REMEDY = (
+    "nothing else can run until it returns, and no time limit can end it. Declare it `def` instead of `async def` "
+    "where that is allowed (tools, rewards: they then run in a thread), or call what blocks with "
+    "`await asyncio.to_thread(...)`"
+)
+_at_work: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+
+
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Name what the current task runs, e.g. ``tool 'search'``, for a warning if it holds the loop."""
+    task = asyncio.current_task()
+    if task is None:
+        yield
+        return
+    outer = _at_work.get(task)
+    _at_work[task] = what
+    try:
+        yield
+    finally:
+        if outer is None:
+            _at_work.pop(task, None)
+        else:
+            _at_work[task] = outer
+
+
+@contextmanager
+def watch_loop(report: Callable[..., None], *, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Watch the running loop within the context.
+
+    Args:
+        report: takes a kind and a message, as :meth:`~jax_agent_rl.utils.failures.FailureLog.report`; called in a
+            thread of its own.
+        patience: seconds without the loop running before somebody is named.
+    """
+    watch = _Watch(asyncio.get_running_loop(), report, patience)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+class _Watch:
+    def __init__(self, loop: asyncio.AbstractEventLoop, report: Callable[..., None], patience: float) -> None:
+        self._loop = loop
+        self._loop_thread = threading.get_ident()
+        self._report = report
+        self._patience = patience
+        self._has_run = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event-loop-watch", daemon=True)
+
+    def start(self) -> None:
+        self._has_run.set()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        missed = 0
+        while not self._stopping.wait(self._patience / _ROUNDS):
+            if self._has_run.is_set():
+                missed = 0
+                self._has_run.clear()
+                try:
+                    self._loop.call_soon_threadsafe(self._has_run.set)
+                except RuntimeError:  # the loop is closed
+                    return
+                continue
+            missed += 1
+            if missed == _ROUNDS:
+                self._name_holder()
+
+    def _name_holder(self) -> None:
+        task = asyncio.current_task(self._loop)
+        what = None if task is None else _at_work.get(task)
+        line, is_users = frame_place(sys._current_frames().get(self._loop_thread))
+        if what is None and not is_users:  # this program's own work, which it does not bring to an end by waiting
+            return
+        what = what or "code"
+        self._report(
+            f"{what} held the event loop", f"{what} holds the event loop for {self._patience:g} s, at {line}: {_REMEDY}"
+        )
+
+
+class OwnTime:
+    """The seconds that a coroutine's own steps take, without what it waits for.
+
+    Attributes:
+        seconds: so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def measure(self, work: Coroutine[Any, Any, T], clock: Callable[[], float]) -> T:
+        """Await ``work`` and add up the time of its steps; those of tasks that it starts do not count."""
+        return await self._steps(work, clock)
+
+    @types.coroutine
+    def _steps(self, work: Coroutine[Any, Any, T], clock: Callable[[], float]) -> Generator[Any, Any, T]:
+        resume: Callable[[Any], Any] = work.send
+        value: Any = None
+        while True:
+            began = clock()
+            try:
+                waits_for = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.seconds += clock() - began
+            try:
+                value = yield waits_for
+                resume = work.send
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:  # a cancellation, say: it is the work's to handle
+                value = error
+                resume = work.throw
