@@ -11,7 +11,7 @@ them. A function that exceeds ``reward.timeout`` loses its trajectory, not the r
 
 ::
 
-    async def ──► awaited here                       (user code that blocks in it blocks the run)
+    async def ──► awaited here                       (blocking code holds up the run; a warning names it)
     def ──► of reward.path, requests no service ──► a worker process, killed on timeout
         ──► any other ──► a thread, abandoned on timeout: the rules of this package take linear time
 """
