@@ -248,6 +248,14 @@ class CommandConfig(Section):
     memory_mb: Positive = Field(default=1024, description="Memory of all processes of a program together.")
     processes: Positive = Field(default=64, description="Most processes and threads at the same time.")
     disk_mb: Positive = Field(default=64, description="Size of the working folder (it is in memory).")
+    workspace_mb: Annotated[Positive, Unless("agent.command.container")] = Field(
+        default=8,
+        description="Size of the working folder in the end that is handed to the tests, names included; a larger one "
+        "gives reward 0.",
+    )
+    workspace_entries: Annotated[Positive, Unless("agent.command.container")] = Field(
+        default=4096, description="Number of files, folders and links in it."
+    )
     max_running: Positive = Field(default=16, description="Most programs at the same time; further ones wait.")
 
 

@@ -15,22 +15,17 @@ import asyncio
 import contextlib
 import functools
 import math
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.command.machines import (
-    OUTPUT_BYTES,
-    PORT,
-    ContainerRuntime,
-    ContainerTask,
-    JobResult,
-    SandboxedTask,
-    TaskMachine,
-)
-from jax_agent_rl.agents.command.runner import relay
+from jax_agent_rl.agents.command.containers import ContainerRuntime, ContainerTask
+from jax_agent_rl.agents.command.machines import PORT, SandboxedTask, TaskMachine
+from jax_agent_rl.agents.command.runner import Relay
 from jax_agent_rl.agents.command.task import CommandTask, read_files, read_task
+from jax_agent_rl.agents.command.workspace import JobResult, WorkspaceLimits, file_entries
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.frameworks import OpenAIAgentLoop
 from jax_agent_rl.agents.loop import register_agent
@@ -52,7 +47,6 @@ class CommandAgent(OpenAIAgentLoop):
         self._settings = context.limits.command
         self._runtime: Sandbox | ContainerRuntime | None = None
         self._opening = asyncio.Lock()
-        self._relay: _UnixRelay | None = None
 
     async def preflight(self) -> None:
         """Check the command, and the sandbox or the container runtime.
@@ -78,7 +72,10 @@ class CommandAgent(OpenAIAgentLoop):
         except DataError as error:
             raise TrajectoryError(str(error)) from error  # of this task alone
         runtime = await self._open_runtime()
-        machine = SandboxedTask(runtime, task) if isinstance(runtime, Sandbox) else ContainerTask(runtime, task)
+        if isinstance(runtime, Sandbox):
+            machine: TaskMachine = SandboxedTask(runtime, task, self._workspace_limits)
+        else:
+            machine = ContainerTask(runtime, task)
         async with contextlib.aclosing(machine):
             with self._session(row, trajectory_id, sampling) as session:
                 done = await self._run_program(machine, task, session)
@@ -91,19 +88,23 @@ class CommandAgent(OpenAIAgentLoop):
                     f"{trajectory_id}: the program ended ({ended}) without asking the model anything; the end of its "
                     f"stderr: {done.stderr[-1000:]!r}"
                 )
-            output = done.model_dump(include={"exit_code", "stopped", "stdout", "stderr"})
+            output: dict[str, Any] = {
+                "exit_code": done.exit_code,
+                "stopped": done.stopped,
+                "stdout": done.stdout,
+                "stderr": done.stderr,
+            }
             if task.verifier:
                 verdict = await machine.run_tests(task.verifier_seconds or self._settings.verifier_timeout)
-                text = (verdict.stdout + verdict.stderr)[-4000:] + (verdict.stopped or "")
-                output |= {"reward": _reward(verdict), "verifier": text}
+                output["reward"], note = read_verdict(verdict)
+                output["verifier"] = (verdict.stdout + verdict.stderr)[-4000:] + note
         return to_trajectory(recorder, row=row, output=output, group_id=group_id, agent_name=self.name)
 
-    async def close(self) -> None:
-        """Close the relay and the endpoint."""
-        if self._relay is not None:
-            await self._relay.close()
-            self._relay = None
-        await super().close()
+    @property
+    def _workspace_limits(self) -> WorkspaceLimits:
+        return WorkspaceLimits(
+            max_bytes=self._settings.workspace_mb << 20, max_entries=self._settings.workspace_entries
+        )
 
     async def _run_program(self, machine: TaskMachine, task: CommandTask, session: Session) -> JobResult:
         base_url = f"http://127.0.0.1:{PORT}/sessions/{session.session_id}"
@@ -116,7 +117,11 @@ class CommandAgent(OpenAIAgentLoop):
         }
         argv = [part.replace("{instruction}", task.instruction) for part in self._settings.argv]
         seconds = min(task.agent_seconds or float("inf"), self.context.limits.run_timeout)
-        return await machine.run_program(argv, env, self._program, await self._open_relay(), seconds=seconds)
+        server, _ = self._serve()
+        await self._starting
+        async with contextlib.aclosing(_UnixRelay(server.port)) as relay:
+            await relay.start()
+            return await machine.run_program(argv, env, self._program, relay.path, seconds=seconds)
 
     @functools.cached_property
     def _program(self) -> dict[str, bytes]:
@@ -126,7 +131,12 @@ class CommandAgent(OpenAIAgentLoop):
         folder = Path(self._settings.program_dir).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"agent.command.program_dir={str(folder)!r} is not a folder")
-        return {f"agent/{name}": data for name, data in read_files(folder).items()}
+        files = {f"agent/{name}": data for name, data in read_files(folder).items()}
+        try:
+            file_entries(files)
+        except ValueError as error:
+            raise ConfigError(f"agent.command.program_dir={str(folder)!r}: {error}") from None
+        return files
 
     async def _open_runtime(self) -> Sandbox | ContainerRuntime:
         """Return where tasks run, checked on first use."""
@@ -143,47 +153,58 @@ class CommandAgent(OpenAIAgentLoop):
                     memory_bytes=settings.memory_mb << 20,
                     processes=settings.processes,
                     disk_bytes=settings.disk_mb << 20,
-                    output_bytes=OUTPUT_BYTES,
+                    output_bytes=self._workspace_limits.result_bytes,
                 )
                 self._runtime = await open_sandbox(
                     limits=limits, max_running=settings.max_running, otherwise="or set agent.command.container"
                 )
             return self._runtime
 
-    async def _open_relay(self) -> Path:
-        async with self._opening:
-            if self._relay is None:
-                server, _ = self._serve()
-                await self._starting
-                self._relay = _UnixRelay(server.port)
-                await self._relay.start()
-            return self._relay.path
-
 
 class _UnixRelay:
-    """A Unix socket, which can be shown in a sandbox, whose connections are those of a port on loopback."""
+    """A Unix socket, which can be shown in a sandbox, whose connections are those of a port on loopback.
+
+    Each program has its own, so that the connections of one are bounded and end with it.
+    """
 
     def __init__(self, port: int) -> None:
-        self._port = port
         self._folder = tempfile.TemporaryDirectory(prefix="jax-agent-rl-")
+        self._relay = Relay(lambda: asyncio.open_connection("127.0.0.1", port))
+        self._server: asyncio.Server | None = None
         self.path = Path(self._folder.name) / "endpoint.sock"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._connect, self.path)
+        self._server = await asyncio.start_unix_server(self._relay.serve, self.path)
         self.path.chmod(0o666)  # a sandboxed program is another user; the folder keeps out everyone else
 
-    async def close(self) -> None:
-        self._server.close()
-        await self._server.wait_closed()
+    async def aclose(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._relay.abort()
+            await self._server.wait_closed()
         self._folder.cleanup()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await relay(reader, writer, asyncio.open_connection("127.0.0.1", self._port))
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-def _reward(done: JobResult) -> float:
-    """Return the reward file's number, as Harbor's verifiers write it, else 1 for success and 0 for failure."""
-    with contextlib.suppress(ValueError):
-        if done.read_back is not None and math.isfinite(reward := float(done.read_back)):
-            return reward
-    return float(done.exit_code == 0)
+def read_verdict(done: JobResult) -> tuple[float, str]:
+    """Return the reward that tests gave, and a note on why it is 0 where their output does not say it.
+
+    It is the reward file's number, as Harbor's verifiers write it; without a file, 1 for success and 0 for failure.
+    Tests that did not end, and a file with something else in it, give 0: a program that the tests run could be the
+    cause.
+    """
+    if done.stopped is not None:
+        return 0.0, done.stopped
+    if done.exit_code is None:
+        return 0.0, "the tests did not end in time"
+    if done.file_problem is not None:
+        return 0.0, f"the reward cannot be read: {done.file_problem}"
+    if done.file is None:
+        return float(done.exit_code == 0), ""
+    text = done.file.strip()
+    reward = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(reward):
+        return 0.0, f"the reward file holds {text[:100]!a}, which is no finite number"
+    return reward, ""

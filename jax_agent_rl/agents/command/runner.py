@@ -4,120 +4,440 @@
 
     command ──HTTP──► 127.0.0.1:PORT ──(this relay)──► endpoint.sock ──(bound into the sandbox)──► endpoint
 
-There is no network, so loopback reaches nothing but this relay. Both are JSON. The job: ``argv``, ``env``,
-``seconds``, ``workdir``; ``port`` (None: no relay); ``read_back`` (a file to return, or None); ``root``, where
-``archive`` is unpacked first (default: ``job.tar``), after the paths in ``remove`` were deleted; ``socket`` of the
-endpoint; ``pack``: whether to return ``workdir``; ``cpu_seconds`` of each process, where nothing else limits it. The
-result: ``exit_code`` (None after a timeout), ``stdout``, ``stderr`` (their last characters), ``workspace``
-(``workdir`` as tar in base64, or None if it is too large), ``read_back``.
+There is no network, so loopback reaches nothing but this relay.
+
+The job is a line of JSON on standard input:
+
+``argv``, ``env``, ``seconds``, ``workdir``; ``token``, which begins the result
+``remove``      paths to remove first
+``trees``       files with what to write then, each with the folder to write it to
+``port``        of the relay (None: there is none), and ``socket`` of the endpoint
+``verifies``    whether the command is a verifier, whose interpreters load nothing of ``workdir``, and find its modules
+                in ``tests``; ``bytecode`` is the only folder of their compiled modules, if set
+``read_back``   a file below ``root`` to return, or None
+``pack``        how many bytes and entries ``workdir``, which the command knows as ``place``, may have to be returned,
+                or None
+``cpu_seconds`` of each process, where nothing else limits it
+
+A tree is a line of JSON, a list of entries, and the contents of its files one after another. An entry is ``["folder",
+name, mode]``, ``["file", name, mode, size]`` or ``["link", name, target]``; folders come before what is in them.
+
+The result is a line: the token and JSON: ``exit_code`` (None after a timeout), ``stdout``, ``stderr`` (their last
+characters), ``file`` (text of ``read_back``), ``file_problem``, ``entries`` of the working folder as in a tree,
+``left_out`` of them, ``pack_problem``. The second line is the contents in base64. The command cannot print such a
+result: the token is only in the memory of this process, which no other may read. What the command left is read when
+all of its processes are gone.
 """
 
 import asyncio
 import base64
 import contextlib
-import io
+import ctypes
 import json
 import os
 import resource
 import shutil
 import signal
+import stat
 import sys
-import tarfile
+import tempfile
+import time
 
 HOME = os.getcwd()
 OUTPUT_CHARACTERS = 16_000
-WORKSPACE_BYTES = 8 << 20
+FILE_BYTES = 4096  # of the file that is returned
+MAX_CONNECTIONS = 64  # of the command to the endpoint at the same time; further ones are closed
 CHUNK = 1 << 16
+ENTRY_BYTES = 512  # that an entry counts besides its name and its contents
+MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_DEPTH = 255, 2048, 64
+SHOWN_NAMES = 5
+
+_NOT_DUMPABLE = 4  # PR_SET_DUMPABLE
+_KILL_SECONDS = 5.0
+# Variables that make an interpreter, the loader or a test runner load files or options, and search paths.
+_START_VARIABLES = (
+    "BASH_ENV", "ENV", "GCONV_PATH", "LD_AUDIT", "LD_PRELOAD", "NODE_OPTIONS", "OPENSSL_CONF", "PERL5OPT",
+    "PROMPT_COMMAND", "PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONBREAKPOINT", "PYTHONHOME", "PYTHONINSPECT",
+    "PYTHONSTARTUP", "PYTHONWARNINGS", "RUBYOPT", "ZDOTDIR",
+)  # fmt: skip
+_SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "PYTHONPATH", "RUBYLIB")
 
 
-async def pump(reader, writer):
-    """Copy one direction of a connection."""
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(CHUNK):
-            writer.write(data)
-            await writer.drain()
-    with contextlib.suppress(OSError, ConnectionError):
-        writer.close()
+# --- the endpoint -----------------------------------------------------------------------------------------------
 
 
-async def relay(reader, writer, connecting):
-    """Connect a client to the other end, which is awaited."""
-    try:
-        up_reader, up_writer = await connecting
-    except OSError:
-        writer.close()
-        return
-    await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
+class Relay:
+    """Connects clients of one socket to another one.
+
+    Args:
+        connect: opens a connection to the other one.
+    """
+
+    def __init__(self, connect):
+        self._connect = connect
+        self._writers = set()
+
+    async def serve(self, reader, writer):
+        """Serve one client."""
+        if len(self._writers) >= MAX_CONNECTIONS:
+            writer.close()
+            return
+        self._writers.add(writer)
+        try:
+            try:
+                up_reader, up_writer = await self._connect()
+            except OSError:
+                writer.close()
+                return
+            await asyncio.gather(self._copy(reader, up_writer), self._copy(up_reader, writer))
+        finally:
+            self._writers.discard(writer)
+
+    def abort(self):
+        """Close all connections."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _copy(self, reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(CHUNK):
+                writer.write(data)
+                await writer.drain()
+        with contextlib.suppress(OSError, ConnectionError):
+            writer.close()
 
 
-async def run(job):
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+async def run(job, out, err):
     """Run the command to its end; return its exit status, None after a timeout."""
     if job["port"] is not None:
         socket = job.get("socket", f"{HOME}/endpoint.sock")
+        relay = Relay(lambda: asyncio.open_unix_connection(socket))
+        await asyncio.start_server(relay.serve, "127.0.0.1", job["port"])
+    process = await asyncio.create_subprocess_exec(
+        *job["argv"],
+        cwd=job["workdir"],
+        env=environment(job),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+    )
+    try:
+        return await asyncio.wait_for(process.wait(), job["seconds"])
+    except asyncio.TimeoutError:  # noqa: UP041  # not yet TimeoutError in the Python of some images
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
-        async def serve(reader, writer):
-            await relay(reader, writer, asyncio.open_unix_connection(socket))
 
-        await asyncio.start_server(serve, "127.0.0.1", job["port"])
-    with open("stdout.txt", "wb") as out, open("stderr.txt", "wb") as err:
-        process = await asyncio.create_subprocess_exec(
-            *job["argv"],
-            cwd=job["workdir"],
-            env={**os.environ, **job["env"]},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+def environment(job):
+    """Return the command's variables; a verifier's name nothing that the program could have written."""
+    variables = {**os.environ, **job["env"]}
+    if not job["verifies"]:
+        return variables
+    for name in _START_VARIABLES:
+        variables.pop(name, None)
+    for name in _SEARCH_PATHS:
+        if name in variables:
+            variables[name] = os.pathsep.join(_outside(variables[name].split(os.pathsep), job["workdir"]))
+    # Modules that tests have beside them; safe paths leave out the folder of a script, and the working folder.
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [job["tests"], variables.get("PYTHONPATH")]))
+    variables["PYTHONSAFEPATH"] = "1"
+    variables["PYTHONNOUSERSITE"] = "1"
+    if "bytecode" in job:  # compiled modules are read from, and written to, there alone
+        variables["PYTHONPYCACHEPREFIX"] = job["bytecode"]
+    return variables
+
+
+def _outside(paths, folder):
+    """Return those paths that are absolute and not below a folder."""
+    inside = os.path.realpath(folder)
+    outside = []
+    for path in paths:
+        found = os.path.realpath(path)
+        if os.path.isabs(path) and found != inside and not found.startswith(inside.rstrip("/") + "/"):
+            outside.append(path)
+    return outside
+
+
+def end_all_processes():
+    """Kill every other process of this process namespace; return whether all are gone.
+
+    A process that left its session would otherwise go on writing while its files are read.
+    """
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
         try:
-            return await asyncio.wait_for(process.wait(), job["seconds"])
-        except TimeoutError:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # one of them is another user's; it may end yet
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+    return False
 
 
-def tail(path):
-    """Return the end of a text file; "" if there is none."""
-    with contextlib.suppress(OSError), open(path, errors="replace") as file:
-        return file.read()[-OUTPUT_CHARACTERS:]
-    return ""
+# --- what it left -----------------------------------------------------------------------------------------------
 
 
-def pack(folder):
-    """Return a folder as tar in base64; None if it is too large."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.add(folder, arcname=".")
-    return base64.b64encode(buffer.getvalue()).decode() if buffer.tell() <= WORKSPACE_BYTES else None
+def tail(file):
+    """Return the end of an open file as text."""
+    size = os.fstat(file.fileno()).st_size
+    length = min(size, 4 * OUTPUT_CHARACTERS)
+    return os.pread(file.fileno(), length, size - length).decode("utf-8", "replace")[-OUTPUT_CHARACTERS:]
+
+
+def read_regular(name, limit, folder=None):
+    """Return the contents of a regular file; no link is followed, and nothing is waited for.
+
+    Args:
+        name: its name in ``folder``.
+        limit: bytes it may have.
+        folder: descriptor of the folder; None: ``name`` is a path.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is not a regular file, or is larger.
+    """
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    with open(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_size > limit:
+            raise ValueError(f"it has {found.st_size} bytes, more than {limit}")
+        pieces = []
+        missing = found.st_size
+        while missing and (piece := file.read(missing)):
+            pieces.append(piece)
+            missing -= len(piece)
+        return b"".join(pieces)
+
+
+def read_back(root, name):
+    """Return the text of a file below ``root`` and what is wrong with it; None and None if it is missing."""
+    *folders, last = name.strip("/").split("/")
+    opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    try:
+        for folder in folders:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            opened.append(os.open(folder, flags, dir_fd=opened[-1]))
+        return read_regular(last, FILE_BYTES, opened[-1]).decode("ascii"), None
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError) as error:
+        return None, f"{name}: {error}"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+class Packer:
+    """The working folder as a tree.
+
+    Args:
+        place: absolute path by which the program knew it.
+        max_bytes: of all files, names and entries together.
+        max_entries: number of entries.
+    """
+
+    def __init__(self, place, max_bytes, max_entries):
+        self._place = place
+        self.entries = []
+        self.contents = []
+        self.left_out = []
+        self._bytes_left = max_bytes
+        self._entries_left = max_entries
+
+    def add_folder(self, folder):
+        """Add what is in a folder, which is no link.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is too large.
+        """
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise ValueError("the working folder is no folder any more")
+        unread = [""]
+        while unread:
+            inside = unread.pop()
+            place = os.path.join(folder, inside)
+            if not os.access(place, os.R_OK | os.X_OK):
+                os.chmod(place, 0o700)
+            with os.scandir(place) as found:
+                for entry in sorted(found, key=lambda entry: entry.name):
+                    name = os.path.join(inside, entry.name)
+                    if self._add(name, entry):
+                        unread.append(name)
+
+    def _add(self, name, entry):
+        """Add one entry; return whether it is a folder to read."""
+        found = entry.stat(follow_symlinks=False)
+        if not is_plain_name(name):
+            self.left_out.append(name)
+            return False
+        mode = stat.S_IMODE(found.st_mode) & 0o777
+        if stat.S_ISDIR(found.st_mode):
+            self._count(name, 0)
+            self.entries.append(["folder", name, mode])
+            return True
+        if stat.S_ISREG(found.st_mode):
+            self._count(name, found.st_size)
+            if not os.access(entry.path, os.R_OK):
+                os.chmod(entry.path, 0o600)
+            contents = read_regular(entry.path, found.st_size)
+            self.entries.append(["file", name, mode, len(contents)])
+            self.contents.append(contents)
+            return False
+        target = os.readlink(entry.path) if stat.S_ISLNK(found.st_mode) else None
+        if target is not None and is_inner_link(name, target, self._place):
+            self._count(name, len(os.fsencode(target)))
+            self.entries.append(["link", name, target])
+        else:  # a device, a socket or a pipe, or a link that leads elsewhere
+            self.left_out.append(name)
+        return False
+
+    def _count(self, name, size):
+        self._entries_left -= 1
+        self._bytes_left -= ENTRY_BYTES + len(os.fsencode(name)) + size
+        if self._entries_left < 0 or self._bytes_left < 0:
+            raise ValueError("the working folder is too large")
+
+
+def is_plain_name(name):
+    """Return whether a path below a folder is relative, leads nowhere else, and is not too long.
+
+    Control characters are refused. Bytes that are no UTF-8 are kept, as Python writes them.
+    """
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    parts = encoded.split(b"/")
+    return (
+        os.fsdecode(encoded) == name
+        and len(encoded) <= MAX_PATH_BYTES
+        and len(parts) <= MAX_DEPTH
+        and all(0 < len(part) <= MAX_NAME_BYTES and part not in (b".", b"..") for part in parts)
+        and not any(byte < 32 or byte == 127 for byte in encoded)
+    )
+
+
+def is_inner_link(name, target, place):
+    """Return whether a link leads to a path below the folder, whatever other such links it passes.
+
+    Args:
+        name: of the link below the folder, where all parents are folders.
+        target: what it holds.
+        place: absolute path of the folder.
+    """
+    if target.startswith("/"):
+        if target != place and not target.startswith(place.rstrip("/") + "/"):
+            return False
+        parts = target[len(place) :].split("/")
+        levels = 0
+    else:
+        parts = target.split("/")
+        levels = name.count("/")
+    parts = [part for part in parts if part not in ("", ".")]
+    while parts and parts[0] == ".." and levels:
+        levels -= 1
+        parts = parts[1:]
+    # Behind a name, ".." would leave the folder where that name is a link.
+    return not parts or is_plain_name("/".join(parts))
+
+
+# --- what it starts with ----------------------------------------------------------------------------------------
+
+
+def remove(path):
+    """Remove a path; raise RuntimeError if it is still there."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        raise RuntimeError(f"{path} could not be removed")
+
+
+def write_tree(path, folder):
+    """Write the folders, files and links of a tree into a folder; files replace those that were there."""
+    modes = []
+    with open(path, "rb") as tree:
+        for entry in json.loads(tree.readline()):
+            place = os.path.join(folder, entry[1])
+            if entry[0] == "folder":
+                if not os.path.isdir(place):
+                    os.mkdir(place, 0o700)
+                    modes.append((place, entry[2]))
+                continue
+            if os.path.lexists(place):
+                os.unlink(place)
+            if entry[0] == "link":
+                os.symlink(entry[2], place)
+                continue
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(place, flags, 0o600), "wb") as file:
+                file.write(tree.read(entry[3]))
+                os.fchmod(file.fileno(), entry[2])
+    for place, mode in reversed(modes):  # a folder may be read-only once it is complete
+        os.chmod(place, mode)
+
+
+# --- the job ----------------------------------------------------------------------------------------------------
 
 
 def main():
     """Read the job, run it, print the result."""
-    job = json.load(sys.stdin)
+    if os.getpid() > 2:
+        raise RuntimeError("the runner kills every process it can reach; it needs a process namespace of its own")
+    job = json.loads(sys.stdin.buffer.readline())
+    # No process of the same user may look into this one, or open its descriptors.
+    if ctypes.CDLL(None).prctl(_NOT_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise RuntimeError("the runner could not protect its memory")
     if "cpu_seconds" in job:
         resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_seconds"],) * 2)
+
     for path in job.get("remove", ()):
-        shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # a file or a link
-    with tarfile.open(job.get("archive", "job.tar")) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(job["root"], filter="data")
-        else:  # an older Python in an image, where nothing in the archive is the program's
-            archive.extractall(job["root"])
+        remove(path)
     os.makedirs(job["workdir"], exist_ok=True)
-    try:
-        exit_code = asyncio.run(run(job))
-    except OSError as error:  # no such program
-        exit_code = 127
-        with open("stderr.txt", "a") as file:
-            file.write(f"{error}\n")
-    result = {"exit_code": exit_code, "stdout": tail("stdout.txt"), "stderr": tail("stderr.txt")}
-    read_back = tail(job["read_back"]) if job["read_back"] else ""
-    workspace = pack(job["workdir"]) if job.get("pack", True) else None
-    print(json.dumps({**result, "workspace": workspace, "read_back": read_back or None}))
+    for tree, folder in job["trees"]:
+        write_tree(tree, folder)
+
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # unnamed: nobody can put others there
+        try:
+            exit_code = asyncio.run(run(job, out, err))
+        except OSError as error:  # no such program
+            exit_code = 127
+            err.write(f"{error}\n".encode())
+            err.flush()
+        gone = end_all_processes()
+        result = {"exit_code": exit_code, "stdout": tail(out), "stderr": tail(err)}
+    contents = b""
+    if not gone:
+        result["pack_problem"] = result["file_problem"] = "processes that it left kept starting others"
+    else:
+        if job["read_back"]:
+            result["file"], result["file_problem"] = read_back(job["root"], job["read_back"])
+        if job["pack"]:
+            packer = Packer(job["place"], **job["pack"])
+            try:
+                packer.add_folder(job["workdir"])
+                result["entries"] = packer.entries
+                contents = b"".join(packer.contents)
+            except (OSError, ValueError) as error:
+                result["pack_problem"] = str(error)
+            result["left_out"] = len(packer.left_out)
+            result["left_out_names"] = [ascii(name)[:200] for name in packer.left_out[:SHOWN_NAMES]]
+    sys.stdout.write(f"{job['token']}{json.dumps(result)}\n{base64.b64encode(contents).decode()}\n")
 
 
 if __name__ == "__main__":

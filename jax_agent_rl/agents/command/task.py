@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from jax_agent_rl.agents.command.workspace import file_entries
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.media import text_message
 
@@ -56,6 +57,13 @@ class CommandTask:
     build_context: Path | None = None
     image: str | None = None
     build_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for kind, files in (("files", self.files), ("tests", self.tests)):
+            try:
+                file_entries(files)
+            except ValueError as error:
+                raise DataError(f"{kind} of a task: {error}; names are paths below the folder, without ..") from None
 
 
 def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTask:

@@ -1,0 +1,431 @@
+"""Containers of Docker or Podman, of images from the tasks' own Dockerfiles.
+
+::
+
+    environment/Dockerfile ──build──► image ──► container: program ──commit──► container: tests ──► reward
+
+They have no network: the program reaches the endpoint by a Unix socket, as in the sandbox. The tests start on the file
+system that the program left, when none of its processes is there any more. Images need ``python3``.
+
+In its container the program is root, so it could replace what its tests run on: the interpreter, a library, pytest.
+Tests therefore run only if it left those of the image alone (:class:`ImagePlaces`); what it adds elsewhere is what the
+tests are about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jax_agent_rl.agents.command.machines import (
+    GRACE_SECONDS,
+    ISOLATED,
+    LOGS,
+    PORT,
+    RUNNER,
+    TEST_SETTINGS,
+    TESTS,
+    Job,
+    TaskMachine,
+    tests_of,
+)
+from jax_agent_rl.agents.command.task import CommandTask
+from jax_agent_rl.agents.command.workspace import (
+    MAX_HEADER_BYTES,
+    Entry,
+    JobResult,
+    WorkspaceLimits,
+    file_entries,
+    pack_tree,
+    read_result,
+)
+from jax_agent_rl.config.agent import CommandConfig
+from jax_agent_rl.errors import ConfigError, TrajectoryError
+
+OUTPUT_BYTES = 2 * MAX_HEADER_BYTES  # of a command of the runtime
+_LABEL = "jax_agent_rl"
+# What package managers and servers need of root's rights; the rest is dropped.
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL")
+_PULL_SECONDS, _PROBE_SECONDS, _COMMIT_SECONDS, _CALL_SECONDS = 600.0, 120.0, 300.0, 60.0
+_BYTECODE = f"{LOGS}/bytecode"
+_NO_WORKSPACE = WorkspaceLimits(max_bytes=0, max_entries=0)
+
+
+# --- what tests run on ------------------------------------------------------------------------------------------
+
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec")
+_LIBRARIES += ("/usr/local/lib", "/usr/local/lib64", "/etc/perl", "/usr/share/perl", "/usr/share/perl5")
+_LOADER_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.preload")
+_LOADER_FILES += ("/etc/ssl/openssl.cnf",)  # names modules that every process with OpenSSL loads
+_COMPILED = "__pycache__"
+
+_PROBE = """
+import json, os, sys
+def paths(name):
+    return [path for path in os.environ.get(name, "").split(":") if os.path.isabs(path)]
+def both(paths):
+    return sorted({found for path in paths for found in (os.path.normpath(path), os.path.realpath(path))})
+found = {"python": sys.executable, "commands": both(paths("PATH")), "names": []}
+for folder in found["commands"]:
+    if os.path.isdir(folder):
+        found["names"] += os.listdir(folder)
+libraries = json.loads(sys.argv[1])
+for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "RUBYLIB"):
+    libraries += paths(name)
+found["libraries"] = both(libraries + [path for path in sys.path if path])
+found["folders"] = list(found["libraries"])
+for library in found["libraries"]:
+    for place, folders, _ in os.walk(library):
+        found["folders"] += [os.path.join(place, folder) for folder in folders]
+print(json.dumps(found))
+"""
+
+
+class ImagePlaces(BaseModel):
+    """Places of an image that decide what its commands and interpreters do.
+
+    Attributes:
+        python: path of ``python3``.
+        commands: folders of ``PATH``.
+        names: commands in them.
+        libraries: folders of libraries and of Python's modules.
+        folders: all folders in ``libraries``.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    python: str
+    commands: frozenset[str]
+    names: frozenset[str]
+    libraries: frozenset[str]
+    folders: frozenset[str]
+
+    def forbidden(self, changes: str, workdir: str) -> list[str]:
+        """Return the changes after which tests would prove nothing.
+
+        In the folders of libraries nothing may change, except for compiled Python modules, which tests do not load. In
+        the folders of commands, none may be changed or removed, or hide another one.
+
+        Args:
+            changes: lines of ``docker diff``: A (added), C (changed) or D (deleted), and a path.
+            workdir: of the task, where the program may do as it likes.
+        """
+        inside_workdir = f"{workdir.rstrip('/')}/"
+        is_root = workdir == "/"
+        libraries = tuple(f"{library}/" for library in self.libraries)
+        found = []
+        for line in changes.splitlines():
+            kind, _, path = line.partition(" ")
+            folder, _, name = path.rpartition("/")
+            if kind == "C" and path in self.folders:
+                continue  # something in it changed
+            if not is_root and path.startswith(inside_workdir):
+                continue
+            if path in self.libraries or path.startswith(libraries):
+                is_forbidden = _COMPILED not in path.split("/")
+            elif folder in self.commands:
+                is_forbidden = kind != "A" or name in self.names or name == "pyvenv.cfg"
+            elif path.startswith(_LOADER_FILES):
+                is_forbidden = True
+            elif name == "pyvenv.cfg":  # beside the folder of an interpreter, it says where modules are
+                is_forbidden = any(command.startswith(f"{folder}/") for command in self.commands)
+            else:
+                is_forbidden = not folder and not is_root and name in TEST_SETTINGS
+            if is_forbidden:
+                found.append(line)
+        return found
+
+
+# --- the runtime ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    exit_code: int
+    stdout: bytes
+    stderr: str
+
+
+class _TooMuchOutputError(TrajectoryError):
+    """A command of the runtime printed more than ``OUTPUT_BYTES``."""
+
+
+class ContainerRuntime:
+    """Docker or Podman, by its command line.
+
+    Args:
+        settings: ``agent.command``; ``container`` is the command.
+    """
+
+    def __init__(self, settings: CommandConfig) -> None:
+        assert settings.container is not None
+        self.settings = settings
+        self._cli: str = settings.container
+        self._slots = asyncio.Semaphore(settings.max_running)
+        self._building: dict[str, asyncio.Lock] = {}
+        self._places: dict[str, ImagePlaces] = {}
+
+    async def check(self) -> None:
+        """Check that containers can be started here.
+
+        Raises:
+            ConfigError: the command is missing, or its service does not answer.
+        """
+        if shutil.which(self._cli) is None:
+            raise ConfigError(f"agent.command.container={self._cli}: there is no such command; install it, or set null")
+        answer = await self.call("info", seconds=_CALL_SECONDS)
+        if answer.exit_code:
+            raise ConfigError(
+                f"agent.command.container={self._cli}: `{self._cli} info` failed: {answer.stderr.strip()[-500:]}"
+            )
+
+    async def image(self, task: CommandTask) -> str:
+        """Return the image of a task, which is built or pulled on first use.
+
+        Raises:
+            TrajectoryError: it cannot be.
+        """
+        context = task.build_context
+        if context is not None:
+            name = f"jax-agent-rl-task:{await asyncio.to_thread(_digest, context)}"
+        else:
+            name = task.image or self.settings.image
+        if name is None:
+            raise TrajectoryError("the task has no Dockerfile; set agent.command.image to the image of such tasks")
+
+        async with self._building.setdefault(name, asyncio.Lock()):
+            if (await self.call("image", "inspect", name, seconds=_CALL_SECONDS)).exit_code == 0:
+                return name
+            if context is not None:
+                command = ("build", "--quiet", "--label", _LABEL, "--tag", name, str(context))
+            else:
+                command = ("pull", name)
+            answer = await self.call(*command, seconds=task.build_seconds or _PULL_SECONDS)
+        if answer.exit_code:
+            raise TrajectoryError(f"`{self._cli} {command[0]}` of {context or name}: {answer.stderr.strip()[-2000:]}")
+        return name
+
+    async def places(self, image: str) -> ImagePlaces:
+        """Return the places of an image that decide what its commands do.
+
+        Raises:
+            TrajectoryError: the image has no ``python3``, or cannot be run.
+        """
+        async with self._building.setdefault(image, asyncio.Lock()):
+            if image not in self._places:
+                options = ["--rm", "--label", _LABEL, "--network", "none", "--entrypoint", "python3"]
+                arguments = ["-I", "-c", _PROBE, json.dumps(_LIBRARIES)]
+                answer = await self.call("run", *options, image, *arguments, seconds=_PROBE_SECONDS)
+                try:
+                    self._places[image] = ImagePlaces.model_validate_json(answer.stdout)
+                except ValidationError:
+                    raise TrajectoryError(
+                        f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
+                    ) from None
+            return self._places[image]
+
+    async def run(
+        self,
+        image: str,
+        name: str,
+        job: Job,
+        trees: Sequence[tuple[str, Sequence[Entry]]],
+        *,
+        workdir: str,
+        python: str = "python3",
+        sockets: Mapping[Path, str] | None = None,
+        remove: Sequence[str] = (),
+    ) -> JobResult:
+        """Run a job in a new container, which stays until it is removed.
+
+        Args:
+            image: of the container.
+            name: of the container.
+            job: what to run.
+            trees: folders of the container, and what to write to each before.
+            workdir: working folder.
+            python: interpreter of the runner.
+            sockets: Unix sockets of this machine, and their places in the container.
+            remove: paths to remove before.
+        """
+        settings = self.settings
+        token = secrets.token_hex(32)
+        described = job.as_json(
+            token=token,
+            trees=[[f"/mnt/job/{number}.tree", folder] for number, (folder, _) in enumerate(trees)],
+            root="/",
+            workdir=workdir,
+            place=workdir,
+            remove=list(remove),
+            socket="/mnt/endpoint.sock",
+            cpu_seconds=settings.cpu_seconds,
+            bytecode=_BYTECODE,
+        )
+        with tempfile.TemporaryDirectory(prefix="jax-agent-rl-") as folder:
+            place = Path(folder)
+            await asyncio.to_thread(_write_trees, place, trees)
+            options = ["--interactive", "--name", name, "--label", _LABEL, "--network", "none", "--user", "0:0"]
+            options += ["--memory", f"{settings.memory_mb}m", "--pids-limit", str(settings.processes)]
+            options += ["--workdir", "/tmp", "--entrypoint", python]
+            options += ["--cap-drop", "ALL", *(f"--cap-add={capability}" for capability in _CAPABILITIES)]
+            options += ["--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
+            mounts = {place: "/mnt/job:ro", **(sockets or {})}
+            options += [f"--volume={source}:{target}" for source, target in mounts.items()]
+            # Compiled modules beside the standard library could be the program's.
+            runner = [*ISOLATED, "-X", "pycache_prefix=/mnt/job", "/mnt/job/runner.py"]
+            async with self._slots:
+                answer = await self.call(
+                    "run",
+                    *options,
+                    image,
+                    *runner,
+                    stdin=json.dumps(described).encode() + b"\n",
+                    seconds=job.seconds + GRACE_SECONDS,
+                )
+        if answer.exit_code in (125, 126, 127) and not answer.stdout:
+            raise TrajectoryError(f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}")
+        return await asyncio.to_thread(
+            read_result,
+            answer.stdout.decode("utf-8", "replace"),
+            token,
+            stopped=f"exit status {answer.exit_code} of the container",
+            stderr=answer.stderr,
+            limits=_NO_WORKSPACE,
+            place=workdir,
+        )
+
+    async def call(self, *arguments: str, stdin: bytes = b"", seconds: float) -> _Finished:
+        """Run the command line; exit status 124 after ``seconds``, as of ``timeout``.
+
+        Raises:
+            TrajectoryError: it printed more than ``OUTPUT_BYTES``.
+        """
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(self._cli, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            async with asyncio.timeout(seconds):
+                with contextlib.suppress(ConnectionError):
+                    process.stdin.write(stdin)
+                    await process.stdin.drain()
+                process.stdin.close()
+                stdout, stderr = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+                return _Finished(await process.wait(), stdout, stderr.decode(errors="replace"))
+        except TimeoutError:
+            return _Finished(124, b"", f"`{self._cli} {arguments[0]}` ran past {seconds:g} seconds")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def _write_trees(place: Path, trees: Sequence[tuple[str, Sequence[Entry]]]) -> None:
+    for number, (_, entries) in enumerate(trees):
+        (place / f"{number}.tree").write_bytes(pack_tree(entries))
+    shutil.copy(RUNNER, place / "runner.py")
+
+
+async def _read(stream: asyncio.StreamReader) -> bytes:
+    try:
+        await stream.readexactly(OUTPUT_BYTES + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    raise _TooMuchOutputError(f"the container printed more than {OUTPUT_BYTES >> 20} MiB")
+
+
+def _digest(folder: Path) -> str:
+    """Return a digest of a folder's files, hidden ones too: the Dockerfile and what it copies."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0{path.stat().st_mode}\0".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:24]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------
+
+
+class ContainerTask(TaskMachine):
+    """Runs one task in containers of ``runtime``."""
+
+    def __init__(self, runtime: ContainerRuntime, task: CommandTask) -> None:
+        self._runtime = runtime
+        self._task = task
+        self._name = f"jax-agent-rl-{secrets.token_hex(8)}"
+        self._workdir = task.workdir
+        self._image: str | None = None
+
+    async def run_program(
+        self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
+    ) -> JobResult:
+        self._image = image = await self._runtime.image(self._task)
+        if self._task.build_context or self._task.image:
+            found = await self._runtime.call(
+                "image", "inspect", "--format={{.Config.WorkingDir}}", image, seconds=_CALL_SECONDS
+            )
+            self._workdir = found.stdout.decode().strip() or "/"
+        trees = [
+            ("/", file_entries({}, folders=_FOLDERS)),
+            ("/tmp", file_entries(files)),
+            (self._workdir, file_entries(self._task.files)),
+        ]
+        job = Job(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
+        sockets = {endpoint: "/mnt/endpoint.sock"}
+        return await self._runtime.run(image, self._name, job, trees, workdir=self._workdir, sockets=sockets)
+
+    async def run_tests(self, seconds: float) -> JobResult:
+        assert self._image is not None, "the program runs first"
+        # It still runs if its time was up before that of its container; what fails here has ended.
+        await self._runtime.call("kill", self._name, seconds=_CALL_SECONDS)
+        places = await self._runtime.places(self._image)
+        problem = await self._forbidden_change(places)
+        if problem is not None:
+            return JobResult(stopped=problem)
+        left = f"{self._name}:left"
+        answer = await self._runtime.call("commit", "--quiet", self._name, left, seconds=_COMMIT_SECONDS)
+        if answer.exit_code:
+            raise TrajectoryError(f"the program's container cannot be saved: {answer.stderr.strip()[-500:]}")
+        trees = [("/", file_entries({}, folders=_FOLDERS)), (TESTS, file_entries(tests_of(self._task)))]
+        return await self._runtime.run(
+            left,
+            f"{self._name}-tests",
+            Job(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True),
+            trees,
+            workdir=self._workdir,
+            python=places.python,
+            remove=[TESTS, LOGS],  # what the program put there
+        )
+
+    async def _forbidden_change(self, places: ImagePlaces) -> str | None:
+        """Return why no tests can run on what the program left; None if they can."""
+        try:
+            changes = await self._runtime.call("diff", self._name, seconds=_COMMIT_SECONDS)
+        except _TooMuchOutputError:
+            return "the program changed more files than can be listed"
+        if changes.exit_code:
+            raise TrajectoryError(f"the program's changes cannot be listed: {changes.stderr.strip()[-500:]}")
+        text = changes.stdout.decode("utf-8", "replace")
+        found = await asyncio.to_thread(places.forbidden, text, self._workdir)
+        if not found:
+            return None
+        return f"the program changed what its tests run on ({len(found)} paths): {'; '.join(found[:5])!a:.500}"
+
+    async def aclose(self) -> None:
+        """Remove the containers and the image of what the program left."""
+        for command in (("rm", "--force", self._name, f"{self._name}-tests"), ("rmi", "--force", f"{self._name}:left")):
+            await self._runtime.call(*command, seconds=_CALL_SECONDS)
+
+
+_FOLDERS = ("logs/verifier", "tests")
