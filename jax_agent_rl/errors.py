@@ -39,7 +39,7 @@
     │   └── LaunchUnansweredError   the cloud could not be reached, which may pass
     ├── NothingToTrainError         every trajectory of several batches in a row was lost
     ├── DisagreementError           engine and learner disagree about the same weights -> do what the diagnosis says
-    └── NonFiniteError              too many non-finite gradient steps in a row
+    └── NonFiniteError              too many steps in a row in which no update of a model was finite
 
 Two questions decide what happens to a failure: *whose* it is (config, data, engine, tool, reward) and
 *how far* it reaches. ``TrajectoryError`` reaches one rollout: it is counted under its ``drop_reason`` and the
@@ -133,7 +133,7 @@ class DropReason(StrEnum):
     INTERACTION_ERROR = "interaction_error"
     """The simulated user failed or took too long."""
     NON_FINITE = "non_finite"
-    """The learner step it was part of had a non-finite gradient and was skipped."""
+    """Every update of its mini-batch had a non-finite gradient and was skipped."""
     TRAJECTORY_TIMEOUT = "trajectory_timeout"
     """It ran past ``rollout.trajectory_timeout``."""
     STRAGGLER = "straggler"
@@ -338,7 +338,7 @@ class NothingToTrainError(JaxAgentRLError):
 
 
 class NonFiniteError(JaxAgentRLError):
-    """Several learner steps in a row had non-finite gradients; the run was stopped."""
+    """A model had no update with a finite gradient in several training steps in a row; the run was stopped."""
 
 
 class DisagreementError(JaxAgentRLError):

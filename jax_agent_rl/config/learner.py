@@ -155,7 +155,11 @@ class RowsConfig(OptimizerSection):
         description="Weight of the load-balancing loss of mixture-of-experts models. If positive, each update starts "
         "with a forward pass that counts how its tokens are routed.",
     )
-    max_nonfinite_steps: Positive = Field(default=3, description="Stop after this many consecutive non-finite steps.")
+    max_nonfinite_steps: Positive = Field(
+        default=3,
+        description="Stop after this many training steps in a row in which every update of a model had a non-finite "
+        "gradient and was skipped. The policy, the critic and each adapter count their own.",
+    )
     lora: LoraConfig | None = Field(
         default=None, description="Train adapters and freeze the model; null trains the whole model."
     )

@@ -22,7 +22,7 @@ from jax_agent_rl.learner.advantages import scored_batch
 from jax_agent_rl.learner.batch import segment_lengths
 from jax_agent_rl.learner.correction import behaviour_weights, correct, mismatch
 from jax_agent_rl.learner.losses import kl_forward, term_weights
-from jax_agent_rl.learner.metrics import Comparison, comparable, compare
+from jax_agent_rl.learner.metrics import Comparison, UpdateRecord, comparable, compare
 from jax_agent_rl.types import Group, Trajectory
 
 PerTerm = list[np.ndarray]
@@ -57,7 +57,8 @@ class Experience:
         terms: by the name under which the losses read them.
         value_terms: the same for the critic; empty without one.
         candidates: of the reference, not per token; None unless the KL is over them.
-        kl: mean distance to the reference, nats per token; NaN without one, and over candidates.
+        kl: mean distance to the reference over trajectories with a token of their own, nats per token; NaN without
+            one, and over candidates.
         metrics: named floats for the log.
     """
 
@@ -84,6 +85,24 @@ class Experience:
         """Return the ids of trajectories without an active token."""
         trajectories = (t for group in groups for t in group.trajectories)
         return frozenset(t.trajectory_id for t, mask in zip(trajectories, self.active, strict=True) if not mask.any())
+
+    def unapplied(self, groups: Sequence[Group], updates: Sequence[UpdateRecord]) -> frozenset[str]:
+        """Return the ids of trajectories with an active token of whose mini-batch no update was applied.
+
+        Args:
+            groups: of the step.
+            updates: of the model that the trajectories were to train.
+        """
+        trajectories = [t for group in groups for t in group.trajectories]
+        applied: set[int] = set()
+        for update in updates:
+            if update.finite:
+                applied.update(range(len(trajectories))[update.members])
+        return frozenset(
+            trajectory.trajectory_id
+            for at, trajectory in enumerate(trajectories)
+            if self.active[at].any() and at not in applied
+        )
 
     def by_trajectory(self, groups: Sequence[Group]) -> dict[str, dict[str, np.ndarray]]:
         """Return numbers per token of each active trajectory, for the log; see ``UpdateResult.tokens``."""
@@ -153,7 +172,8 @@ def build_experience(
     if estimated.returns is not None and scores.values is not None:
         old_values = [values[:-1] for values in scores.values]
         value_terms = {"returns": _at(estimated.returns, sampled), "old_value": _at(old_values, sampled)}
-    kl = float(np.mean([d.mean() for d in distances])) if distances else float("nan")
+    measured = [distance.mean() for distance in distances if len(distance)]  # a grammar may decide every token
+    kl = float(np.mean(measured)) if measured else float("nan")
     segments = [segment_lengths(t) for t in samples.trajectories]
     return Experience(
         active=active,

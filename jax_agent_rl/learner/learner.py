@@ -9,7 +9,8 @@
                 terms ─────► Batch: what each token contributes to the loss              experience
                 gradients ─► sums over micro-batches of fixed shape                      optimized_params
                 apply ─────► clip, update; a non-finite gradient changes nothing         optimizer
-           ─► UpdateResult                                                               metrics
+           ─► end of the step: each model counts its non-finite steps by itself          optimized_params
+           ─► UpdateResult: also whose updates were applied                              metrics
 
 ``programs`` compiles what the stages run: the losses of ``objective`` and the scoring passes.
 Micro-batches have a fixed shape, so another number of trajectories compiles nothing.
@@ -30,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig
-from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import Batch
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.experience import (
@@ -103,7 +103,6 @@ class Learner:
         self.model = model
         self._algorithm, self._config, self._critic_config = algorithm, config, critic or CriticConfig()
         self._mesh = make_mesh(config.mesh)
-        self._nonfinite_in_a_row = 0
         self._kl_coef, self._steps = float(np.float32(algorithm.kl.coef)), 0
         self._score_by = score_by
         self.state_before: HostState | None = None
@@ -134,24 +133,38 @@ class Learner:
             rate = learning_rate(self._critic_config, total_steps)
             own = Parameterization.critic(model, initial, config, mesh=self._mesh)
             programs = self._programs.critic(own, self._critic_config, rate=rate)
-            self._critic = OptimizedParams(own.params, frozen=own.frozen, programs=programs)
+            self._critic = OptimizedParams(
+                own.params, frozen=own.frozen, programs=programs, name="critic", section="critic"
+            )
 
     @property
     def state(self) -> LearnerState:
         """The state to checkpoint: after the last :meth:`update` that is final. The next one donates its buffers."""
         if (before := self.state_before) is not None:
             return before.on_device()
-        numbers = (np.float32(self._kl_coef), np.int32(self._steps), np.int32(self._nonfinite_in_a_row))
-        scalars = (place(x, replicated(self._mesh)) for x in numbers)
-        return LearnerState(self._policy.state, self._critic and self._critic.state, *scalars)
+
+        def scalar(number: np.generic) -> Any:
+            return place(number, replicated(self._mesh))
+
+        critic = self._critic
+        return LearnerState(
+            policy=self._policy.state,
+            critic=None if critic is None else critic.state,
+            kl_coef=scalar(np.float32(self._kl_coef)),
+            steps=scalar(np.int32(self._steps)),
+            nonfinite=scalar(np.int32(self._policy.nonfinite_steps)),
+            critic_nonfinite=None if critic is None else scalar(np.int32(critic.nonfinite_steps)),
+        )
 
     @state.setter
     def state(self, state: LearnerState) -> None:
         self._policy.state = state.policy
-        if self._critic is not None and state.critic is not None:
+        self._policy.nonfinite_steps = int(state.nonfinite)
+        if self._critic is not None and state.critic is not None and state.critic_nonfinite is not None:
             self._critic.state = state.critic
-        self._kl_coef, self._steps = float(state.kl_coef), int(state.steps)
-        self._nonfinite_in_a_row = int(state.nonfinite)
+            self._critic.nonfinite_steps = int(state.critic_nonfinite)
+        self._kl_coef = float(state.kl_coef)
+        self._steps = int(state.steps)
 
     @property
     def params(self) -> Params:
@@ -175,14 +188,17 @@ class Learner:
         """Return what :attr:`params` would be with these trained parameters."""
         return self._merge(trained, self._policy.frozen)
 
-    def twin(self) -> Learner:
+    def twin(self, name: str = "policy") -> Learner:
         """Return a learner with a copy of the trained parameters and a new optimizer, and the same frozen ones.
 
         It runs the same programs. A learner with a critic has no twin.
+
+        Args:
+            name: of its policy, for messages.
         """
         assert self._critic is None
-        twin = copy.copy(self)
-        twin._policy = OptimizedParams(self.trained, frozen=self._policy.frozen, programs=self._programs.policy)
+        twin, programs = copy.copy(self), self._programs.policy
+        twin._policy = OptimizedParams(self.trained, frozen=self._policy.frozen, programs=programs, name=name)
         return twin
 
     def params_before(self) -> Params | None:
@@ -231,7 +247,8 @@ class Learner:
 
         Raises:
             StepCancelled: the step was cancelled; nothing has changed.
-            NonFiniteError: ``max_nonfinite_steps`` updates in a row were skipped; nothing else has changed.
+            NonFiniteError: in ``max_nonfinite_steps`` steps in a row no update of a model was finite; this one is
+                undone.
         """
         begin, cancellation = time.perf_counter(), cancellation or StepCancellation()
         minis, experience = self._prepare(groups, masked=masked, since=check.since)
@@ -242,18 +259,27 @@ class Learner:
         is_single = len(minis) * self._config.ppo_epochs == 1 and self._critic is None
         with contextlib.nullcontext() if is_single else all_or_nothing(self, cancellation):
             policy, critic = self._optimize(minis, experience, tick, cancellation)
+            self._end_step(policy, critic)
+        # While only the critic learns, it is what trajectories are used for.
+        trained = critic if self._is_warming_up else policy
         self._steps += 1
-        skipped = not all(record.finite for record in (*policy, *critic))
         batches = [mini.batch for mini in minis]
         metrics = step_metrics(policy, critic, batches, seconds=time.perf_counter() - begin)
         if self._programs.model.experts is not None:
             metrics |= replay_metrics(batches)
+        is_updated = any(record.finite for record in policy)
         return UpdateResult(
-            metrics=metrics | experience.metrics | self._control_kl(experience, skipped),
-            skipped=skipped,
+            metrics=metrics | experience.metrics | self._control_kl(experience, is_updated),
+            skipped=bool(trained) and not any(record.finite for record in trained),
             rejected=experience.inactive(groups).difference(masked),
+            unapplied=experience.unapplied(groups, trained),
             tokens=experience.by_trajectory(groups),
         )
+
+    @property
+    def _is_warming_up(self) -> bool:
+        """Whether the next step trains the critic alone."""
+        return self._steps < self._warmup_steps
 
     # --- pack, score, build experience --------------------------------------------------------------------------
 
@@ -294,8 +320,7 @@ class Learner:
         cancellation: StepCancellation,
     ) -> tuple[list[UpdateRecord], list[UpdateRecord]]:
         """Run all epochs and mini-batches; return records of the policy's and of the critic's updates."""
-        warming_up = self._steps < self._warmup_steps
-        models = int(not warming_up) + int(self._critic is not None)
+        models = int(not self._is_warming_up) + int(self._critic is not None)
         total = sum(-(-m.batch.num_rows // self._scorer.rows) for m in minis) * self._config.ppo_epochs * models
         done = itertools.count(1)
         policy: list[UpdateRecord] = []
@@ -308,9 +333,9 @@ class Learner:
         for mini in [*minis] * self._config.ppo_epochs:
             policy_batch, critic_batch = self._with_terms(mini, experience)
             if self._critic is not None:
-                critic += self._train(self._critic, critic_batch, ticked, cancellation)
-            if not warming_up:
-                policy += self._train(self._policy, policy_batch, ticked, cancellation)
+                critic += self._train(self._critic, critic_batch, mini.members, ticked, cancellation)
+            if not self._is_warming_up:
+                policy += self._train(self._policy, policy_batch, mini.members, ticked, cancellation)
         return policy, critic
 
     def _with_terms(self, mini: MiniBatch, experience: Experience) -> tuple[Batch, Batch]:
@@ -331,7 +356,12 @@ class Learner:
         return batch, mini.batch.with_terms(**critic)
 
     def _train(
-        self, model: OptimizedParams, batch: Batch, tick: Callable[[], None], cancellation: StepCancellation
+        self,
+        model: OptimizedParams,
+        batch: Batch,
+        members: slice,
+        tick: Callable[[], None],
+        cancellation: StepCancellation,
     ) -> list[UpdateRecord]:
         """Run one update; none if no token of it is trained on (the optimizer's momentum would still move it)."""
         if not batch.terms["weight"].any():
@@ -346,31 +376,29 @@ class Learner:
         if is_policy and self._uninspected is not None:  # later updates are of parameters that the engine does not have
             inspect, self._uninspected = self._uninspected, None
             inspect(Comparison.from_statistics(statistics))
-        applied = model.apply(gradients, self._steps - self._warmup_steps * is_policy, cancellation)
-        self._count_nonfinite(applied.finite, applied.norm)
-        return [UpdateRecord(statistics=statistics, **vars(applied))]
+        step = self._steps
+        if is_policy:
+            step -= self._warmup_steps  # its schedule begins after the critic's warm-up
+        applied = model.apply(gradients, step, cancellation)
+        return [UpdateRecord(statistics=statistics, members=members, **vars(applied))]
 
-    def _count_nonfinite(self, finite: bool, norm: float) -> None:
-        if finite:
-            self._nonfinite_in_a_row = 0
-            return
-        self._nonfinite_in_a_row += 1
+    def _end_step(self, policy: Sequence[UpdateRecord], critic: Sequence[UpdateRecord]) -> None:
+        """Let each model count the step by its own updates; raise NonFiniteError at the limit of one."""
         limit = self._config.max_nonfinite_steps
-        logger.warning("gradient norm is %s: the update was skipped (%d in a row)", norm, self._nonfinite_in_a_row)
-        if self._nonfinite_in_a_row >= limit:
-            raise NonFiniteError(
-                f"{limit} updates in a row had non-finite gradients; the parameters are those before them. "
-                "Lower learner.learning_rate, or look at the rewards of the last step in trajectories.jsonl"
-            )
+        self._policy.end_step(policy)
+        if self._critic is not None:  # first, as what it says of values reaches the policy's gradient
+            self._critic.end_step(critic)
+            self._critic.require_finite(limit)
+        self._policy.require_finite(limit)
 
     # --- KL to the reference ------------------------------------------------------------------------------------
 
-    def _control_kl(self, experience: Experience, skipped: bool) -> dict[str, float]:
-        """Adapt the coefficient to what the step measured, and return metrics."""
+    def _control_kl(self, experience: Experience, is_updated: bool) -> dict[str, float]:
+        """Adapt the coefficient to what the step measured, if any update of the policy was applied; return metrics."""
         kl = self._algorithm.kl
         if kl.where == "none":
             return {}
-        if kl.controller == "adaptive" and not skipped and np.isfinite(experience.kl):
+        if kl.controller == "adaptive" and is_updated and np.isfinite(experience.kl):
             count = len(experience.active)
             coef = adapt_kl_coef(self._kl_coef, experience.kl, count, target=kl.target, horizon=kl.horizon)
             # Rounded to what a checkpoint keeps, so that a resumed run goes on with the very same number.

@@ -28,29 +28,37 @@ class UpdateResult:
 
     Attributes:
         metrics: named floats for the log.
-        skipped: an update had a non-finite gradient and changed nothing.
+        skipped: every update of the policy had a non-finite gradient, so that nothing was learned; while only a critic
+            learns, every update of that.
         rejected: ids of trajectories with every token rejected.
-        tokens: by id of each trained trajectory, numbers per token with loss over all its sequences: float64
-            ``advantages`` and, where computed, ``old_logprobs``.
+        unapplied: ids of trajectories with a token to train on of whose mini-batch no update was applied, since its
+            gradients were not finite. Of a step of several mini-batches these may be a part.
+        tokens: by id of each trajectory with a token to train on, numbers per token with loss over all its sequences:
+            float64 ``advantages`` and, where computed, ``old_logprobs``.
     """
 
     metrics: dict[str, float]
     skipped: bool
     rejected: frozenset[str] = frozenset()
+    unapplied: frozenset[str] = frozenset()
     tokens: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord(Applied):
-    """One optimizer update with its summed statistics."""
+    """One optimizer update: ``statistics`` are summed over its mini-batch, ``members`` its trajectories in the step."""
 
     statistics: dict
+    members: slice
 
 
 def step_metrics(
     policy: Sequence[UpdateRecord], critic: Sequence[UpdateRecord], batches: Sequence[Batch], *, seconds: float
 ) -> dict[str, float]:
-    """Return one flat record over all updates of a step; a model that was not trained has no metrics."""
+    """Return one flat record over the updates of a step; a model that was not trained has no metrics.
+
+    Means are over the updates that were applied; if none was, over all of them.
+    """
     tokens, nodes = sum(b.num_tokens for b in batches), sum(b.num_nodes for b in batches)
     shared = {
         "batch_tokens": float(tokens),
@@ -71,12 +79,15 @@ def replay_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     return {"router_replay_share": known / sum(batch.num_nodes for batch in batches)}
 
 
-def _policy(records: Sequence[UpdateRecord]) -> dict[str, float]:
-    if not records:
+def _policy(updates: Sequence[UpdateRecord]) -> dict[str, float]:
+    if not updates:
         return {}
+    records = _applied(updates)
     sums, terms = _sums(records)
     balance = {"router_aux_loss": sums["router_aux"] / len(records)} if "router_aux" in sums else {}
     return balance | {
+        "updates": float(len(updates)),
+        "nonfinite_updates": float(sum(not update.finite for update in updates)),
         "loss": sums["loss"] / len(records),
         "learning_rate": records[-1].rate,
         "grad_norm": float(np.mean([record.norm for record in records])),
@@ -91,14 +102,16 @@ def _policy(records: Sequence[UpdateRecord]) -> dict[str, float]:
     }
 
 
-def _critic(records: Sequence[UpdateRecord]) -> dict[str, float]:
-    if not records:
+def _critic(updates: Sequence[UpdateRecord]) -> dict[str, float]:
+    if not updates:
         return {}
+    records = _applied(updates)
     sums, terms = _sums(records)
     mean = sums["returns"] / terms
     variance = sums["squared_returns"] / terms - mean**2
     unexplained = sums["squared_error"] / terms / variance if variance > 1e-12 else 1.0
     return {
+        "critic_nonfinite_updates": float(sum(not update.finite for update in updates)),
         "critic_loss": sums["loss"] / len(records),
         "critic_learning_rate": records[-1].rate,
         "critic_grad_norm": float(np.mean([record.norm for record in records])),
@@ -107,6 +120,11 @@ def _critic(records: Sequence[UpdateRecord]) -> dict[str, float]:
         "return_mean": mean,
         "critic_explained_variance": 1 - unexplained,
     }
+
+
+def _applied(updates: Sequence[UpdateRecord]) -> Sequence[UpdateRecord]:
+    """Return the updates with finite gradients; if there is none, all, so that the log shows what they were."""
+    return [update for update in updates if update.finite] or updates
 
 
 def _sums(records: Sequence[UpdateRecord]) -> tuple[dict[str, float], float]:

@@ -29,7 +29,15 @@ from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.types import Group
 
-_SUMS = ("batch_tokens", "computed_tokens", "rows", "learner_seconds", "trained_tokens")
+_SUMS = (
+    "batch_tokens",
+    "computed_tokens",
+    "rows",
+    "learner_seconds",
+    "trained_tokens",
+    "updates",
+    "nonfinite_updates",
+)
 
 
 class MultiAdapterLearner:
@@ -43,7 +51,7 @@ class MultiAdapterLearner:
 
     def __init__(self, learner: Learner, lora: LoraConfig, names: Sequence[str]) -> None:
         self._lora = lora
-        self._learners = {name: learner.twin() for name in sorted(set(names))}
+        self._learners = {name: learner.twin(f"adapter {name!r}") for name in sorted(set(names))}
         self.state_before: HostState | None = None
 
     @property
@@ -146,7 +154,8 @@ def combined(results: Mapping[str, UpdateResult]) -> UpdateResult:
     }
     return UpdateResult(
         metrics=metrics,
-        skipped=any(result.skipped for result in results.values()),
+        skipped=all(result.skipped for result in results.values()),
         rejected=frozenset().union(*(result.rejected for result in results.values())),
+        unapplied=frozenset().union(*(result.unapplied for result in results.values())),
         tokens={name: values for result in results.values() for name, values in result.tokens.items()},
     )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -21,10 +22,13 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_agent_rl.config.learner import OptimizerSection
+from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.optimizer import TrainState, check_patterns, make_optimizer
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.sharding import place
+
+logger = logging.getLogger(__name__)
 
 Arrays = dict[str, jax.Array]
 Statistics = dict[str, Arrays]
@@ -130,22 +134,39 @@ def exchange_options(mesh: Any) -> dict[str, Any]:
 
 
 class OptimizedParams:
-    """Parameters, optimizer state, and updates by the programs of both.
+    """One model in training: parameters, optimizer state, updates by the programs of both, and the guard of these.
+
+    What is counted of a model's updates is counted here, so that no other model, finite or not, changes it.
 
     Args:
         params: initial parameters; copied.
         frozen: parameters that are read and never change.
         programs: made for parameters of these shapes.
+        name: of the model, for messages.
+        section: of the configuration, that of its optimizer, for messages.
 
     Attributes:
         state: its buffers are donated by :meth:`apply`.
         frozen: as given.
+        nonfinite_steps: training steps in a row in which every update of this model had a non-finite gradient; part of
+            a checkpoint, see :class:`LearnerState`.
     """
 
-    def __init__(self, params: Params, *, frozen: Params, programs: UpdatePrograms) -> None:
+    def __init__(
+        self,
+        params: Params,
+        *,
+        frozen: Params,
+        programs: UpdatePrograms,
+        name: str = "policy",
+        section: str = "learner",
+    ) -> None:
         # A copy: the buffers are donated, so they must be our own.
         self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
         self.frozen = frozen
+        self.nonfinite_steps = 0
+        self._name = name
+        self._section = section
         self._programs = programs
 
     @property
@@ -195,6 +216,25 @@ class OptimizedParams:
             if not finite:
                 cancellation.unchanged()
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
+
+    def end_step(self, updates: Sequence[Applied]) -> None:
+        """Count a training step as finite if any of this model's updates was; without updates it does not count."""
+        for update in updates:
+            if not update.finite:
+                logger.warning("%s: gradient norm is %s: the update was skipped", self._name, update.norm)
+        if any(update.finite for update in updates):
+            self.nonfinite_steps = 0
+        elif updates:
+            self.nonfinite_steps += 1
+
+    def require_finite(self, limit: int) -> None:
+        """Raise NonFiniteError after ``limit`` training steps in a row that were not finite."""
+        if self.nonfinite_steps >= limit:
+            raise NonFiniteError(
+                f"the {self._name} had no update with a finite gradient in {self.nonfinite_steps} training steps in a "
+                f"row (learner.max_nonfinite_steps={limit}); its parameters are those before them. Lower "
+                f"{self._section}.learning_rate, or look at the rewards or rows of the last step"
+            )
 
 
 def _init(optimizer: OptimizerSection, params: Params) -> TrainState:
@@ -266,7 +306,8 @@ class LearnerState:
         critic: the critic's, with adv_estimator gae.
         kl_coef: float32, the KL controller's coefficient.
         steps: int32, calls of :meth:`Learner.update`.
-        nonfinite: int32, updates skipped in a row.
+        nonfinite: int32, ``nonfinite_steps`` of the policy.
+        critic_nonfinite: int32, those of the critic; None without one.
     """
 
     policy: TrainState
@@ -274,6 +315,7 @@ class LearnerState:
     kl_coef: jax.Array
     steps: jax.Array
     nonfinite: jax.Array
+    critic_nonfinite: jax.Array | None = None
 
 
 class HostState:

@@ -131,12 +131,15 @@ class SequenceLearner:
     @property
     def state(self) -> LearnerState:
         """The state to checkpoint, in the form of the RL learner's; the next :meth:`optim_step` donates its buffers."""
-        numbers = (np.float32(0), np.int32(self._policy.state.updates), np.int32(0))
-        return LearnerState(self._policy.state, None, *(place(x, replicated(self._mesh)) for x in numbers))
+        updates, nonfinite = np.int32(self._policy.state.updates), np.int32(self._policy.nonfinite_steps)
+        scalars = (place(x, replicated(self._mesh)) for x in (np.float32(0), updates, nonfinite))
+        return LearnerState(self._policy.state, None, *scalars)
 
     @state.setter
     def state(self, state: LearnerState) -> None:
-        self._policy.state, self._gradients = state.policy, None
+        self._policy.state = state.policy
+        self._policy.nonfinite_steps = int(state.nonfinite)
+        self._gradients = None
 
     @property
     def params(self) -> Params:
@@ -229,6 +232,10 @@ class SequenceLearner:
         metrics = {name: total if name == "router_aux" else total / count for name, total in totals.items()}
         return ForwardBackward(loss=value, logprobs=batch.gather_terms(logprobs), metrics=metrics)
 
+    def require_finite(self, limit: int) -> None:
+        """Raise NonFiniteError after ``limit`` calls of :meth:`optim_step` in a row with non-finite gradients."""
+        self._policy.require_finite(limit)
+
     def optim_step(self, numbers: AdamParams) -> Applied:
         """Update the parameters by the gradients since the last update, and forget those.
 
@@ -247,7 +254,9 @@ class SequenceLearner:
         gradients = programs.zeros(self._policy.state.params) if self._gradients is None else self._gradients
         self._gradients = None
         self._policy.state, norm, finite, rate = self._apply(self._policy.state, gradients, placed)
-        return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
+        applied = Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
+        self._policy.end_step([applied])
+        return applied
 
     def _pack(self, data: Sequence[TrainingSequence]) -> Batch:
         vocab_size = self.model.vocab_size

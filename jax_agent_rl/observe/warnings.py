@@ -24,6 +24,9 @@ clipped >= 0.2; for sequence ratios >= 0.4 (ends at half)
     Clipped terms have no gradient. Schulman et al. 2017 clip rare outliers; a fifth of all tokens means that the
     policy moves further per batch than the trust region allows. Sequence ratios are clipped a hundred times as often
     in healthy runs (Zheng et al. 2025, GSPO, arXiv 2507.18071, figure 2: 0.15).
+nonfinite_updates >= 1 in a step
+    A gradient that is not finite is a fault of the numbers, never noise. Its update changes nothing, and its
+    trajectories are dropped, so a run may go on like that without learning from a part of its data.
 logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale, whose gap is the policy's progress
     NeMo RL's release tests allow mean exp |gap| < 1.05 between engine and learner, that is 0.05 nats.
 logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2 times)
@@ -51,6 +54,12 @@ from typing import Any
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.run import has_own_devices, uses_tools
 from jax_agent_rl.observe.watch import NoReward, Record, RewardWithoutAccuracy, Rule, SinceBest, SinceLast, SinceStart
+
+
+def nonfinite_updates(record: Record) -> float | None:
+    """Return how many updates of a step, of policy and critic, were skipped; None if there was none to make."""
+    counts = [record[name] for name in ("nonfinite_updates", "critic_nonfinite_updates") if name in record]
+    return sum(counts) if counts else None
 
 
 def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule]:
@@ -116,6 +125,16 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ends=clipped / 2,
             message="{value:.0%} of the " + ("sequences" if sequence else "tokens") + " were clipped: no gradient",
             advice="lower learner.learning_rate, learner.num_minibatches or learner.ppo_epochs",
+        ),
+        Rule(
+            name="nonfinite_updates",
+            value=nonfinite_updates,
+            begins=1,
+            ends=1,
+            steps=1,
+            message="{value:.0f} updates of a step had a gradient that was not finite, and changed nothing",
+            advice="look for extreme rewards ('jax-agent-rl view RUN --sort best' and worst; advantage_abs_max in "
+            f"metrics.jsonl), or lower learner.learning_rate={config.learner.learning_rate:g}",
         ),
         Rule(
             name="logprob_gap_growing",

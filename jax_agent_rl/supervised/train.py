@@ -23,7 +23,6 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.errors import NonFiniteError
 from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.optimizer import learning_rate
@@ -132,7 +131,7 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
         ConfigError, DataError, ModelError, CheckpointError: the user has to fix something.
-        NonFiniteError: gradients were not finite several times in a row.
+        NonFiniteError: gradients were not finite in ``learner.max_nonfinite_steps`` steps in a row.
     """
     with Interruption(console.print, exit_within) as interruption:
         run = _Run(config, resume, console)
@@ -182,7 +181,7 @@ class _Run:
         steps = math.ceil(self._last_row / trainer.batch_size)
         self._steps = min(steps, trainer.steps or steps)
         self._rate = learning_rate(config.learner, self._steps)
-        self.step = self._evaluated = self._nonfinite = 0
+        self.step = self._evaluated = 0
         self._checkpointer = Checkpointer(folder.checkpoints, keep=trainer.keep_checkpoints)
 
     def run(self, resume: bool) -> None:
@@ -237,15 +236,7 @@ class _Run:
             f"{self.step:>4}/{self._steps}  {shown}  gradient {applied.norm:.2f}  "
             f"{line['learner_tokens_per_second']:.0f} tokens/s  {duration(left)} left"
         )
-        self._check_finite(applied.finite)
-
-    def _check_finite(self, finite: bool) -> None:
-        self._nonfinite = 0 if finite else self._nonfinite + 1
-        if self._nonfinite >= self._config.learner.max_nonfinite_steps:
-            raise NonFiniteError(
-                f"{self._nonfinite} updates in a row had non-finite gradients, the last in step {self.step}; the "
-                "parameters are those before them. Lower learner.learning_rate, or look at the rows"
-            )
+        self._learner.require_finite(section.max_nonfinite_steps)
 
     def _evaluate(self) -> None:
         self._progress.phase(f"evaluation after step {self.step}")

@@ -92,14 +92,17 @@ class RunRecord:
 
 
 def account(accounting: Accounting, selection: Selection, result: UpdateResult) -> None:
-    """Count every trajectory that was handed to the learner as trained or dropped."""
+    """Count every trajectory that was handed to the learner as trained or dropped.
+
+    Trained are those of mini-batches of which an update was applied; the rest of such a step is dropped.
+    """
     for trajectory_id in (t.trajectory_id for group in selection.groups for t in group.trajectories):
         if trajectory_id in selection.masked:
             accounting.drop([trajectory_id], selection.masked[trajectory_id])
-        elif result.skipped:
-            accounting.drop([trajectory_id], DropReason.NON_FINITE)
         elif trajectory_id in result.rejected:
             accounting.drop([trajectory_id], DropReason.REJECTED)
+        elif trajectory_id in result.unapplied:
+            accounting.drop([trajectory_id], DropReason.NON_FINITE)
         else:
             accounting.train([trajectory_id])
 

@@ -140,6 +140,8 @@ def test_a_healthy_run_has_no_warnings():
         ("no_reward", {"reward_max": 0.0}, "jax-agent-rl doctor"),
         ("tool_errors", {"tool_error_share": 0.4}, "agent.tool_timeout"),
         ("clipped", {"clip_fraction": 0.3}, "learner.learning_rate"),
+        ("nonfinite_updates", {"nonfinite_updates": 1.0}, "learner.learning_rate"),
+        ("nonfinite_updates", {"nonfinite_updates": 0.0, "critic_nonfinite_updates": 2.0}, "learner.learning_rate"),
         ("logprob_gap", {"logprob_gap_mean": 0.06}, "rollout.deterministic"),
         ("tools_unused", {"tool_calls_mean": 0.0}, "agent.default_agent"),
         ("learner_idle", {"learner_idle_share": 0.6, "engine_busy_share": 0.2}, "trainer.mode=one_step_off"),

@@ -135,7 +135,7 @@ def test_an_interrupted_run_saves_the_step_it_was_at(model_folder, rows, tmp_pat
 def test_a_run_whose_gradients_are_not_finite_ends_with_the_parameters_before_them(model_folder, rows, tmp_path):
     config = settings(SftConfig, model_folder, rows, tmp_path)
     learner = config.learner.model_copy(update={"learning_rate": 1e30, "max_nonfinite_steps": 2})
-    with pytest.raises(NonFiniteError, match="2 updates in a row had non-finite gradients"):
+    with pytest.raises(NonFiniteError, match="in 2 training steps in a row"):
         run(config.model_copy(update={"learner": learner}))
 
 
