@@ -23,6 +23,7 @@ from pathlib import Path
 from common import argument_parser, cpu, load_quickstart, running
 from transformers import AutoTokenizer
 
+from jax_agent_rl.data.reader import read_row_file
 from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
@@ -46,7 +47,7 @@ def encoded_questions(count: int) -> list[tuple[int, ...]]:
     tokenizer = AutoTokenizer.from_pretrained(fetch_quickstart_model(), trust_remote_code=False)
     with tempfile.TemporaryDirectory() as folder:
         rows, *_ = prepare_shop(Path(folder), train=count, heldout=1)
-        messages = [json.loads(line)["prompt"] for line in rows.read_text().splitlines()]
+        messages = [row["prompt"] for _, row in read_row_file(rows)]
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
     return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
 

@@ -31,6 +31,8 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import ConversationsConfig
 from jax_agent_rl.config.task import DataSource
+from jax_agent_rl.data.reader import read_row_file
+from jax_agent_rl.data.rows import write_rows
 from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.models.convert import fetch_quickstart_model
@@ -52,11 +54,11 @@ def read_rows(count: int) -> dict[str, list[Any]]:
             codec=codec, config=ConversationsConfig.model_validate({"train": str(demonstrations)}), longest=1024
         )
         examples = encoder.examples([DataSource(path=str(demonstrations))])
-        lines = [json.loads(line) for line in demonstrations.read_text().splitlines()]
+        lines = [row for _, row in read_row_file(demonstrations)]
         wrong = [{"role": "assistant", "content": "I do not know."}]
         preferences = Path(folder) / "preferences.jsonl"
         rows = [{"prompt": line["prompt"], "chosen": line["completion"][:1], "rejected": wrong} for line in lines]
-        preferences.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(preferences, rows)
         pairs = encoder.pairs([DataSource(path=str(preferences))])
     return {"sft": examples, "dpo": pairs}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import math
 import re
 from array import array
@@ -107,3 +108,12 @@ def replace_lone_surrogates(text: str) -> str:
     'one ? two'
     """
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def json_line(value: Any) -> str:
+    r"""Return a line of JSON that every reader takes: each lone surrogate becomes a question mark.
+
+    >>> json_line({"text": "one \ud83d two"})
+    '{"text": "one ? two"}\n'
+    """
+    return replace_lone_surrogates(json.dumps(value, ensure_ascii=False)) + "\n"

@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.data.reader import read_row_file
+from jax_agent_rl.data.rows import write_rows
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.rewards.rules import marked_number
 from jax_agent_rl.utils.hub import dataset_files
@@ -40,14 +42,14 @@ def main() -> None:
     parts = None if arguments.source else downloaded(arguments.heldout or 200)
     if parts is None:
         source, heldout = arguments.source or SAMPLE, 8 if arguments.heldout is None else arguments.heldout
-        rows = rows_of(problems_of(source))
+        rows = rows_of(problem for _, problem in read_row_file(source))
         if not 0 < heldout < len(rows):
             parser.error(f"--heldout {heldout}: {source} has {len(rows)} problems")
         parts = {"train": rows[:-heldout], "heldout": rows[-heldout:]}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         file = arguments.out / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(file, part)
         print(f"{file}: {len(part)} rows")
 
 
@@ -61,23 +63,13 @@ def downloaded(heldout: int) -> dict[str, list[dict[str, Any]]] | None:
     except DataError as error:
         print(f"{error}\nGSM8K is not here: writing the problems of {SAMPLE.name} INSTEAD", file=sys.stderr)
         return None
-    train, test = ((problem for file in files[split] for problem in problems_of(file)) for split in files)
+    train, test = ((problem for file in files[split] for _, problem in read_row_file(file)) for split in files)
     return {"train": rows_of(train), "heldout": rows_of(islice(test, heldout))}
 
 
 def rows_of(problems: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Problems as rows."""
     return [row_of(problem, index) for index, problem in enumerate(problems)]
-
-
-def problems_of(source: Path) -> Iterator[Mapping[str, Any]]:
-    """``question`` and ``answer`` of every problem."""
-    if source.suffix == ".parquet":
-        import pyarrow.parquet
-
-        yield from pyarrow.parquet.read_table(source).to_pylist()
-    else:
-        yield from (json.loads(line) for line in source.read_text().splitlines() if line.strip())
 
 
 def row_of(problem: Mapping[str, Any], index: int) -> dict[str, Any]:

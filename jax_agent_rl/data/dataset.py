@@ -3,32 +3,31 @@
 ::
 
     data.train ──► find_files (globs, Hub) ──► JsonLines, ParquetRows ──► Dataset ──► DataCursor, agents
-                                               all rows checked once         └─► RowOutlines ──► checks of a run
+                                               read by ``reader``,           └─► RowOutlines ──► checks of a run
+                                               all rows checked once
 """
 
 from __future__ import annotations
 
 import glob
 import itertools
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from jax_agent_rl.config import DataSource
-from jax_agent_rl.data.rows import Row, RowChecks, media_kinds
+from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
+from jax_agent_rl.data.rows import RowChecks, media_kinds
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.hub import dataset_files, hub_name
 
 if TYPE_CHECKING:
     import pyarrow
 
-_SUFFIXES = (".jsonl", ".parquet")
 _HUB = re.compile(
     r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/\w+/[\w.-]+|[\w.-]+))?(?:/(?P<files>.+))?"
 )
@@ -53,38 +52,21 @@ class JsonLines:
     """
 
     def __init__(self, file: Path, checks: RowChecks, *, limit: int | None = None) -> None:
-        read = (checks.read(row, file, where) for where, row in json_lines(file))
-        self._rows = list(itertools.islice(read, limit))
-        self.modalities = frozenset[str]().union(*map(media_kinds, self._rows))
+        placed = itertools.islice(read_row_file(file), limit)
+        self._rows = [PlacedRow(place, checks.read(row, place, file.parent)) for place, row in placed]
+        self.modalities = frozenset[str]().union(*(media_kinds(row) for _, row in self._rows))
         self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        return self._rows[number]
+        return self._rows[number].row
 
-    def without_prompts(self) -> Iterator[Row]:
-        """Yield every row; these have their prompts, since they are in memory anyway."""
-        return iter(self._rows)
-
-
-def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what each line holds and where it stands; raise DataError for one that is no JSON."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"line {number}"
-            try:
-                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                problem = f"not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-            except (ValueError, RecursionError) as error:
-                problem = f"not valid JSON ({error}): {line[:80]!r}"
-            else:
-                continue
-            raise DataError(f"{file}, {where}: {problem}")
+    def outlines(self) -> Iterator[PlacedRow]:
+        """Yield every row without what only agents read."""
+        for place, row in self._rows:
+            yield PlacedRow(place, {column: value for column, value in row.items() if column not in _LARGE})
 
 
 _LARGE = ("prompt", "images", "videos")
@@ -105,7 +87,7 @@ class RowGroups:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def read(self, file: ParquetRows, group: int) -> pyarrow.Table:
+    def read(self, file: ParquetFile, group: int) -> pyarrow.Table:
         """Return a row group, from memory if it is there."""
         key = file.path, group
         if key not in self._tables:
@@ -126,7 +108,6 @@ class ParquetRows:
         limit: how many rows are used from the start; None: all.
 
     Attributes:
-        path: the file.
         row_groups: rows of each group.
         modalities: kinds of media in its prompts.
 
@@ -135,49 +116,52 @@ class ParquetRows:
     """
 
     def __init__(self, file: Path, checks: RowChecks, groups: RowGroups, *, limit: int | None = None) -> None:
-        import pyarrow.parquet
-
-        self.path, self._checks, self._groups = file, checks, groups
-        with _reading(file):
-            self._metadata = pyarrow.parquet.read_metadata(file)
-        sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
-        ends = np.minimum(np.cumsum(sizes), self._metadata.num_rows if limit is None else limit)
-        self.row_groups: Sequence[int] = [n for n in np.diff(ends, prepend=0).tolist() if n]
-        self._ends = ends[: len(self.row_groups)]
-        self.modalities = frozenset[str]().union(*(media_kinds(self[number]) for number in range(len(self))))
+        self._file = ParquetFile(file)
+        self._checks = checks
+        self._groups = groups
+        self._used = _used_of(self._file.group_sizes, limit)
+        self._length = sum(self._used)
+        self.row_groups = [used for used in self._used if used]
+        kinds: set[str] = set()
+        for group, used in enumerate(self._used):
+            for row in self._read(group, 0, used):
+                kinds |= media_kinds(row)
+        self.modalities = frozenset(kinds)
 
     def __len__(self) -> int:
-        return sum(self.row_groups)
+        return self._length
 
     def __getitem__(self, number: int) -> Row:
-        group = int(np.searchsorted(self._ends, number, side="right"))
-        table = self._groups.read(self, group)
-        row = table.slice(number - (int(self._ends[group - 1]) if group else 0), 1).to_pylist()[0]
-        return self._checks.read(row, self.path, f"row {number + 1}")
+        begins = self._file.group_begins
+        group = int(np.searchsorted(begins, number, side="right")) - 1
+        (row,) = self._read(group, number - begins[group], 1)
+        return row
 
-    def without_prompts(self) -> Iterator[Row]:
+    def outlines(self) -> Iterator[PlacedRow]:
         """Yield every row without what only agents read, a group at a time."""
-        with _reading(self.path):
-            columns = [field.name for field in self._metadata.schema.to_arrow_schema() if field.name not in _LARGE]
-        for group, size in enumerate(self.row_groups):
-            yield from self.read_group(group, columns).slice(0, size).to_pylist()
+        columns = [column for column in self._file.columns if column not in _LARGE]
+        for group, used in enumerate(self._used):
+            if used:
+                table = self._file.read_group(group, columns).slice(0, used)
+                yield from self._file.rows(table, self._file.group_begins[group])
 
-    def read_group(self, group: int, columns: Sequence[str] | None = None) -> pyarrow.Table:
-        """Read a row group from the file; raise DataError if it cannot be read."""
-        import pyarrow.parquet
+    def _read(self, group: int, begin: int, count: int) -> Iterator[Row]:
+        """Yield ``count`` rows of a group from the ``begin``-th on."""
+        if not count:
+            return
+        table = self._groups.read(self._file, group).slice(begin, count)
+        for place, row in self._file.rows(table, self._file.group_begins[group] + begin):
+            yield self._checks.read(row, place, self._file.path.parent)
 
-        with _reading(self.path), pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file:
-            return file.read_row_group(group, columns=columns)
 
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}") from None
+def _used_of(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """Return how many rows of each row group are used if ``limit`` are in all."""
+    used = []
+    left = sum(sizes) if limit is None else limit
+    for size in sizes:
+        used.append(min(size, left))
+        left -= used[-1]
+    return used
 
 
 Part = JsonLines | ParquetRows
@@ -224,6 +208,9 @@ class RowOutlines(Collection[Row]):
     """The rows of several data sets, without the columns that only agents read (prompts, images, videos).
 
     Iterating over them takes little memory, and less time than over the rows.
+
+    Args:
+        datasets: the data sets.
     """
 
     def __init__(self, *datasets: Dataset) -> None:
@@ -233,7 +220,13 @@ class RowOutlines(Collection[Row]):
         return sum(map(len, self._datasets))
 
     def __iter__(self) -> Iterator[Row]:
-        return (row for dataset in self._datasets for part in dataset.parts for row in part.without_prompts())
+        return (row for _, row in self.placed())
+
+    def placed(self) -> Iterator[PlacedRow]:
+        """Yield the rows with their places, for messages."""
+        for dataset in self._datasets:
+            for part in dataset.parts:
+                yield from part.outlines()
 
     def __contains__(self, row: object) -> bool:
         return any(row == each for each in self)
@@ -283,7 +276,7 @@ def find_files(source: DataSource) -> list[Path]:
     if hub := _hub_dataset(source.path):
         repository, revision, pattern = hub
         return dataset_files(
-            repository, revision, pattern=pattern, name=source.name, split=source.split or "train", suffixes=_SUFFIXES
+            repository, revision, pattern=pattern, name=source.name, split=source.split or "train", suffixes=SUFFIXES
         )
     if source.name or source.split:
         raise DataError(f"data source {source}: name and split select files of Hub datasets; remove them")
@@ -307,15 +300,11 @@ def _hub_dataset(path: str) -> tuple[str, str | None, str | None] | None:
         if found := _HUB.fullmatch(path):
             return found["id"], found["revision"], found["files"]
         raise DataError(f"{path!r} names no dataset; write hf://datasets/owner/name[@revision][/GLOB]")
-    named = None if path.endswith(_SUFFIXES) or glob.has_magic(path) else hub_name(path)
+    named = None if path.endswith(SUFFIXES) or glob.has_magic(path) else hub_name(path)
     return named and (*named, None)
 
 
 def _open(file: Path, checks: RowChecks, groups: RowGroups, limit: int | None) -> Part:
-    match file.suffix:
-        case ".jsonl":
-            return JsonLines(file, checks, limit=limit)
-        case ".parquet":
-            return ParquetRows(file, checks, groups, limit=limit)
-        case other:
-            raise DataError(f"{file}: files ending in {other!r} are not read; use .jsonl or .parquet")
+    if file.suffix == ".parquet":
+        return ParquetRows(file, checks, groups, limit=limit)
+    return JsonLines(file, checks, limit=limit)

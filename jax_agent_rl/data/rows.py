@@ -19,8 +19,8 @@ parts ``{"type": "image_url", "image_url": …}``  in the part (OpenAI)
 
 An item is a path from the dataset file's folder, a ``data:`` URL, bytes, or ``{"bytes": …, "path": …}`` as Hugging Face
 datasets store it; a video is one of these, or a list of frames. In the rows that agents see, every item is a part
-``{"type": kind, kind: source}``, the source bytes, a ``data:`` URL or an absolute path, or a list of these. They are
-read when a trajectory begins (``utils.media.read_media``).
+``{"type": kind, kind: source}``, the source bytes (also of a ``data:`` URL) or an absolute path, or a list of these.
+They are read when a trajectory begins (``utils.media.read_media``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.data.reader import Row, located
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
-from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, media_source
+from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, data_url_bytes, media_source
 from jax_agent_rl.validation import did_you_mean
 
-Row = dict[str, Any]
 Source = str | bytes | list[str | bytes]
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
@@ -57,27 +57,23 @@ class RowChecks:
     tools: Collection[str] | None = None
     adapters: Collection[str] | None = None
 
-    def read(self, row: Any, file: Path, where: str) -> Row:
+    def read(self, row: Row, place: str, folder: Path) -> Row:
         """Return a row with its images and videos as parts of the prompt (:func:`prompt_with_media`).
 
         Args:
-            row: as it is stored.
-            file: where it is stored, from whose folder it names other files.
-            where: its place in the file, for messages.
+            row: as ``data.reader`` yields it.
+            place: where it stands, for messages.
+            folder: the folder of its file, from which it names other files.
 
         Raises:
             DataError: a field is missing or invalid; names the row and the fix.
         """
-        try:
+        with located(place):
             self._check(row)
-            prompt = prompt_with_media(row, file.parent)
-            return {key: row[key] for key in row if key not in ("images", "videos")} | {"prompt": prompt}
-        except DataError as error:
-            raise DataError(f"{file}, {where}: {error}") from None
+            prompt = prompt_with_media(row, folder)
+        return {key: row[key] for key in row if key not in ("images", "videos")} | {"prompt": prompt}
 
-    def _check(self, row: Any) -> None:
-        if not isinstance(row, Mapping):
-            raise DataError(f"must be an object, got {type(row).__name__}")
+    def _check(self, row: Row) -> None:
         prompt = row.get("prompt")
         extra_info = row.get("extra_info")
         # An environment provides a prompt.
@@ -87,7 +83,7 @@ class RowChecks:
         for message in prompt:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise DataError(f"every message of 'prompt' needs a 'role', got {message!r:.80}")
-            if not isinstance(message.get("content"), str | list):
+            if not isinstance(_content(message), str | list):
                 raise DataError(f"every message of 'prompt' needs a 'content' of text or of parts, got {message!r:.80}")
         if not isinstance(row.get("data_source"), str):
             raise DataError(f"'data_source' must name the task (it selects the reward), got {row.get('data_source')!r}")
@@ -158,7 +154,7 @@ def prompt_with_media(row: Mapping[str, Any], folder: Path) -> list[Mapping[str,
     shown = dict.fromkeys(KINDS, 0)
     prompt = []
     for index, message in enumerate(row["prompt"]):
-        content = message["content"]
+        content = _content(message)
         parts = _split(content, given) if isinstance(content, str) else [_part(p, f"prompt[{index}]") for p in content]
         for number, part in enumerate(parts):
             if part["type"] == "text":
@@ -194,6 +190,12 @@ def media_kinds(row: Mapping[str, Any]) -> frozenset[str]:
     contents = (message["content"] for message in row["prompt"])
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return frozenset(part["type"] for part in parts) & frozenset(KINDS)
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    """Return a message's content; a message that only calls tools, whose content OpenAI has as null, says nothing."""
+    says_nothing = message.get("role") == "assistant" and message.get("tool_calls")
+    return message.get("content", "" if says_nothing else None)
 
 
 def _split(text: str, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -239,7 +241,7 @@ def _usable(kind: str, item: Any, folder: Path) -> Source:
     if not isinstance(item, str) or not item:
         raise ValueError(f"must be a path, a data: URL or bytes, got {item!r:.80}")
     if item.startswith("data:"):
-        return item
+        return data_url_bytes(item)
     scheme, separator, rest = item.partition("://")
     if separator and scheme != "file":
         raise ValueError(f"{item[:200]!r} is not downloaded in a run; download it and name the file")

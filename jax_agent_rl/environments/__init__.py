@@ -16,7 +16,7 @@ from jax_agent_rl.environments.base import (
     in_thread,
     load_environments,
     register_environment,
-    require_environments,
+    require_environment,
     row_environment,
 )
 from jax_agent_rl.environments.environment_tool import EnvironmentTool, environment_tool
@@ -34,7 +34,7 @@ __all__ = [
     "in_thread",
     "load_environments",
     "register_environment",
-    "require_environments",
+    "require_environment",
 ]
 
 del _adapters, _verifiers

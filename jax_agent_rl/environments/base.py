@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -171,38 +171,31 @@ def load_environments(path: str | None) -> None:
 
 
 def row_environment(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a row's environment and the arguments of its ``reset``.
-
-    Nulls are left out: Parquet writes one wherever another row has the argument.
-
-    Raises:
-        DataError: the row names none.
-    """
+    """Return the name of a row's environment and the arguments of its ``reset``; raise DataError if it names none."""
     given = (row.get("extra_info") or {}).get("environment_kwargs")
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
         raise DataError(
             "extra_info.environment_kwargs must be an object with the environment's 'name', like "
             f"{{'name': 'textworld', 'game': …}}, got {given!r:.100}"
         )
-    return given["name"], {key: value for key, value in given.items() if key != "name" and value is not None}
+    return given["name"], {key: value for key, value in given.items() if key != "name"}
 
 
-def require_environments(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse rows whose environment does not exist or does not take their arguments; call it before a run.
+def require_environment(row: Mapping[str, Any]) -> None:
+    """Refuse a row whose environment does not exist or does not take its arguments; call it before a run.
 
     Raises:
-        ConfigError, DataError: the first problem.
+        ConfigError: there is no such environment.
+        DataError: the row names none, or gives it other arguments.
     """
-    for row in rows:
-        name, kwargs = row_environment(row)
-        reset = inspect.signature(get_environment(name).reset)
-        try:
-            reset.bind(None, **kwargs)
-        except TypeError as error:
-            raise DataError(
-                f"environment {name!r} cannot be reset with {kwargs!r:.200}: {error}; correct "
-                "extra_info.environment_kwargs"
-            ) from None
+    name, kwargs = row_environment(row)
+    reset = inspect.signature(get_environment(name).reset)
+    try:
+        reset.bind(None, **kwargs)
+    except TypeError as error:
+        raise DataError(
+            f"environment {name!r} cannot be reset with {kwargs!r:.200}: {error}; correct extra_info.environment_kwargs"
+        ) from None
 
 
 # --- pools ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from jax_agent_rl.data.reader import read_row_file
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.observe.report.command import RunData
@@ -173,7 +176,8 @@ def _columns() -> list[tuple[str, pyarrow.DataType, Callable[[Trajectory, Trajec
         ("response_mask", pa.list_(pa.int8()), lambda t, s: list(s.response_mask)),  # 1: sampled by the policy
         # 1: carries loss; differs with agent.mask_observations=false, and where a grammar decided
         ("loss_mask", pa.list_(pa.int8()), lambda t, s: list(s.loss_mask)),
-        ("rollout_logprobs", pa.list_(pa.float32()), lambda t, s: list(s.rollout_logprobs)),  # 0 where not sampled
+        # 0 where not sampled; rounded here, so that a file of text has the same numbers
+        ("rollout_logprobs", pa.list_(pa.float32()), lambda t, s: np.asarray(s.rollout_logprobs, np.float32).tolist()),
         ("policy_versions", ids, lambda t, s: list(s.policy_versions)),  # -1 where not sampled
         ("num_turns", integer, lambda t, s: s.num_turns),
         ("stop_reasons", pa.list_(text), lambda t, s: [str(turn.output.stop_reason) for turn in s.turns]),
@@ -235,17 +239,13 @@ def read_table(path: Path) -> RunData:
     Raises:
         DataError: the file is missing or damaged, or is no table of ``rollout``.
     """
-    import pyarrow
-    import pyarrow.dataset
-
     target, notes = Target.from_path(path), []
+    files = sorted((path / "data").glob("*.parquet")) if target.is_folder else [path]
     try:
-        kind = "json" if path.suffix == ".jsonl" else "parquet"
-        source = str(path / "data" if target.is_folder else path)
-        rows = pyarrow.dataset.dataset(source, schema=schema(), format=kind).to_table().to_pylist()
+        rows = [row for file in files for _, row in read_row_file(file)]
         trajectories = [(trajectory, max(trajectory.policy_versions)) for trajectory in restore(rows)]
         summary = json.loads(target.summary.read_text()) if target.summary.is_file() else {}
-    except (OSError, pyarrow.ArrowException, LookupError, TypeError, ValueError) as error:
+    except (DataError, OSError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a table of jax-agent-rl rollout: {error}") from None
     return RunData(
         name=path.name,
@@ -261,13 +261,16 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
     """Yield the trajectories of rows, exact to the token; of several sequences, the first ones are segments.
 
     A row does not say which turn made a call: all calls are the last turn's. Turns with nothing between them are one.
+
+    Args:
+        rows: as ``data.reader`` yields them, without columns that are null.
     """
     roots: dict[str, str] = {}  # of trees: branches follow their parents
     for _, same in itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"])):
         *segments, row = same
         fork = None
-        if row["fork_parent"]:
-            parent: str = row["fork_parent"]
+        parent: str | None = row.get("fork_parent")
+        if parent:
             roots[row["trajectory_id"]] = tree = roots.get(parent, parent)
             fork = Fork(tree_id=tree, parent_id=parent, turns=row["fork_turns"], tokens=row["fork_tokens"])
         trajectory = _sequence(row)
@@ -278,7 +281,7 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
             turns=(*turns, replace(last, tool_calls=calls)),
             segments=tuple(map(_sequence, segments)),
             fork=fork,
-            reward=row["reward"],
+            reward=float(row["reward"]),
             reward_parts=json.loads(row["reward_parts"]),
             messages=tuple(row["messages"]),
             row={

@@ -22,7 +22,7 @@ from typing import Any
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import DropReason
 from jax_agent_rl.utils.files import writing
-from jax_agent_rl.validation import replace_lone_surrogates
+from jax_agent_rl.validation import json_line
 
 
 class Journal:
@@ -98,7 +98,7 @@ class Journal:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with writing(self.file):
-            self._stream.write(replace_lone_surrogates(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
+            self._stream.write(json_line(line).encode())
             self._stream.flush()
 
     def _read(self, settings: Mapping[str, Any]) -> None:

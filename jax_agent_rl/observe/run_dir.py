@@ -16,6 +16,7 @@ from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.validation import json_line
 
 Numbers = Sequence[float] | np.ndarray
 TokenValues = Mapping[str, Mapping[str, Numbers]]
@@ -94,9 +95,7 @@ class RunDir:
         self.disagreement.unlink(missing_ok=True)
         for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
-                write_atomically(
-                    file, "".join(json.dumps(record) + "\n" for record in read_records(file) if stays(record))
-                )
+                write_atomically(file, "".join(json_line(record) for record in read_records(file) if stays(record)))
 
     def write_json(self, file: Path, content: Mapping[str, Any]) -> None:
         """Write a JSON file atomically."""
@@ -153,7 +152,11 @@ def trajectory_record(
 
 
 def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from its record: ids, rewards, forks and when turns were sampled, as far as it says."""
+    """Restore a trajectory from its record: ids, rewards, forks and when turns were sampled, as far as it says.
+
+    Fields that are null may be missing, as in the rows of ``data.reader``.
+    """
+    fork = record.get("fork")
     return Trajectory.from_turns(
         prompt_ids=record["prompt_ids"],
         turns=list(_turns(record)),
@@ -163,10 +166,10 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
         finish_reason=FinishReason(record["finish_reason"]),
         reward=record["reward"],
         segments=tuple(restore_trajectory(segment) for segment in record["segments"]),
-        fork=Fork(**record["fork"]) if record["fork"] else None,
-        history_window=record["history_window"],
-        role=record["role"],
-        adapter=record["adapter"],
+        fork=Fork(**fork) if fork else None,
+        history_window=record.get("history_window"),
+        role=record.get("role"),
+        adapter=record.get("adapter"),
     )
 
 
@@ -205,9 +208,9 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append lines of JSON; raises StorageError if the disk is full."""
-    with writing(file), file.open("a") as stream:
+    with writing(file), file.open("a", encoding="utf-8") as stream:
         for record in records:
-            stream.write(json.dumps(record) + "\n")
+            stream.write(json_line(record))
 
 
 @dataclass(kw_only=True)

@@ -111,17 +111,21 @@ class RewardFunction:
         return (), {name: available[name] for name in wanted}
 
     def missing_in(self, row: Mapping[str, Any], services: Collection[str]) -> list[str]:
-        """Return the required names that neither a trajectory of this row nor the run provides."""
+        """Return the required names that neither a trajectory of this row nor the run provides.
+
+        Args:
+            row: may be without its prompt.
+            services: names of what the run has.
+        """
         if self.positional:
             return []
-        known = {*CLASSIC, *FROM_TRAJECTORY, *services, *row_fields(row)}
+        known = {*CLASSIC, *FROM_TRAJECTORY, *services, "prompt", *row_fields(row)}  # every row has a prompt
         return [name for name in self.required if name not in known]
 
 
 def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a row by name: its own, then those of ``extra_info``, then those of ``reward_model``."""
-    sections = (row.get("extra_info") or {}, row.get("reward_model") or {})
-    return ChainMap(*({key: value for key, value in part.items() if value is not None} for part in (row, *sections)))
+    return ChainMap(dict(row), dict(row.get("extra_info") or {}), dict(row.get("reward_model") or {}))
 
 
 _REWARDS: dict[str, RewardFunction] = {}

@@ -111,7 +111,7 @@ async def build(
         tracer = await stack.enter_async_context(open_tracer(config.trace, RunDir(Path(config.run_dir))))
         client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
         agents.collector.require_branching(training_rows)
-        await agents.preflight(every_row)
+        await agents.preflight(every_row.placed())
         print_line(f"loading {config.model.path}")
         probe_ids = encode_text_of(codec, train[0][0])
         model = read_model(config, codec, probe_ids)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
 from jax_agent_rl.chat.codec import ChatCodec
@@ -27,8 +26,9 @@ from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.run import report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowOutlines, open_dataset
-from jax_agent_rl.data.rows import Row, RowChecks
-from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environments
+from jax_agent_rl.data.reader import PlacedRow, Row, located
+from jax_agent_rl.data.rows import RowChecks
+from jax_agent_rl.environments import EnvironmentPools, load_environments, require_environment
 from jax_agent_rl.environments.users import EngineChat, InteractionRegistry
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -103,15 +103,14 @@ class AgentSide:
     environments: EnvironmentPools
     failures: FailureLog
 
-    async def preflight(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    async def preflight(self, rows: Iterable[PlacedRow]) -> None:
         """Check, before a run, what these rows need: simulated users and the servers of their agents.
 
         Raises:
             ConfigError: a server or setting is missing or wrong.
             DataError: a row names an unknown interaction.
         """
-        _check_interactions(rows, self.interactions)
-        await self.collector.preflight(rows)
+        await self.collector.preflight(_with_known_users(rows, self.interactions))
 
     async def close(self) -> None:
         """Close connections, after the last trajectory."""
@@ -269,7 +268,7 @@ async def open_rollouts(
         (rows,), codec = prepared.rows, prepared.codec
         places = await stack.enter_async_context(open_places(config, learner=False))
         client, agents = await stack.enter_async_context(open_agents(config, prepared))
-        await agents.preflight(RowOutlines(rows))
+        await agents.preflight(RowOutlines(rows).placed())
         print_line(f"loading {config.model.path}")
         if config.rollout.backend != "remote":
             read_model(config, codec, encode_text_of(codec, rows[0]))
@@ -314,8 +313,10 @@ def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> Dat
     checks = RowChecks(agents=agent_names(), tools=names, adapters=adapters)
     rows = open_dataset(files, checks, limit=limit, row_groups=config.data.shuffle_row_groups)
     default = config.agent.default_agent
-    outlines = RowOutlines(rows)
-    require_environments(row for row in outlines if (row.get("agent_name") or default) == EnvironmentAgent.name)
+    for place, row in RowOutlines(rows).placed():
+        if (row.get("agent_name") or default) == EnvironmentAgent.name:
+            with located(place):
+                require_environment(row)
     return rows
 
 
@@ -330,12 +331,13 @@ def _require_modalities(config: Config, codec: ChatCodec, datasets: Sequence[Dat
         )
 
 
-def _check_interactions(rows: Iterable[Mapping[str, Any]], known: InteractionRegistry) -> None:
-    """Refuse rows that name an unknown simulated user."""
-    for row in rows:
+def _with_known_users(rows: Iterable[PlacedRow], known: InteractionRegistry) -> Iterator[Row]:
+    """Yield rows; raise DataError at one that names an unknown simulated user."""
+    for place, row in rows:
         name = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
         if name is not None and name not in known:
             raise DataError(
-                f"a row's extra_info.interaction_kwargs.name={name!r} is not known; there are {sorted(known)} "
+                f"{place}: extra_info.interaction_kwargs.name={name!r} is not known; there are {sorted(known)} "
                 "(interactions.interaction_config_path)"
             )
+        yield row

@@ -20,7 +20,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,12 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats.base import Message
 from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
-from jax_agent_rl.data.dataset import find_files, json_lines
+from jax_agent_rl.data.dataset import find_files
+from jax_agent_rl.data.reader import Row, located, read_row_file
 from jax_agent_rl.errors import DataError, TemplateError
 from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
 
-Row = Mapping[str, Any]
 Example = tuple[TrainingSequence, ...]
 """A conversation, or a trajectory, which may have been sampled in several contexts."""
 
@@ -92,8 +91,8 @@ class Encoder:
         """Yield conversations, each a group of its own, preferences, and groups of trajectories with their rewards."""
         for file in (file for source in sources for file in find_files(source)):
             groups: dict[str, dict[str, tuple[float, list[TrainingSequence]]]] = {}
-            for where, row in _rows(file):
-                with _located(file, where):
+            for place, row in read_row_file(file):
+                with _located(place):
                     if "prompt_ids" in row:
                         self._add(groups, row)
                     elif pairs:
@@ -256,33 +255,12 @@ def _required(made: list[Any], sources: Sequence[DataSource]) -> list[Any]:
     return made
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Row]]:
-    """Yield every row of a file and where it stands."""
-    if file.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        table = pq.ParquetFile(file)
-        rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
-        yield from ((f"row {number}", _without_nulls(row)) for number, row in enumerate(rows))
-        return
-    for where, row in json_lines(file):
-        if not isinstance(row, Mapping):
-            raise DataError(f"{file}, {where}: must be an object, got {type(row).__name__}")
-        yield where, row
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop the nulls that Parquet fills in where a column's rows have different keys."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 @contextlib.contextmanager
-def _located(file: Path, where: str) -> Iterator[None]:
+def _located(place: str) -> Iterator[None]:
     """Name file and row in a problem."""
     try:
-        yield
-    except (DataError, TemplateError, KeyError, TypeError, ValueError) as error:
+        with located(place):
+            yield
+    except (TemplateError, KeyError, TypeError, ValueError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
-        raise DataError(f"{file}, {where}: {what}") from error
+        raise DataError(f"{place}: {what}") from error

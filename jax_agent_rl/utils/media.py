@@ -122,6 +122,14 @@ def read_media(messages: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ..
     return found
 
 
+def data_url_bytes(url: str) -> bytes:
+    """Return what a ``data:`` URL holds, or base64 without the URL's head; raise ValueError if it is no base64."""
+    import base64
+
+    encoded = url.partition(",")[2] if url.startswith("data:") else url
+    return base64.b64decode(encoded, validate=True)
+
+
 def data_url(source: str | bytes) -> str:
     """Return an image's file, given as in :func:`read_media`, as a ``data:`` URL; raise ValueError if it is none."""
     import base64
@@ -177,14 +185,12 @@ def read_images(files: Sequence[str | bytes], *, max_total_pixels: int = MAX_TOT
 
 def _open_image(file: str | bytes) -> ImageFile:
     """Open an image without reading its pixels."""
-    import base64
     import io
 
     from PIL import Image
 
     if isinstance(file, str):
-        encoded = file.partition(",")[2] if file.startswith("data:") else file
-        file = base64.b64decode(encoded, validate=True)
+        file = data_url_bytes(file)
     image = Image.open(io.BytesIO(file), formats=FORMATS)
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
@@ -206,15 +212,13 @@ def _damage() -> Iterator[None]:
 
 def _decoded(source: str | bytes) -> Iterator[Image]:
     """Yield the frames of a video file, :data:`FRAMES_PER_SECOND`."""
-    import base64
     import io
 
     import av
     import av.error
 
     if isinstance(source, str):
-        is_url = source.startswith("data:")
-        source = base64.b64decode(source.partition(",")[2], validate=True) if is_url else Path(source).read_bytes()
+        source = data_url_bytes(source) if source.startswith("data:") else Path(source).read_bytes()
     due = 0.0
     try:
         # By its bytes, and no playlists: FFmpeg would fetch what a path or a playlist names, from anywhere.

@@ -25,7 +25,7 @@ from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
 from jax_agent_rl.config.run import default_agent, report_idle_tools
 from jax_agent_rl.data.dataset import Dataset, RowOutlines, find_files
-from jax_agent_rl.data.rows import Row
+from jax_agent_rl.data.reader import Row
 from jax_agent_rl.deploy.doctor import machine
 from jax_agent_rl.deploy.doctor.machine import Check, Reporter, UnmetError
 from jax_agent_rl.environments import load_environments
@@ -249,8 +249,10 @@ class RunChecks:
         needed = needed_services(config, rows)
         services = {"sandbox": await open_sandbox(config.reward.sandbox)} if "sandbox" in needed else {}
         first: dict[str, Row] = {}
-        for name, row in ((str(row["data_source"]), row) for row in rows):
-            first.setdefault(name, row)
+        for dataset in self.found_rows.values():
+            for number, outline in enumerate(RowOutlines(dataset)):
+                if outline["data_source"] not in first:
+                    first[outline["data_source"]] = dataset[number]
         for name, row in sorted(first.items()):
             if "judge" in needed_services(config, [row]):
                 report.ok(f"{name}: asks for the judge, which starts with the run; not tried")
@@ -291,10 +293,11 @@ class RunChecks:
             score=_refuse_to_score,
         )
         self.stack.push_async_callback(agents.close)
-        for name, row in {row.get("agent_name") or "(the default)": row for row in self._rows()}.items():
+        last = {placed.row.get("agent_name") or "(the default)": placed for placed in self._rows().placed()}
+        for name, placed in last.items():
             try:
-                await agents.preflight([row])
-                agents.collector.require_branching([row])
+                await agents.preflight([placed])
+                agents.collector.require_branching([placed.row])
                 report.ok(f"{name}: ready")
             except ConfigError as error:
                 for problem in error.problems:

@@ -20,7 +20,8 @@ import numpy as np
 from bm25s.utils.corpus import JsonlCorpus
 
 from jax_agent_rl.config.commands import SearchSettings
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.data.reader import read_json_lines
+from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
 
@@ -74,13 +75,13 @@ def _read_passages(corpus: Path) -> list[dict[str, str]]:
         ConfigError: a line is malformed, or there is none.
     """
     passages = []
-    with corpus.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                passages.append({"id": str(row.get("id", number - 1)), "contents": str(row["contents"])})
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ConfigError(f'{corpus}:{number}: not {{"id", "contents"}} in JSON ({error!r})') from error
+    try:
+        for place, row in read_json_lines(corpus):
+            if "contents" not in row:
+                raise DataError(f'{place}: has {sorted(row)}, not "contents" and perhaps "id"')
+            passages.append({"id": str(row.get("id", len(passages))), "contents": str(row["contents"])})
+    except DataError as error:
+        raise ConfigError(f"search.corpus: {error}") from None
     if not passages:
         raise ConfigError(f"search.corpus={str(corpus)!r} is empty")
     return passages

@@ -9,7 +9,8 @@ import pytest
 
 from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.data.dataset import ParquetRows, RowOutlines, open_dataset
+from jax_agent_rl.data.dataset import RowGroups, RowOutlines, open_dataset
+from jax_agent_rl.data.reader import ParquetFile
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.errors import DataError
 
@@ -86,16 +87,23 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path: Path):
 
 @pytest.fixture
 def most_held(monkeypatch) -> list[int]:
-    """How many row groups are in memory after each read; a read happens after room was made."""
+    """How many row groups are in memory after each that was read from its file."""
     counts = []
-    read = ParquetRows.read_group
+    read, read_group = RowGroups.read, ParquetFile.read_group
 
-    def counted(self, group, columns=None):
+    def counted(self, file, group):
+        known = len(counts)
+        table = read(self, file, group)
+        counts[known:] = [len(self)] * (len(counts) - known)
+        return table
+
+    def counted_group(self, group, columns=None):
         if columns is None:
-            counts.append(len(self._groups) + 1)
-        return read(self, group, columns)
+            counts.append(0)
+        return read_group(self, group, columns)
 
-    monkeypatch.setattr(ParquetRows, "read_group", counted)
+    monkeypatch.setattr(RowGroups, "read", counted)
+    monkeypatch.setattr(ParquetFile, "read_group", counted_group)
     return counts
 
 

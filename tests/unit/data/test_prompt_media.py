@@ -95,6 +95,19 @@ def test_placeholders_show_the_items_of_verls_column_in_order(tmp_path: Path, it
     assert "images" not in rows[0], "they are in the prompt now"
 
 
+def test_an_image_is_the_same_as_bytes_and_as_a_data_url(tmp_path: Path):
+    as_url = row("<image>and", images=[url(RED)])
+    as_bytes = row("<image>and", images=[{"bytes": png(RED), "path": "gone.png"}])
+    in_part = row([{"type": "image_url", "image_url": {"url": url(RED)}}, {"type": "text", "text": "and"}])
+    rows = [load_rows(written(tmp_path, each, parquet=each is as_bytes)) for each in (as_url, as_bytes, in_part)]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_a_data_url_that_is_no_base64_is_named_before_the_run(tmp_path: Path):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 1: images\[0\]: "):
+        load_rows(written(tmp_path, row("<image>", images=["data:image/png;base64,%%%"])))
+
+
 def test_bytes_as_hugging_face_stores_them_in_parquet_are_read(tmp_path: Path):
     """With nulls where a field of the struct is absent, and the name an image once had as its path."""
     first = row("<image>?", images=[{"bytes": png(RED), "path": "gone.png"}])

@@ -204,14 +204,14 @@ def row_in(**kwargs):
 
 
 def test_rows_are_checked_before_a_run():
-    environments.require_environments([row_in(name="textworld", game="x.z8", show_commands=None)])
+    environments.require_environment(row_in(name="textworld", game="x.z8"))
     for row in ({}, {"extra_info": {}}, row_in(game="x.z8"), {"extra_info": {"environment_kwargs": "textworld"}}):
         with pytest.raises(DataError, match="environment_kwargs must be an object with the environment's 'name'"):
-            environments.require_environments([row])
+            environments.require_environment(row)
     with pytest.raises(ConfigError, match="did you mean 'textworld'"):
-        environments.require_environments([row_in(name="textword")])
+        environments.require_environment(row_in(name="textword"))
     with pytest.raises(DataError, match="'textworld' cannot be reset with {'gme': 'x'}"):
-        environments.require_environments([row_in(name="textworld", gme="x")])
+        environments.require_environment(row_in(name="textworld", gme="x"))
 
 
 def test_importing_the_adapters_loads_none_of_their_packages():

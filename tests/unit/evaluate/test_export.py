@@ -129,6 +129,26 @@ def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name:
                 assert getattr(ours, arrays) == getattr(theirs, arrays)
 
 
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "out"])
+def test_a_long_trajectory_is_shown_from_each_kind_of_table(tmp_path: Path, name: str):
+    (member,) = group(0).trajectories
+    long = replace(member, messages=({"role": "user", "content": "x" * 3_000_000}, *member.messages[1:]))
+    written(Target.from_path(tmp_path / name), Group(group_id=member.group_id, trajectories=(long,)))
+    (record,) = read_table(tmp_path / name).trajectories
+    assert record["messages"] == long.messages
+
+
+def test_log_probs_of_both_tables_are_the_same_numbers(tmp_path: Path):
+    (member,) = group(0).trajectories
+    outputs = [replace(turn.output, log_probs=(-0.1,) * len(turn.output.token_ids)) for turn in member.turns]
+    turns = tuple(replace(turn, output=output) for turn, output in zip(member.turns, outputs, strict=True))
+    exact = Group(group_id=member.group_id, trajectories=(replace(member, turns=turns),))
+    for name in ("out.parquet", "out.jsonl"):
+        written(Target.from_path(tmp_path / name), exact)
+    parquet, lines = (read_table(tmp_path / name).trajectories for name in ("out.parquet", "out.jsonl"))
+    assert parquet == lines
+
+
 @pytest.mark.parametrize("content", [{"question": "1 + 1"}, {"prompt_ids": "text"}])
 def test_a_table_of_something_else_is_refused(tmp_path: Path, content: dict):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([content]), tmp_path / "rows.parquet")

@@ -70,7 +70,7 @@ def test_the_index_is_made_once_and_again_when_the_corpus_changes(corpus):
 @pytest.mark.parametrize("line", ["not json", '{"id": 1}', "[]"])
 def test_a_broken_corpus_names_its_line(corpus, line):
     corpus.write_text(json.dumps(PASSAGES[0]) + "\n" + line)
-    with pytest.raises(ConfigError, match="corpus.jsonl:2"):
+    with pytest.raises(ConfigError, match="corpus.jsonl, line 2: "):
         BM25Index.open(SearchSettings(corpus=str(corpus)))
 
 
