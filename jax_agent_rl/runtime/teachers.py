@@ -142,6 +142,11 @@ class ScoresTokens(Protocol):
     async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores: ...
 
 
+MAX_SCORES_BYTES = 1 << 28
+MAX_SCORES_VALUES = 16_000_000
+"""Limits of an answer: an object for each of the likeliest ids at each place."""
+
+
 class CompletionsTeacher:
     """A server with OpenAI's completions and vLLM's ``prompt_logprobs``.
 
@@ -166,6 +171,8 @@ class CompletionsTeacher:
             token_hint=f"name its variable in {_KEY}.token_env",
             trust_env=True,
             error=BackendError,
+            max_answer_bytes=MAX_SCORES_BYTES,
+            max_values=MAX_SCORES_VALUES,
             transport=transport,
         )
 

@@ -38,11 +38,16 @@ from jax_agent_rl.tool_server.plugins import FINISH, Failure, ServerTool, ToolCo
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from jax_agent_rl.tool_server.service import Telemetry, ToolService
 from jax_agent_rl.tools.client import ServerAction
+from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.loop_watch import watch_loop
+from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
 from jax_agent_rl.utils.process import quiet_logging
 from jax_agent_rl.utils.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
+MAX_ANSWER_BYTES = 1 << 30
+MAX_ANSWER_VALUES = 16_000_000
+"""Limits of what a worker answers to a batch of actions."""
 _START_SECONDS = 600.0  # building a search index may take long
 _STOP_SECONDS = 40.0  # longer than a worker needs to give up on environments that do not close
 _PING_SECONDS = 2.0
@@ -153,8 +158,9 @@ class WorkerProcess:
         try:
             async with self._session.request(method, f"http://worker{path}", **options) as response:
                 response.raise_for_status()
-                return await response.json()
-        except (aiohttp.ClientError, OSError) as error:
+                content = await read_answer(response.headers, response.content.iter_any(), MAX_ANSWER_BYTES)
+            return decode_json(content, max_values=MAX_ANSWER_VALUES)
+        except (aiohttp.ClientError, OSError, UnreadableAnswerError, ValueError) as error:
             raise WorkerDiedError(f"worker {self.name} did not answer: {error!r}") from error
 
     async def _keep(self, process: asyncio.subprocess.Process) -> None:
@@ -211,7 +217,9 @@ class WorkerProcess:
             raise
         connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)
         # Without a timeout of its own: a worker limits every action, and a dead one breaks the connection.
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=IDENTITY, auto_decompress=False
+        )
         return process
 
     async def _send_settings(self, process: asyncio.subprocess.Process) -> None:

@@ -14,13 +14,13 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
+from jax_agent_rl.tools.mcp_transport import http_transport, stdio_transport
 from jax_agent_rl.utils.media import read_images
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 logger = logging.getLogger(__name__)
+MAX_TOOLS = 1000
+"""Limit of the tools of one server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +111,29 @@ class MCPConnection:
         await self._close()
 
     async def tools(self) -> list[MCPTool]:
-        """List all tools the server offers."""
+        """List all tools the server offers.
+
+        Raises:
+            ConfigError: there are too many, or it does not list them in time.
+        """
         client = await self._connected()
         tools: list[MCPTool] = []
         cursor = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            tools += [MCPTool(self, tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
-            cursor = page.next_cursor
-            if not cursor:
-                return tools
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    for tool in page.tools:
+                        tools.append(MCPTool(self, tool.name, tool.description or "", tool.input_schema))
+                    if len(tools) > MAX_TOOLS:
+                        raise ConfigError(f"the MCP server {self.name} lists more than {MAX_TOOLS} tools")
+                    cursor = page.next_cursor
+                    if not cursor:
+                        return tools
+        except TimeoutError:
+            raise ConfigError(
+                f"the MCP server {self.name} did not list its tools within {self._connect_timeout:g} seconds"
+            ) from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
         """Run one call.
@@ -179,8 +194,7 @@ class MCPConnection:
     async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
         """Own one session, from connecting to closing, in one task."""
         try:
-            async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(await self._make_client(stack))
+            async with self._make_client() as client:
                 ready.set_result(client)
                 await stop.wait()
         except BaseException as error:
@@ -192,26 +206,14 @@ class MCPConnection:
             if not isinstance(error, Exception):
                 raise
 
-    async def _make_client(self, stack: AsyncExitStack) -> Client:
-        from mcp import Client, StdioServerParameters
+    def _make_client(self) -> Client:
+        from mcp import Client
 
         server = self._server
         if server.command is not None:
-            return Client(
-                StdioServerParameters(
-                    command=server.command, args=list(server.args), env=dict(server.env) or None, cwd=server.cwd
-                )
-            )
+            return Client(stdio_transport(server.command, server.args, env=server.env, cwd=server.cwd))
         assert server.url is not None
-        if not server.headers:
-            return Client(server.url)
-        import httpx2
-        from mcp.client.streamable_http import streamable_http_client
-
-        # Each call has a timeout of its own; a response stream may stay open for long.
-        client = httpx2.AsyncClient(headers=dict(server.headers), timeout=httpx2.Timeout(self._timeout, read=None))
-        http = await stack.enter_async_context(client)
-        return Client(streamable_http_client(server.url, http_client=http))
+        return Client(http_transport(server.url, headers=server.headers, timeout=self._timeout))
 
     def _forget(self, client: Client) -> None:
         """Drop a lost session; the next call reconnects."""

@@ -4,7 +4,7 @@
 
     connection ──► a place left? ──► head in time? ──► guard ───────────────────────► handler ──► read_json
                     closed            closed            403 another Host or Origin                 400, 413, 408
-                                                        401 no token, 415 content type
+                                                        401 no token, 415 content type or encoding
 
 Pages in a local browser are untrusted: they may reach a server under a name that resolves here (DNS rebinding, seen by
 ``Host``) or send it requests (CSRF, seen by ``Origin``, ``Sec-Fetch-Site`` and the content type). The guard runs before
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
 from jax_agent_rl.utils.network import is_loopback, names_this_machine
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ HEAD_TIMEOUT_SECONDS = 10.0
 """Time limit of a new connection for the head of its first request."""
 BODY_TIMEOUT_SECONDS = 60.0
 """Time limit of a JSON body."""
-MAX_NESTING = 100
-"""Maximum levels of arrays and objects in a body; recursive code can handle several times as many."""
 SHUTDOWN_TIMEOUT_SECONDS = 1.0
 """Time for running requests at shutdown."""
 
@@ -150,6 +149,7 @@ class HttpServer:
             keepalive_timeout=self.keep_alive,
             shutdown_timeout=SHUTDOWN_TIMEOUT_SECONDS,
             access_log=None,
+            auto_decompress=False,  # compressed bodies are refused: what they become could not be bounded
         )
         await self._runner.setup()
         await _Site(self._runner, self._socket, self.max_connections, self.head_seconds).start()
@@ -202,6 +202,9 @@ class HttpServer:
         wanted = CONTENT_TYPES.get(request.method)
         if wanted is not None and request.content_type not in (wanted, *self.body_types):
             raise Refused(415, f"send Content-Type: {wanted}, not {request.content_type}")
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise Refused(415, f"send the body as it is, not with Content-Encoding {encoding[:50]!r}")
 
 
 def counted(requests: RequestCounts) -> Any:
@@ -239,30 +242,14 @@ async def read_json(
     except TimeoutError:
         raise Refused(408, f"the body was not there within {seconds:g} seconds") from None
     try:
-        value = json.loads(body.decode("utf-8"))
-    except RecursionError:
-        raise Refused(400, _TOO_DEEP) from None
+        value = decode_json(body)
+    except TooDeepError as error:
+        raise Refused(400, f"the body: {error}; send a flatter one") from None
     except ValueError as error:
         raise Refused(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
-    if _is_deeper_than(MAX_NESTING, value):
-        raise Refused(400, _TOO_DEEP)
     if not lone_surrogates and _ESCAPED_SURROGATE.search(body) and not _is_text(value):
         raise Refused(400, r"the body is not text: a \ud800 to \udfff is half of a surrogate pair; send both halves")
     return value
-
-
-_TOO_DEEP = f"the body is nested more than {MAX_NESTING} levels deep; send a flatter one"
-
-
-def _is_deeper_than(limit: int, value: Any) -> bool:
-    """Return whether containers are nested deeper, level by level, as recursion would overflow."""
-    level = [value]
-    for _ in range(limit):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        if not inner:
-            return False
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
-    return bool(level)
 
 
 def _is_text(value: Any) -> bool:

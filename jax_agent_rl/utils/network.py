@@ -3,6 +3,10 @@
 Requests are bounded in time, size and retries. Every failure is one exception with the service's URL and the key to
 change. A request is retried only where that is safe: it did not reach the service, the service was too busy to accept
 it, or the caller declares it idempotent.
+
+Every HTTP client of the package reads answers by :func:`read_answer`, whichever library it uses: not compressed, as
+seven kilobytes of a twice compressed answer become eight gigabytes, and counted before they are kept. Redirects are not
+followed: a server must not choose who gets a token, or which address inside a network is asked.
 """
 
 from __future__ import annotations
@@ -11,12 +15,13 @@ import asyncio
 import ipaddress
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.utils.bounded_json import MAX_VALUES, decode_json
 
 if TYPE_CHECKING:
     import httpx
@@ -55,8 +60,12 @@ def names_this_machine(host_header: str, *, listening_on: str) -> bool:
     return host == listening_on or is_loopback(host)
 
 
+IDENTITY = {"Accept-Encoding": "identity"}
+"""Header of every request: its answer must not be compressed."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Limit of an answer: no model reads more."""
+MAX_ERROR_BYTES = 64 * 2**10
+"""Limit of what is read of an answer that is an error."""
 
 MAX_PAUSE_SECONDS = 30.0
 """Limit of the pauses that back-off or the service's ``Retry-After`` ask for."""
@@ -89,6 +98,7 @@ class JsonService:
         trust_env: whether to use the environment's proxies.
         pace: awaited before each attempt, to limit their rate.
         sleep: waits between attempts.
+        max_answer_bytes, max_values: limits of an answer, see :func:`~jax_agent_rl.utils.bounded_json.decode_json`.
         transport: httpx transport, for tests.
         retries: number of retries so far.
 
@@ -109,6 +119,8 @@ class JsonService:
     trust_env: bool = False
     pace: Callable[[], Awaitable[None]] | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+    max_values: int = MAX_VALUES
     transport: httpx.AsyncBaseTransport | None = None
     retries: int = 0
     _client: httpx.AsyncClient | None = None
@@ -141,8 +153,8 @@ class JsonService:
             raise self.error(f"a request to {self.url} cannot be written as JSON: {problem}") from None
         content = await self._persist("POST", self.url, body, repeatable)
         try:
-            return json.loads(content.decode("utf-8", "replace"))
-        except (ValueError, RecursionError) as problem:
+            return decode_json(content, max_values=self.max_values, errors="replace")
+        except ValueError as problem:
             raise self.error(f"{self.url} answered what is not JSON ({problem}): {content[:100]!r}") from None
 
     async def ping(self, url: str) -> None:
@@ -157,7 +169,8 @@ class JsonService:
 
     async def _persist(self, method: str, url: str, body: bytes, repeatable: bool) -> bytes:
         for attempt in range(self.max_retries + 1):
-            last, times = attempt == self.max_retries, f" ({attempt + 1} times)" if attempt else ""
+            is_last = attempt == self.max_retries
+            times = f" ({attempt + 1} times)" if attempt else ""
             pause = self.retry_delay * self.backoff**attempt
             if self.pace is not None:
                 await self.pace()
@@ -165,15 +178,17 @@ class JsonService:
                 async with asyncio.timeout(self.timeout):
                     return await self._once(method, url, body)
             except TimeoutError:
-                if last or not repeatable:
+                if is_last or not repeatable:
                     raise TimeoutError(
                         f"{url} did not answer within {self.timeout_key}={self.timeout:g} seconds; raise it, or look "
                         f"why the server is slow{times}"
                     ) from None
             except _Failed as failure:
-                if last or not (failure.not_taken or repeatable and failure.may_pass):
+                may_retry = failure.not_taken or (repeatable and failure.may_pass)
+                if is_last or not may_retry:
                     raise self.error(f"{failure}{times}") from None
-                pause = pause if failure.retry_after is None else failure.retry_after
+                if failure.retry_after is not None:
+                    pause = failure.retry_after
             self.retries += 1
             await self.sleep(min(pause, max(MAX_PAUSE_SECONDS, self.retry_delay)))
         raise AssertionError("the last attempt returns or raises")
@@ -183,7 +198,12 @@ class JsonService:
 
         try:
             async with self._connected().stream(method, url, content=body) as answer:
-                content = await _read(answer)
+                if answer.is_success:
+                    content = await read_answer(answer.headers, answer.aiter_bytes(), self.max_answer_bytes)
+                else:
+                    content = await read_beginning(answer.headers, answer.aiter_bytes())
+        except UnreadableAnswerError as problem:
+            raise _Failed(f"{url} {problem}", may_pass=False) from None
         except httpx.ConnectError as problem:
             raise _Failed(
                 f"{url} cannot be reached ({problem}); start the server, or correct {self.url_key}", not_taken=True
@@ -192,17 +212,20 @@ class JsonService:
             raise _Failed(f"{url} broke off the connection ({type(problem).__name__}: {problem})") from None
         if answer.is_success:
             return content
-        hint = _HINTS.get(answer.status_code, "{body}")
-        said = hint.format(
-            url_key=self.url_key,
-            token_hint=self.token_hint,
-            body=content[:300].decode("utf-8", "replace") or answer.reason_phrase,
-        )
+        if answer.has_redirect_location:
+            hint = f"it redirects to {answer.headers['location'][:200]!r}: set {self.url_key} to the right address"
+        else:
+            hint = _HINTS.get(answer.status_code, "{body}").format(
+                url_key=self.url_key,
+                token_hint=self.token_hint,
+                body=content[:300].decode("utf-8", "replace") or answer.reason_phrase,
+            )
+        wait = answer.headers.get("Retry-After", "")
         raise _Failed(
-            f"{url} answered HTTP {answer.status_code}: {said}",
+            f"{url} answered HTTP {answer.status_code}: {hint}",
             not_taken=answer.status_code in _NOT_TAKEN,
             may_pass=answer.status_code >= 500 or answer.status_code in _TRANSIENT,
-            retry_after=float(wait) if (wait := answer.headers.get("Retry-After", "")).isdecimal() else None,
+            retry_after=float(wait) if wait.isdecimal() else None,
         )
 
     def _connected(self) -> httpx.AsyncClient:
@@ -211,7 +234,7 @@ class JsonService:
         if self._client is None:
             # Drop idle connections before servers do (uvicorn: after 5 s), or a request could be lost.
             limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-            headers = {"content-type": "application/json", **(self.headers or {})}
+            headers = {"content-type": "application/json", **(self.headers or {}), **IDENTITY}
             self._client = httpx.AsyncClient(
                 limits=limits, headers=headers, timeout=None, trust_env=self.trust_env, transport=self.transport
             )
@@ -230,16 +253,98 @@ class _Failed(Exception):
         self.retry_after = retry_after
 
 
-async def _read(answer: httpx.Response) -> bytes:
+# --- answers of any client --------------------------------------------------------------------------------------------
+
+
+class UnreadableAnswerError(Exception):
+    """An answer that is not read: compressed, or too large. The message goes on from the server's name."""
+
+
+async def read_answer(headers: Mapping[str, str], chunks: AsyncIterable[bytes], max_bytes: int) -> bytes:
+    """Return the content of an answer to a request that was sent with :data:`IDENTITY`.
+
+    Args:
+        headers: of the answer.
+        chunks: its content as it comes from the connection, not decompressed.
+        max_bytes: limit of the content.
+
+    Raises:
+        UnreadableAnswerError: it is compressed or too large; no more than a chunk beyond the limit was read.
+    """
+    require_identity(headers)
     content = bytearray()
-    async for chunk in answer.aiter_bytes():
+    async for chunk in chunks:
         content += chunk
-        if len(content) > MAX_ANSWER_BYTES:
-            raise _Failed(
-                f"{answer.url} answered more than {MAX_ANSWER_BYTES} bytes; limit the output of its tools",
-                may_pass=False,
-            )
+        if len(content) > max_bytes:
+            raise UnreadableAnswerError(f"answered more than {max_bytes} bytes; limit what it puts into one answer")
     return bytes(content)
+
+
+async def read_beginning(headers: Mapping[str, str], chunks: AsyncIterable[bytes]) -> bytes:
+    """Return the first :data:`MAX_ERROR_BYTES` of an answer that is an error, for a message; nothing if compressed."""
+    if _encoding(headers):
+        return b""
+    content = bytearray()
+    async for chunk in chunks:
+        content += chunk
+        if len(content) >= MAX_ERROR_BYTES:
+            break
+    return bytes(content[:MAX_ERROR_BYTES])
+
+
+def require_identity(headers: Mapping[str, str]) -> None:
+    """Raise UnreadableAnswerError if an answer is compressed."""
+    encoding = _encoding(headers)
+    if encoding:
+        raise UnreadableAnswerError(
+            f"answered with Content-Encoding {encoding[:50]!r}, though it was asked not to; what it is compressed from "
+            "cannot be bounded: switch compression off there"
+        )
+
+
+class LineBuffer:
+    """Cuts what arrives in pieces into lines, each of bounded length.
+
+    Args:
+        max_bytes: limit of a line.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the end of a line is still to come."""
+        return self._size > 0
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete with this piece, without empty ones.
+
+        Raises:
+            UnreadableAnswerError: a line is too long.
+        """
+        first, *others = data.split(b"\n")
+        self._keep(first)
+        lines = []
+        for part in others:
+            lines.append(b"".join(self._parts))
+            self._parts, self._size = [], 0
+            self._keep(part)
+        return [line for line in lines if line]
+
+    def _keep(self, part: bytes) -> None:
+        if part:
+            self._parts.append(part)
+            self._size += len(part)
+        if self._size > self._max_bytes:
+            raise UnreadableAnswerError(f"answered with a line of more than {self._max_bytes} bytes")
+
+
+def _encoding(headers: Mapping[str, str]) -> str:
+    encoding = headers.get("Content-Encoding", "").strip().lower()
+    return "" if encoding == "identity" else encoding
 
 
 def bearer(variable: str | None, *, key: str) -> dict[str, str]:

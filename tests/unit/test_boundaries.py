@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,3 +76,59 @@ def test_yaml_is_read_with_bounds_alone():
     readers = {f"yaml.{name}" for name in YAML_READERS}
     found = [place(file, call) for file, call, name in calls(SOURCES) if name in readers or name == "DatasetCard.load"]
     assert found == [], "read it by utils/yaml_text.py"
+
+
+# --- clients ------------------------------------------------------------------------------------------------------
+
+CLIENT = re.compile(
+    r"httpx2?\.(Async)?Client|httpx2?\.(get|post|put|head|stream|request)|aiohttp\.(ClientSession|request)"
+    r"|(urllib\.)?request\.(urlopen|urlretrieve)|urlopen|requests\.(get|post|put|head|Session)"
+    r"|(http\.client\.|client\.)?HTTPS?Connection|socket\.create_connection|asyncio\.open_(unix_)?connection"
+    r"|snapshot_download|hf_hub_download|(\w+\.)?JobSubmissionClient|websockets\.connect|(\w+\.)?websocket_connect"
+)
+CLIENTS = {
+    "jax_agent_rl/utils/network.py": "JsonService: read_answer, decode_json, a time limit for each attempt",
+    "jax_agent_rl/rollout/http/client.py": "read_answer, LineBuffer, decode_json, a limit of silence",
+    "jax_agent_rl/rollout/http/membership.py": "read_answer, decode_json, COMMAND_SECONDS",
+    "jax_agent_rl/tool_server/worker.py": "read_answer, decode_json; its own worker, killed when stuck",
+    "jax_agent_rl/tools/mcp_transport.py": "a bounded stream, MAX_MESSAGE_BYTES for events; calls have time limits",
+    "jax_agent_rl/utils/hub.py": "HEAD with a time limit, nothing is read; huggingface_hub downloads to the disk",
+    "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
+    "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
+    "jax_agent_rl/agents/command/agent.py": "copies bytes of a program's connection, keeps none",
+    "jax_agent_rl/testing/chaos/proxy.py": "copies bytes of a connection, keeps none",
+    "jax_agent_rl/testing/chaos/faults.py": "reads nothing",
+    "benchmarks/tool_server.py": "this machine's own server",
+}
+"""Each file that makes a client of another program, and what bounds it."""
+
+
+def test_every_client_is_known_with_its_bound():
+    found = {str(file.relative_to(ROOT)) for file, _, name in calls(SOURCES) if CLIENT.fullmatch(name)}
+    assert found == CLIENTS.keys()
+
+
+def test_every_client_of_ours_asks_for_uncompressed_answers_and_follows_no_redirect():
+    for file, call, name in calls(PACKAGE):
+        if not CLIENT.fullmatch(name) or not name.startswith(("httpx.Async", "httpx2.Async", "aiohttp.ClientSession")):
+            continue
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert "IDENTITY" in given["headers"] or "IDENTITY" in file.read_text().split(given["headers"] + " = ")[1][:200]
+        if name.startswith("aiohttp"):
+            assert given["auto_decompress"] == "False", place(file, call)
+        assert "follow_redirects" not in given, place(file, call)
+
+
+def test_every_request_by_aiohttp_follows_no_redirect():
+    """Its sessions follow them by default, with the token."""
+    requests = ("get", "post", "put", "delete", "request")
+    for name in ("rollout/http/client.py", "rollout/http/membership.py"):
+        file = ROOT / "jax_agent_rl" / name
+        found = [
+            call
+            for _, call, called in calls([file])
+            if called.rpartition(".")[2] in requests and called.rpartition(".")[0] in ("self._client()", "session")
+        ]
+        assert found
+        for call in found:
+            assert "allow_redirects=False" in ast.unparse(call) or "**options" in ast.unparse(call), place(file, call)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -31,11 +30,25 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.types import TokenOutput, TokenScores
-from jax_agent_rl.utils.network import is_loopback
+from jax_agent_rl.utils.bounded_json import decode_json
+from jax_agent_rl.utils.network import (
+    IDENTITY,
+    LineBuffer,
+    UnreadableAnswerError,
+    is_loopback,
+    read_answer,
+    read_beginning,
+    require_identity,
+)
 
 T = TypeVar("T")
 _RETRY_SECONDS = 0.5
 _GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that it cannot reach
+MAX_STATE_BYTES = 1 << 20
+"""Limit of an answer about a server's state."""
+MAX_LINE_BYTES = 1 << 28
+MAX_LINE_VALUES = 16_000_000
+"""Limits of one message: with the engine's experts and support, an output takes thousands of bytes per token."""
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -83,20 +96,22 @@ class RemoteBackend(ProxyBackend):
         if self._session is not None:
             raise BackendError("the backend was already started")
         self._session = aiohttp.ClientSession(
-            headers=self._headers,
+            headers={**self._headers, **IDENTITY},
+            auto_decompress=False,
             # A connection per request in flight; idle ones are dropped before the server would drop them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=self._silence_seconds),
         )
         try:
             greeting = await self._greet()
+            with self._malformed_is_an_error():
+                self._session.headers[wire.INSTANCE_HEADER] = greeting["instance"]
+                self._capabilities = wire.decode_capabilities(greeting["capabilities"])
+                self._version = int(greeting["policy_version"])
         except BaseException:
             await self._session.close()
             self._session = None
             raise
-        self._session.headers[wire.INSTANCE_HEADER] = greeting["instance"]
-        self._capabilities = wire.decode_capabilities(greeting["capabilities"])
-        self._version = greeting["policy_version"]
 
     async def close(self) -> None:
         """Disconnect; requests in flight fail and are aborted on the server, which keeps running."""
@@ -121,17 +136,22 @@ class RemoteBackend(ProxyBackend):
     async def generate(self, request: GenerateRequest) -> TokenOutput:
         async with contextlib.aclosing(self._lines("generate", await self._body(request))) as lines:
             async for message in lines:
-                output = wire.decode_output(message["final"])
+                with self._malformed_is_an_error():
+                    output = wire.decode_output(message["final"])
         return output
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         body = await self._body(request) | {"chunks": True}
         async with contextlib.aclosing(self._lines("generate", body)) as lines:
             async for message in lines:
-                yield wire.decode_chunk(message)
+                with self._malformed_is_an_error():
+                    chunk = wire.decode_chunk(message)
+                yield chunk
 
     async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
-        return wire.decode_scores(await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k))
+        scores = await self._call("score", token_ids=list(token_ids), start=start, top_k=top_k)
+        with self._malformed_is_an_error():
+            return wire.decode_scores(scores)
 
     async def _body(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the request as JSON; raise BackendError for media that the server does not take."""
@@ -190,7 +210,8 @@ class RemoteBackend(ProxyBackend):
             headers = {wire.DIGEST_HEADER: await asyncio.to_thread(_sha256, file)}
             with file.open("rb") as stream, self._loss_is_an_error():
                 url = f"{self.url}/v1/uploads/{upload}/{file.name}"
-                async with self._client().put(url, data=stream, headers=headers) as response:
+                putting = self._client().put(url, data=stream, headers=headers, allow_redirects=False)
+                async with putting as response:
                     await self._check(response)
         return upload
 
@@ -199,31 +220,36 @@ class RemoteBackend(ProxyBackend):
     async def health(self) -> Health:
         """Never raise: a server that cannot be reached is not ok."""
         try:
-            health = Health(**await self._get("health"))
+            answer = await self._get("health")
+            with self._malformed_is_an_error():
+                health = Health(**answer)
+                self._version = max(self._version, health.policy_version)
         except BackendError as error:
             return Health(ok=False, detail=str(error), policy_version=self._version)
-        self._version = max(self._version, health.policy_version)
         return health
 
     async def metrics(self) -> BackendMetrics:
-        return BackendMetrics(**await self._get("metrics"))
+        answer = await self._get("metrics")
+        with self._malformed_is_an_error():
+            return BackendMetrics(**answer)
 
     # --- HTTP -------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> Any:
         with self._loss_is_an_error():
-            async with self._client().get(f"{self.url}/v1/{path}") as response:
+            async with self._client().get(f"{self.url}/v1/{path}", allow_redirects=False) as response:
                 await self._check(response)
-                try:
-                    return await response.json()
-                except ValueError as error:
-                    raise aiohttp.ClientPayloadError(f"its answer is no JSON ({error})") from error
+                content = await read_answer(response.headers, response.content.iter_any(), MAX_STATE_BYTES)
+                with self._malformed_is_an_error():
+                    return decode_json(content)
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         async with contextlib.aclosing(self._lines(method, arguments)) as lines:
             async for message in lines:
-                self._version = max(self._version, message["policy_version"])
-        return message["result"]
+                with self._malformed_is_an_error():
+                    self._version = max(self._version, message["policy_version"])
+                    result = message["result"]
+        return result
 
     async def _lines(self, method: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the messages of one answer. Leaving early drops the connection, which tells the server.
@@ -233,20 +259,23 @@ class RemoteBackend(ProxyBackend):
             EngineDiedError: the server is lost.
         """
         with self._loss_is_an_error():
-            posting = self._client().post(f"{self.url}/v1/{method}", data=wire.line(body), headers=_JSON)
+            posting = self._client().post(
+                f"{self.url}/v1/{method}", data=wire.line(body), headers=_JSON, allow_redirects=False
+            )
             async with await self._until_closed(posting) as response:
                 await self._check(response)
-                count, rest = 0, b""
+                require_identity(response.headers)
+                count = 0
+                lines = LineBuffer(MAX_LINE_BYTES)
                 try:
                     while data := await self._until_closed(response.content.readany()):
-                        *whole, rest = (rest + data).split(b"\n")
-                        for text in filter(None, whole):
+                        for line in lines.add(data):
                             count += 1
-                            yield _message(text)
+                            yield _message(line)
                 finally:
                     if not response.content.at_eof():
                         response.close()
-                if not count or rest:
+                if not count or lines.unfinished:
                     raise aiohttp.ClientPayloadError("the answer ended early")
 
     async def _until_closed(self, waiting: Awaitable[T]) -> T:
@@ -263,9 +292,10 @@ class RemoteBackend(ProxyBackend):
         """Raise the error of a refusal."""
         if response.status == 200:
             return
+        content = await read_beginning(response.headers, response.content.iter_any())
         try:
-            error = wire.decode_error((await response.json())["error"])
-        except (ValueError, KeyError, TypeError, aiohttp.ContentTypeError):
+            error = wire.decode_error(decode_json(content)["error"])
+        except (ValueError, KeyError, TypeError):
             if response.status in _GATEWAY:
                 raise EngineDiedError(f"the rollout server at {self.url} is gone: HTTP {response.status}") from None
             error = BackendError(f"HTTP {response.status}: is this a rollout server?")
@@ -283,9 +313,22 @@ class RemoteBackend(ProxyBackend):
         return self._session
 
     @contextlib.contextmanager
+    def _malformed_is_an_error(self) -> Iterator[None]:
+        """Turn what is raised for an answer of another shape into BackendError."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise BackendError(
+                f"{self.url} gave an answer that no rollout server of this version gives "
+                f"({type(error).__name__}: {str(error)[:300]})"
+            ) from error
+
+    @contextlib.contextmanager
     def _loss_is_an_error(self) -> Iterator[None]:
         try:
             yield
+        except UnreadableAnswerError as error:
+            raise BackendError(f"{self.url} {error}") from None
         except _LOST as error:
             if self._closed:
                 raise BackendClosedError(f"the connection to {self.url} was closed") from error
@@ -300,11 +343,18 @@ class RemoteBackend(ProxyBackend):
 _JSON = {"Content-Type": "application/json"}
 
 
-def _message(text: bytes) -> dict[str, Any]:
-    message = json.loads(text)
-    if error := message.get("error"):
-        raise wire.decode_error(error)
-    return message
+def _message(line: bytes) -> dict[str, Any]:
+    """Return a message of an answer; raise the error that it holds, or BackendError if it is none."""
+    try:
+        message = decode_json(line, max_values=MAX_LINE_VALUES)
+        if not isinstance(message, dict):
+            raise ValueError(f"it is {line[:100]!r}")
+        if message.get("error") is None:
+            return message
+        error = wire.decode_error(message["error"])
+    except (ValueError, KeyError, TypeError) as problem:
+        raise BackendError(f"a line of the answer is no message of a rollout server: {problem}") from None
+    raise error
 
 
 def _sha256(file: Path) -> str:

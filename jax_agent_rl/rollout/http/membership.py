@@ -24,17 +24,23 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from pydantic import BaseModel
 
 from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.pool import BackendFactory, ServerPool
+from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.files import writing
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
 
 logger = logging.getLogger(__name__)
 
 ADDRESS_FILE = "engines.json"
 """File of the run folder with the address and the token, while the run lasts."""
 
+COMMAND_SECONDS = 3600.0
+"""Limit of a command: an engine that joins loads and compiles."""
+MAX_ANSWER_BYTES = 1 << 20
 _ATTEMPTS = 3
 """Joins of one engine: files of weights may be replaced while it reads them."""
 
@@ -167,6 +173,19 @@ async def _body(request: web.Request, **fields: Any) -> dict[str, Any]:
     return body
 
 
+class _Engine(BaseModel):
+    name: str
+    policy_version: int
+    requests: int
+
+
+class _Engines(BaseModel):
+    """Answer to every command."""
+
+    policy_version: int
+    engines: list[_Engine]
+
+
 async def command_run(folder: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Send a command to a running run and return its answer.
 
@@ -184,14 +203,24 @@ async def command_run(folder: Path, path: str, body: dict[str, Any] | None = Non
         address = json.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no run trains in {folder}: {file.name} is missing there") from None
-    options: dict[str, Any] = {} if body is None else {"json": body}
-    headers = {"Authorization": f"Bearer {address['token']}"}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # an engine loads and compiles
+    options: dict[str, Any] = {"allow_redirects": False}
+    if body is not None:
+        options["json"] = body
+    headers = {"Authorization": f"Bearer {address['token']}", **IDENTITY}
+    timeout = aiohttp.ClientTimeout(total=COMMAND_SECONDS, sock_connect=10.0)
     try:
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as session:
             method = "GET" if body is None else "POST"
             async with session.request(method, f"{address['url']}/v1/{path}", **options) as response:
-                answer = await response.json()
+                content = await read_answer(response.headers, response.content.iter_any(), MAX_ANSWER_BYTES)
+        answer = decode_json(content)
+        if response.status != 200:
+            raise BackendError(str(answer["error"]))
+        return _Engines.model_validate(answer).model_dump()
+    except TimeoutError:
+        raise BackendError(f"the run in {folder} did not answer within {COMMAND_SECONDS:g} seconds") from None
+    except (UnreadableAnswerError, ValueError, KeyError, TypeError) as error:
+        raise BackendError(f"what answers for the run in {folder} is no run: {error}") from None
     except aiohttp.ClientConnectorError as error:
         raise ConfigError(
             f"the run in {folder} does not answer ({error}): it was killed, or it runs on another machine than "
@@ -199,6 +228,3 @@ async def command_run(folder: Path, path: str, body: dict[str, Any] | None = Non
         ) from error
     except aiohttp.ClientError as error:
         raise BackendError(f"the run in {folder} ended before it answered: {error}") from error
-    if response.status != 200:
-        raise BackendError(answer["error"])
-    return answer

@@ -21,8 +21,9 @@ from jax_agent_rl.observe.sinks.metrics import TrainerMetrics, trainer_server
 from jax_agent_rl.rollout.http import wire
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.tool_server.server import ToolServer
+from jax_agent_rl.utils.bounded_json import MAX_NESTING
 from jax_agent_rl.utils.files import remove_temp_folder
-from jax_agent_rl.utils.http_server import MAX_NESTING, HttpServer, read_json
+from jax_agent_rl.utils.http_server import HttpServer, read_json
 from tests.toy_backend import ToyBackend
 
 JSON = {"Content-Type": "application/json"}

@@ -8,7 +8,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
-from jax_agent_rl.utils import network
 from jax_agent_rl.utils.network import JsonService, bearer
 from tests.http_service import serve
 from tests.ports import free_port
@@ -135,11 +134,10 @@ async def test_invalid_utf8_is_replaced():
     assert await post(Script(Response(b'"a\xff\xfeb"'))) == "a\ufffd\ufffdb"
 
 
-async def test_a_huge_answer_is_refused_before_it_is_in_memory(monkeypatch):
-    monkeypatch.setattr(network, "MAX_ANSWER_BYTES", 1000)
+async def test_a_huge_answer_is_refused_before_it_is_in_memory():
     script = Script(Response(b'"' + b"x" * 5000 + b'"'))
     with pytest.raises(ToolServerError, match="more than 1000 bytes"):
-        await post(script, retries=2, repeatable=True)
+        await post(script, retries=2, repeatable=True, max_answer_bytes=1000)
     assert len(script.bodies) == 1
 
 
