@@ -20,6 +20,7 @@ def settings() -> dict[str, str]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a file that ``sums.py`` wrote; the package's reader is not in the peers' environments."""
     return [json.loads(line) for line in Path(f"data/sums/{name}.jsonl").read_text().splitlines()]
 
 

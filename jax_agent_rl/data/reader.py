@@ -326,7 +326,7 @@ def _time_text(scalar: pyarrow.Scalar) -> str:
         scalar = pyarrow.scalar(microseconds, pyarrow.int64()).cast(coarser)
     try:
         time = scalar.as_py()
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, LookupError) as error:  # a year or a time zone that Python does not have
         raise _UnusableError(f"no {kind} that can be read ({error}); correct it", scalar.value) from None
     if not nanoseconds:
         return time.isoformat()

@@ -165,13 +165,14 @@ def test_a_line_that_no_row_can_hold_is_named_with_its_column_and_value(tmp_path
             pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([3, 4])], names=["k", "k"]).slice(0, 2),
             "with the key 'k' twice",
         ),
+        (pa.array([0, 1], pa.timestamp("us", tz="Mars/Phobos")), "a = 0 is no timestamp[us, tz=Mars/Phobos] that"),
         (pa.array([0, 2**62], pa.timestamp("us")), f"a = {2**62} is no timestamp[us] that can be read"),
         (
             pa.StringArray.from_buffers(2, pa.array([0, 1, 3], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff\xfe")),
             r"a = b'\xff\xfe' is no UTF-8 text",
         ),
     ],
-    ids=["nan", "bytes", "map", "struct", "time", "text"],
+    ids=["nan", "bytes", "map", "struct", "time zone", "year", "text"],
 )
 def test_a_row_of_parquet_that_no_row_can_hold_is_named_with_its_column_and_value(
     tmp_path: Path, array: pa.Array, message: str

@@ -86,5 +86,5 @@ async def test_a_server_that_is_not_there_is_found_out_before_the_run():
 
 async def test_a_row_that_names_an_unknown_interaction_is_found_out_before_the_run():
     row = {**ROW, "agent_name": "interaction_agent", "extra_info": {"interaction_kwargs": {"name": "gsm9k"}}}
-    with pytest.raises(DataError, match="'gsm9k' is not known"):
-        await agents([row])
+    with pytest.raises(DataError, match=r"^rows.jsonl, line 2: .*'gsm9k' is not known"):
+        await agents([ROW, row])

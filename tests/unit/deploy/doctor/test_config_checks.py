@@ -10,6 +10,7 @@ import pytest
 from jax_agent_rl.config import load
 from jax_agent_rl.deploy.doctor.machine import run_checks
 from jax_agent_rl.deploy.doctor.run import RunChecks
+from tests.dataset_rows import write_twins
 from tests.ports import free_port
 from tests.tiny_run import tiny_recipe
 
@@ -78,6 +79,30 @@ async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, 
     status, text = only(found, "rewards")
     assert status == "fail" and "must hold a number" in text
     assert ("warn", "1 of 2 rows have no reward_model.ground_truth") in found["data.train"]
+
+
+async def test_json_lines_and_parquet_are_told_alike(recipe, tmp_path):
+    """Rows with columns and fields that others lack; a reward that reads the question."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "from jax_agent_rl.rewards import register_reward\n"
+        "@register_reward('asked', override=True)\n"
+        "def compute_score(solution_str, ground_truth, messages, prompt, level='none'):\n"
+        "    assert prompt[0]['content'] == messages[0]['content'] == 'add'\n"
+        "    return float(solution_str == f'{ground_truth}' and level == 'none')\n"
+    )
+    first = {
+        "data_source": "asked",
+        "prompt": [{"role": "user", "content": "add"}],
+        "reward_model": {"ground_truth": 4},
+    }
+    second = {**first, "reward_model": {"ground_truth": 4.5}, "extra_info": {"level": "high"}, "agent_name": None}
+    told = []
+    for file in write_twins(tmp_path, [first, second]):
+        overrides = (f"data.train={file}", "data.eval=null", f"reward.path={rewards}")
+        found = await findings(recipe, *overrides, of=("user code", "tokenizer", "prompts", *SCORING))
+        told.append({name: [(status, text.replace(str(file), "")) for status, text in found[name]] for name in found})
+    assert told[0] == told[1] and "earns 1 as '4'" in only(told[0], "rewards")[1]
 
 
 def one_row(folder: Path, data_source: str, truth: object, **more: str) -> str:
