@@ -27,7 +27,8 @@
     ├── ToolError                   a tool failed; becomes an observation the model reads
     │   ├── ToolNotFoundError       unknown tool name
     │   ├── ToolArgumentError       arguments do not match the schema
-    │   └── ToolTimeoutError        the call ran past its limit
+    │   ├── ToolTimeoutError        the call ran past its limit
+    │   └── UnusableTestsError      tests of a program that say nothing about it -> fix the row
     ├── ToolDefinitionError         a tool is declared wrongly (raised at import / start)
     ├── WeightUpdateError           new weights were refused; the old ones are still served
     ├── CheckpointError             nothing to restore, or it does not match the config
@@ -295,6 +296,10 @@ class ToolArgumentError(ToolError):
 
 class ToolTimeoutError(ToolError):
     """A tool call ran longer than its timeout."""
+
+
+class UnusableTestsError(ToolError):
+    """Tests of a program are none: they cannot be parsed, ask it nothing, or pass whatever it answers."""
 
 
 class ToolDefinitionError(JaxAgentRLError):

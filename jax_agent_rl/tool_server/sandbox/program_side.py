@@ -41,6 +41,7 @@ _ATOMS = {
     "timedelta": (datetime.timedelta, lambda value: [value.days, value.seconds, value.microseconds]),
 }
 _TYPES = {kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)}
+MAX_MESSAGE_BYTES = 32 << 20
 _JSON_INT = 1 << 63  # larger ones cross as hexadecimal: Python limits the decimal digits it converts
 
 
@@ -65,10 +66,10 @@ class Peer:
         """Return the next message.
 
         Raises:
-            EOFError: the other side is gone.
+            EOFError: the other side is gone, or sends something too long.
             ValueError: the message is not a JSON object.
         """
-        line = self._incoming.readline()
+        line = self._incoming.readline(MAX_MESSAGE_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError
         message = json.loads(line)

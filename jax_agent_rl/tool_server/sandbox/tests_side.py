@@ -3,12 +3,17 @@
 Arguments: the descriptors of the two pipes. Names that the tests do not define are the program's, except for builtins
 and modules of the standard library. Tests compare plain data in this process; the program's own objects are
 :class:`Remote` here, which can be called and accessed but never compared.
+
+With the argument ``trial`` there is no program: the tests run on nonsense instead, which shows whether they are tests.
+They are none if they ask it nothing, or if they pass whatever it answers. The exit status is one of ``USABLE``,
+``UNPARSED``, ``ASKING_NOTHING`` and ``ALWAYS_PASSING``.
 """
 
 import ast
 import builtins
 import collections
 import importlib
+import signal
 import sys
 import traceback
 import types
@@ -21,6 +26,10 @@ _ERRORS = {
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 }
+
+
+USABLE, UNPARSED, ASKING_NOTHING, ALWAYS_PASSING = 0, 10, 11, 12
+_TRIAL_SECONDS = 3.0
 
 
 class ProgramEnded(BaseException):
@@ -38,6 +47,7 @@ class TestsSide(Peer):
         super().__init__(incoming, outgoing)
         self._functions = []
         self._remotes = {}  # one per object, so that ``is`` has the same result as in the program
+        self.observer = Observer()
         self.ended = False
 
     def refer(self, value):
@@ -74,6 +84,7 @@ class TestsSide(Peer):
             self.send(self._call_back(reply))
         error, value, changed = self._read(reply)
         if error is not None:
+            self.observer.raised(what, error)
             raise error
         for old, new in zip(args, changed, strict=False):
             _refill(old, new)
@@ -174,6 +185,199 @@ class Remote:
     __hash__ = object.__hash__
 
 
+# --- what tests did ---------------------------------------------------------------------------------------------
+
+# Errors by which the interpreter ends an iteration or tells that an attribute is missing, without a trace.
+_SWALLOWED = (StopIteration, StopAsyncIteration, LookupError, AttributeError)
+# Where they say just that: the end of the program's own iterator, an attribute or a name that it does not have.
+_PLAIN_ANSWERS = {"next": StopIteration, "get": AttributeError, "name": KeyError}
+_OBSERVER = "__observer__"
+
+
+class Observer:
+    """What tests did besides asking: which errors of the program they handled, and whether they compared anything.
+
+    An error out of the program has to be handled by the tests: by ``except``, a ``with`` that suppresses it, or
+    ``assertRaises`` and the like. Raised in a ``map`` or a ``__getitem__``, a StopIteration or an IndexError would
+    otherwise end a loop as if everything had been compared. :func:`instrument` makes tests report to this object.
+    """
+
+    def __init__(self):
+        self._errors = []  # of the program, with whether the interpreter could swallow it
+        self._comparisons = 0
+        self._has_failed_suite = False
+        self.has_comparisons = False
+
+    @property
+    def problem(self):
+        """Why tests that ran to their end have not passed; None if they have."""
+        if self._has_failed_suite:
+            return "a suite of the tests failed"
+        unhandled = [error for error, can_be_swallowed in self._errors if can_be_swallowed]
+        if unhandled:
+            error = unhandled[0]
+            notes = "\n".join(getattr(error, "__notes__", ()))
+            return f"the program raised {type(error).__name__}: {error}, which the tests did not expect\n{notes}"
+        if self.has_comparisons and not self._comparisons:
+            return "the tests came to their end without comparing anything"
+        return None
+
+    def raised(self, operation, error):
+        """Note an error of the program."""
+        can_be_swallowed = isinstance(error, _SWALLOWED) and not isinstance(error, _PLAIN_ANSWERS.get(operation, ()))
+        self._errors.append((error, can_be_swallowed))
+
+    def handled(self, error=None):
+        """Note that the tests handle an error, by default the current one; one of the program is a comparison."""
+        chain = [sys.exc_info()[1] if error is None else error]
+        for link in chain:
+            for cause in (getattr(link, "__cause__", None), getattr(link, "__context__", None)):
+                if cause is not None and not any(cause is other for other in chain):
+                    chain.append(cause)
+        unhandled = [entry for entry in self._errors if not any(entry[0] is link for link in chain)]
+        self._comparisons += len(self._errors) - len(unhandled)
+        self._errors = unhandled
+
+    def compares(self):
+        """Note a comparison."""
+        self._comparisons += 1
+
+    def compared(self, result):
+        """Note a call that compares, and return its result."""
+        self._comparisons += 1
+        return result
+
+    def discards(self, result):
+        """Note that a result is discarded, which may be that of a suite: ``unittest.main(exit=False)``."""
+        module = type(result).__module__.partition(".")[0]
+        if module == "unittest":
+            result = getattr(result, "result", result)
+            if hasattr(result, "wasSuccessful") and not result.wasSuccessful():
+                self._has_failed_suite = True
+        elif module == "doctest" and getattr(result, "failed", 0):
+            self._has_failed_suite = True
+
+    def mark(self):
+        """Return a mark for :meth:`expected_since`."""
+        return len(self._errors)
+
+    def expected_since(self, mark, result):
+        """Note that a call handled the errors since a mark, and return its result."""
+        self._comparisons += max(0, len(self._errors) - mark)
+        del self._errors[mark:]
+        return result
+
+    def suppression(self):
+        """Return the outer one of two context managers around those of a ``with``."""
+        return _Suppression(self)
+
+
+class _Suppression:
+    """Notes an error that a ``with`` suppressed: the inner context manager sees it, this one does not."""
+
+    def __init__(self, observer):
+        self._observer = observer
+        self.seen = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is None and self.seen is not None:
+            self._observer.handled(self.seen)
+
+    def inside(self):
+        """Return the inner one."""
+        return _Inside(self)
+
+
+class _Inside:
+    def __init__(self, suppression):
+        self._suppression = suppression
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        self._suppression.seen = error
+
+
+class _Instrumentation(ast.NodeTransformer):
+    """Makes tests report to :class:`Observer`; their lines stay the same."""
+
+    def __init__(self):
+        self.comparisons = 0
+        self._withs = 0
+
+    def visit_Assert(self, node):
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant):
+            return node
+        self.comparisons += 1
+        return [ast.copy_location(ast.Expr(_call("compares", node)), node), node]
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+        found = node
+        if "raises" in name.lower():
+            found = _call("expected_since", node, _call("mark", node), found)
+        if name.startswith("assert"):
+            self.comparisons += 1
+            found = _call("compared", node, found)
+        return found
+
+    def visit_Expr(self, node):
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            node.value = _call("discards", node.value, node.value)
+        return node
+
+    def visit_ExceptHandler(self, node):
+        self.generic_visit(node)
+        node.body.insert(0, ast.copy_location(ast.Expr(_call("handled", node)), node.body[0]))
+        return node
+
+    def visit_With(self, node):
+        return self._watched(node)
+
+    def visit_AsyncWith(self, node):
+        return self._watched(node)
+
+    def _watched(self, node):
+        self.generic_visit(node)
+        self._withs += 1
+        name = f"__with_{self._withs}__"
+        inside = ast.Call(ast.Attribute(ast.Name(name, ast.Load()), "inside", ast.Load()), [], [])
+        node.body = [_with(inside, None, node.body, node)]
+        return _with(_call("suppression", node), ast.Name(name, ast.Store()), [node], node)
+
+
+def _call(method, place, *arguments):
+    function = ast.Attribute(ast.Name(_OBSERVER, ast.Load()), method, ast.Load())
+    return _at(ast.Call(function, list(arguments), []), place)
+
+
+def _with(context, name, body, place):
+    return _at(ast.With([ast.withitem(context, name)], body), place)
+
+
+def _at(node, place):
+    """Give a new node, and new ones in it, the place of another."""
+    ast.copy_location(node, place)
+    return ast.fix_missing_locations(node)
+
+
+def instrument(source):
+    """Return the code of tests that report to ``__observer__``, and whether they compare by ``assert`` or the like."""
+    instrumentation = _Instrumentation()
+    tree = ast.fix_missing_locations(instrumentation.visit(ast.parse(source, "tests.py")))
+    return compile(tree, "tests.py", "exec"), instrumentation.comparisons > 0
+
+
+# --- their names ------------------------------------------------------------------------------------------------
+
+
 class Namespace(dict):
     """Globals of the tests; names they do not define are looked up in the program, each time.
 
@@ -182,9 +386,9 @@ class Namespace(dict):
     ``assert sum(10, 15) == 6``, is it the program's, if the program defines it.
     """
 
-    def __init__(self, side, source):
-        super().__init__(__name__="__main__")
-        self._side = side
+    def __init__(self, source, observer, look_up):
+        super().__init__({"__name__": "__main__", _OBSERVER: observer})
+        self._look_up = look_up
         nodes = list(ast.walk(ast.parse(source)))
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         self._tested = used if len(used) == 1 else set()
@@ -200,7 +404,7 @@ class Namespace(dict):
         if module is not None:
             self[name] = module
             return module
-        return self._side.ask("name", None, name)  # KeyError: the program does not define it either
+        return self._look_up(name)  # KeyError: the program does not define it either
 
     def _module(self, name: str):
         if name not in self._attributes or name not in sys.stdlib_module_names | _ALIASES.keys():
@@ -213,7 +417,7 @@ class Namespace(dict):
 
 
 class _Main(types.ModuleType):
-    """The module ``__main__`` of the tests, in which unittest looks for them."""
+    """The module ``__main__`` of the tests, in which unittest looks for them; the program's names are not there."""
 
     def __init__(self, namespace):
         super().__init__("__main__")
@@ -223,22 +427,175 @@ class _Main(types.ModuleType):
         return list(self._namespace)
 
     def __getattr__(self, name):
-        try:
-            return self._namespace[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self._namespace:
+            raise AttributeError(name)
+        return self._namespace[name]
 
 
-def main():
-    """Run the tests."""
-    side = TestsSide(*map(int, sys.argv[1:]))
-    with open("tests.py", encoding="utf-8") as file:
-        source = file.read()
+# --- a trial ----------------------------------------------------------------------------------------------------
+
+
+class Nonsense:
+    """What a program answers that knows nothing: anything can be done with it, and it is no right answer.
+
+    Args:
+        truth: what it is in an ``if``.
+        equality: the result of every comparison.
+    """
+
+    def __init__(self, truth, equality):
+        object.__setattr__(self, "_settings", (truth, equality))
+
+    def _more(self, *args, **kwargs):
+        return Nonsense(*object.__getattribute__(self, "_settings"))
+
+    def _equality(self, other):
+        return object.__getattribute__(self, "_settings")[1]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._more()
+
+    def __bool__(self):
+        return object.__getattribute__(self, "_settings")[0]
+
+    def __ne__(self, other):
+        return not self._equality(other)
+
+    def __iter__(self):
+        return iter([self._more(), self._more()])
+
+    def __setattr__(self, name, value):
+        pass
+
+    def __setitem__(self, key, value):
+        pass
+
+    def __delitem__(self, key):
+        pass
+
+    def __len__(self):
+        return 7919
+
+    def __int__(self):
+        return 7919
+
+    def __float__(self):
+        return 7919.5
+
+    def __exit__(self, *error):
+        return False
+
+    def __await__(self):
+        yield from ()
+        return self._more()
+
+    __index__ = __int__
+    __call__ = __getitem__ = __next__ = __enter__ = _more
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _more
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _more
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = _more
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _more
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _equality
+    __hash__ = object.__hash__
+
+
+def _nothing(*args, **kwargs):
+    return None
+
+
+# Answers of programs that no tests should let pass, and what has to come of one of them: any error, or an assertion
+# (None has no attributes, so tests that only call methods fail on it, too).
+_ANSWERS = (
+    (lambda: Nonsense(truth=True, equality=False), BaseException),
+    (lambda: Nonsense(truth=False, equality=False), BaseException),
+    (lambda: Nonsense(truth=True, equality=True), BaseException),
+    (lambda: _nothing, (AssertionError, SystemExit)),
+)
+
+
+def trial(source):
+    """Run tests on nonsense; return an exit status, and why they are no tests."""
     try:
-        namespace = Namespace(side, source)
-        sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+        code, _ = instrument(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return UNPARSED, f"cannot be parsed: {error}"
+    asked = []
+    failure = None
+    for answer, expected in _ANSWERS:
+        failure = _failure(source, code, answer, asked)
+        if failure is not None and not asked:
+            break
+        if isinstance(failure, expected):
+            return USABLE, ""
+    if asked:
+        return ALWAYS_PASSING, "pass whatever the program answers"
+    uncalled = _uncalled(source)
+    reason = "ask the program nothing"
+    if isinstance(failure, Exception):
+        reason += f"; they raise {type(failure).__name__}: {failure}"
+    elif uncalled:
+        reason += f"; they define {', '.join(uncalled)}, and never use it"
+    return ASKING_NOTHING, reason
+
+
+def _failure(source, code, answer, asked):
+    """Run tests once; return the exception that ended them, or None.
+
+    Args:
+        source: of the tests.
+        code: of the tests.
+        answer: makes what stands for any name of the program.
+        asked: list to which the names that were asked for are added.
+    """
+
+    def look_up(name):
+        asked.append(name)
+        return answer()
+
+    def interrupt(*_):
+        raise TimeoutError("the tests do not end")
+
+    observer = Observer()
+    namespace = Namespace(source, observer, look_up)
+    sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, _TRIAL_SECONDS)
+    try:
+        exec(code, namespace)
+    except SystemExit as error:
+        return error if error.code else None
+    except BaseException as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None if observer.problem is None else AssertionError(observer.problem)
+
+
+def _uncalled(source):
+    """Return the names of functions and classes that the tests define and do not use."""
+    tree = ast.parse(source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    defined = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    return [name for name in defined if name not in used]
+
+
+# --- the program ------------------------------------------------------------------------------------------------
+
+
+def run(source, incoming, outgoing):
+    """Run tests of the program."""
+    side = TestsSide(incoming, outgoing)
+    observer = side.observer
+    code, observer.has_comparisons = instrument(source)
+    namespace = Namespace(source, observer, lambda name: side.ask("name", None, name))
+    sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+    try:
         side.wait_until_ready()
-        exec(compile(source, "tests.py", "exec"), namespace)
+        exec(code, namespace)
     except ProgramEnded as error:
         sys.exit(str(error))
     except SystemExit as error:  # the tests' own, e.g. unittest.main()
@@ -250,6 +607,20 @@ def main():
         sys.exit("".join(shown.format()))
     if side.ended:
         sys.exit("the program ended before its tests did")
+    if observer.problem is not None:
+        sys.exit(observer.problem)
+
+
+def main():
+    """Run the tests, or try them out."""
+    with open("tests.py", encoding="utf-8") as file:
+        source = file.read()
+    if sys.argv[1:] != ["trial"]:
+        run(source, *map(int, sys.argv[1:]))
+        return
+    status, reason = trial(source)
+    sys.stderr.write("\n" + " ".join(reason.split())[:1000] + "\n")
+    sys.exit(status)
 
 
 if __name__ == "__main__":

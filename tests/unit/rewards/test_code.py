@@ -93,6 +93,32 @@ async def test_a_row_without_tests_is_an_error(truth):
 
 
 @pytest.mark.parametrize(
+    "truth",
+    [
+        "def check(candidate):\n    assert candidate(1, 2) == 3",
+        "def test_add():\n    assert add(1, 2) == 3",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)",
+        {"tests": ["import math", "add(1, 2)"]},
+        {"tests": "assert add(1, 2) =="},
+        {"tests": [1]},
+        {"inputs": ["1", "2"], "outputs": ["", " \n"]},
+    ],
+)
+@pytest.mark.parametrize("program", [ADD, "pass"])
+async def test_tests_that_say_nothing_about_a_program_are_an_error(program, truth, sandbox):
+    with pytest.raises(RewardError, match="ground_truth of a 'humaneval' row"):
+        await code_tests("humaneval", reply(program), truth, sandbox)
+
+
+@pytest.mark.parametrize("error", ["StopIteration", "IndexError"])
+async def test_an_error_of_the_program_does_not_end_a_comparison(error, sandbox):
+    tests = "for got, expected in zip(map(lambda a: add(a, 1), [1, 2]), [2, 3]):\n    assert got == expected"
+    program = f"def add(a, b):\n    raise {error}"
+    assert (await code_tests("code", reply(program), {"tests": tests}, sandbox))["score"] == 0.0
+    assert (await code_tests("code", reply(ADD), {"tests": tests}, sandbox))["score"] == 1.0
+
+
+@pytest.mark.parametrize(
     ("text", "program"),
     [
         ("```python\na\n```\n```py\nb\n```", "b\n"),

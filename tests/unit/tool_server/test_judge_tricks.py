@@ -3,6 +3,7 @@
 import pytest
 
 from jax_agent_rl.rewards.code import code_tests
+from jax_agent_rl.tool_server.plugins import Failure
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 from tests.capabilities import needs_bwrap
 from tests.tool_serving import agent
@@ -36,6 +37,14 @@ async def test_nothing_is_earned_by_a_trick(program):
     sandbox = await open_sandbox(limits=SandboxLimits(wall_seconds=10))
     result = await code_tests("code", f"```python\n{program}\n```", {"tests": TESTS}, sandbox)
     assert result["score"] == 0.0 and result["has_code"] == 1.0
+
+
+async def test_tests_that_ask_nothing_are_an_error_of_the_task():
+    async with agent("tools=[judge]") as act:
+        reply = await act(
+            "<python>def f(x): return 5</python>", tests=["assert f(5) == 5", "def check(): assert f(2) == 4"]
+        )
+        assert reply.error is Failure.TOOL and "ask the program nothing" in reply.observation["obs"]
 
 
 async def test_the_program_cannot_read_the_tests_of_the_judge():

@@ -73,7 +73,7 @@ async def test_a_database_that_cannot_be_is_not_there(folder, name):
 )
 async def test_a_nul_byte_is_no_crash(tool, action, tmp_path):
     (tmp_path / "db.sqlite").write_bytes(b"")
-    fields = {"db_id": "db", "tests": ["assert 'a\0b'"]}
+    fields = {"db_id": "db", "tests": {"inputs": ["a\0b"], "outputs": ["a\0b"]}}
     settings = [f"sql.databases={tmp_path}"] if tool == "sql" else []
     async with agent(f"tools=[{tool}]", *settings, **fields) as act:
         assert (await act(action)).error is None

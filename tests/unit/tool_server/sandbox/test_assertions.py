@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_agent_rl.errors import UnusableTestsError
 from jax_agent_rl.tool_server.sandbox import Sandbox, SandboxLimits, StopCause
 from jax_agent_rl.tool_server.sandbox.isolation import Bubblewrap, UnsafeLocal, find_bwrap
 from jax_agent_rl.tool_server.sandbox.limits import process_tree
@@ -193,9 +194,210 @@ async def test_a_failure_shows_what_was_printed_the_line_and_the_programs_own_tr
     assert "tests_side.py" not in result.stderr and "program_side.py" not in result.stderr
 
 
-async def test_tests_that_cannot_be_parsed_fail_with_the_reason(local):
-    result = await local.run_tests("", "assert f(2) ==")
-    assert not result.ok and "SyntaxError" in result.stderr
+# --- tests that are none --------------------------------------------------------------------------------------------
+
+SQUARE = "def f(x): return x * x"
+UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 4)\n"
+UNUSABLE = {
+    "an uncalled check": "def check(candidate):\n    assert candidate(2) == 4",
+    "an uncalled check beside a call": "def check(candidate):\n    assert candidate(2) == 4\nf(2)",
+    "a function that only pytest would call": "def test_f():\n    assert f(2) == 4",
+    "a name of the function alone": "candidate = f\ndef check():\n    assert candidate(2) == 4",
+    "unittest without main": UNITTEST,
+    "nothing": "",
+    "a comment": "# assert f(2) == 4",
+    "an assertion about nothing": "assert True",
+    "an assertion of a tuple": "assert (f(2) == 4, 'not 4')",
+    "what the tests define themselves": "def f(x): return x * x\nassert f(2) == 4",
+    "a call alone": "f(2)",
+    "methods alone": "s = f(2)\ns.push(1)\ns.pop()",
+    "a comparison whose result is dropped": "f(2) == 4",
+    "a failure that is caught": "try:\n    assert f(2) == 4\nexcept AssertionError:\n    print('failed')",
+    "a failure that ends with success": "import sys\nif f(2) != 4:\n    sys.exit(0)",
+    "a module that is not there": "import no_such_module\nassert f(2) == 4",
+    "no Python": "assert f(2) ==",
+    "a NUL": "assert f(2) == '\0'",
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+async def test_tests_that_say_nothing_about_a_program_are_an_error(case, local):
+    for program in (SQUARE, ""):
+        with pytest.raises(UnusableTestsError):
+            await local.run_tests(program, UNUSABLE[case])
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (UNUSABLE["an uncalled check"], "they define check, and never use it"),
+        (UNUSABLE["a module that is not there"], "No module named 'no_such_module'"),
+        (UNUSABLE["no Python"], "cannot be parsed: invalid syntax"),
+        (UNUSABLE["a call alone"], "pass whatever the program answers"),
+    ],
+)
+async def test_the_reason_is_named(tests, reason, local):
+    with pytest.raises(UnusableTestsError, match=reason):
+        await local.run_tests(SQUARE, tests)
+
+
+# Ways to write tests: they pass an honest program, fail a wrong one, and are no error.
+WAYS = {
+    "equality": "assert f(2) == 4",
+    "inequality": "assert f(2) != 5 and f(2) != 0",
+    "truth": "assert f(2) - 4 == 0 and f(2)",
+    "not None": "assert f(2) is not None\nassert f(3) > 8",
+    "a raise": "if f(2) != 4:\n    raise ValueError('not 4')",
+    "an exit": "import sys\nif f(2) != 4:\n    sys.exit(1)",
+    "the exit status itself": "import sys\nsys.exit(0 if f(2) == 4 else 1)",
+    "a message": "assert f(2) == 4, f'got {f(2)}'",
+    "HumanEval's": "METADATA = {}\ndef check(candidate):\n    assert True, 'good'\n"
+    "    assert candidate(2) == 4\ncheck(f)",
+    "MBPP's": "assert f(2) == 4\nassert f(3) == 9\nassert f(-1) == 1",
+    "closeness": "import math\nassert math.isclose(f(1.5), 2.25, rel_tol=1e-9)\nassert abs(f(2) - 4) < 1e-6",
+    "a loop over cases": "for x, y in [(2, 4), (3, 9)]:\n    assert f(x) == y",
+    "all of a map": "assert all(map(lambda c: f(c[0]) == c[1], [(2, 4), (3, 9)]))",
+    "a zip of maps": "for a, b in zip(map(f, [2, 3]), [4, 9]):\n    assert a == b",
+    "unittest": UNITTEST + "unittest.main()",
+    "unittest in a notebook": UNITTEST + "unittest.main(argv=[''], exit=False)",
+    "a runner": UNITTEST + "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+    "called tests": "def test_f():\n    assert f(2) == 4\ntest_f()",
+    "tests by their names": "def test_f():\n    assert f(2) == 4\nfor n in list(globals()):\n"
+    "    if n.startswith('test_'): globals()[n]()",
+    "a dunder main": "def test():\n    assert f(2) == 4\nif __name__ == '__main__':\n    test()",
+    "numpy": "import numpy as np\nnp.testing.assert_allclose(f(np.array([1, 2])), [1, 4])",
+    "an asynchronous test": "import asyncio\nasync def test():\n    assert f(2) == 4\nasyncio.run(test())",
+    "a future import": "from __future__ import annotations\nassert f(2) == 4",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_tests_are_understood_however_they_are_written(way, local):
+    assert (await local.run_tests(SQUARE, WAYS[way])).ok
+    assert not (await local.run_tests("def f(x): return 0", WAYS[way])).ok
+
+
+async def test_tests_are_tried_out_once(local):
+    starts = []
+    run = local.run
+
+    async def counting(argv, **options):
+        starts.append(argv)
+        return await run(argv, **options)
+
+    local.run = counting
+    for _ in range(3):
+        assert (await local.run_tests(SQUARE, SQUARES)).ok
+    assert len(starts) == 1
+
+
+# --- errors of the program ------------------------------------------------------------------------------------------
+
+# How the interpreter takes an error for the end of a loop, or for nothing: the tests, and such an error.
+SWALLOWING = {
+    "a zip of maps": "for a, b in zip(map(f, [1, 2]), [1, 4]):\n    assert a == b",
+    "all of a map": "assert all(map(lambda x: f(x) == x, [1, 2]))",
+    "a loop over a map": "assert f\nfor x in map(f, [1, 2]):\n    assert x == 0",
+    "the next of a map": "assert next(map(f, [1]), 1) == 1",
+    "a filter": "assert [x for x in filter(f, [])] == []\nassert list(filter(f, [1])) == []",
+    "a sequence of the tests": "class S:\n    def __getitem__(self, i): return f(i)\nfor x in S():\n    assert x == 5\n"
+    "assert list(S()) == []",
+    "an iterator of the tests": "class S:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\n"
+    "for x in S():\n    assert x == 5\nassert list(S()) == []",
+    "an attribute of the tests": "class S:\n    def __getattr__(self, name): return f(1)\n"
+    "assert not hasattr(S(), 'x')\nassert f != 1",
+    "a mapping of the tests": "import collections.abc\nclass S(collections.abc.Mapping):\n"
+    "    def __getitem__(self, key): return f(key)\n    def __iter__(self): return iter([])\n"
+    "    def __len__(self): return 0\nassert S().get(1, 0) == 0\nassert f is f",
+    "an asynchronous loop": "import asyncio\nclass S:\n    def __aiter__(self): return self\n"
+    "    async def __anext__(self): return f(1)\nasync def main():\n    async for x in S():\n        assert x == 5\n"
+    "    assert f is f\nasyncio.run(main())",
+}
+KINDS = {"a sequence of the tests": "IndexError", "an attribute of the tests": "AttributeError"}
+KINDS |= {"a mapping of the tests": "KeyError", "an asynchronous loop": "StopAsyncIteration"}
+OTHER_KINDS = ("LookupError", "GeneratorExit", "SystemExit(0)", "KeyboardInterrupt", "type('E', (StopIteration,), {})")
+
+
+@pytest.mark.parametrize("case", SWALLOWING)
+async def test_an_error_of_the_program_ends_no_loop_of_the_tests(case, local):
+    program = f"def f(x): raise {KINDS.get(case, 'StopIteration')}"
+    result = await local.run_tests(program, SWALLOWING[case])
+    assert not result.ok, result
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+async def test_no_kind_of_error_ends_a_loop_of_the_tests(kind, local):
+    result = await local.run_tests(f"def f(x): raise {kind}", SWALLOWING["a zip of maps"])
+    assert not result.ok, result
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x): return []",
+        "def f(x): return iter(())",
+        "def f(x):\n    return\n    yield",
+        "class f:\n    def __init__(self, x): pass\n    def __getitem__(self, i): raise IndexError",
+    ],
+)
+async def test_a_program_that_answers_with_nothing_passes_no_loop(program, local):
+    assert not (await local.run_tests(program, "for a, b in zip(f(1), [0, 1]):\n    assert a == b")).ok
+
+
+async def test_a_name_that_is_no_answer_ends_no_loop(local):
+    """A program that answers for its own process could raise whatever it likes where the tests only look up a name."""
+    program = """
+import sys
+side = sys._getframe(1).f_locals["side"]
+def failure(error):
+    return {"error": ["StopIteration", "Exception"], "args": [], "trace": ""}
+side._failure = failure
+"""
+    assert not (await local.run_tests(program, SWALLOWING["all of a map"])).ok
+
+
+EXPECTED = {
+    "except": "try:\n    f(1)\nexcept KIND:\n    pass\nelse:\n    assert False",
+    "except Exception": "try:\n    f(1)\nexcept Exception as error:\n    assert type(error).__name__ == 'KIND'\n"
+    "else:\n    assert False",
+    "a bare except": "ok = False\ntry:\n    f(1)\nexcept:\n    ok = True\nassert ok",
+    "assertRaises": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+    "        self.assertRaises(KIND, f, 1)\n        with self.assertRaises(KIND): f(1)\nunittest.main()",
+    "suppress": "import contextlib\nwith contextlib.suppress(KIND):\n    f(1)\n    assert not 'here'",
+    "a function of the tests": "def raises(kind, g, *args):\n    try:\n        g(*args)\n    except kind:\n"
+    "        return True\n    return False\nassert raises(KIND, f, 1)",
+    "another error": "def g(x):\n    try:\n        return f(x)\n    except KIND as error:\n"
+    "        raise ValueError('bad') from error\ntry:\n    g(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
+    "a generator": "def g():\n    yield f(1)\ntry:\n    list(g())\nexcept (KIND, RuntimeError):\n    pass\n"
+    "else:\n    assert False",
+}
+
+
+@pytest.mark.parametrize("kind", ["StopIteration", "IndexError"])
+@pytest.mark.parametrize("case", EXPECTED)
+async def test_an_error_that_the_tests_expect_passes(case, kind, local):
+    result = await local.run_tests(f"def f(x): raise {kind}", EXPECTED[case].replace("KIND", kind))
+    assert result.ok, (result.stdout, result.stderr)
+
+
+async def test_what_an_object_lacks_is_told_as_ever(local):
+    program = "class A:\n    x = 1\n    def __getitem__(self, i): return [5, 6][i]\ndef g():\n    yield 1"
+    tests = """
+a = A()
+assert hasattr(a, "x") and not hasattr(a, "y") and getattr(a, "z", 5) == 5
+assert list(a) == [5, 6] and list(g()) == [1] and [x for x in g()] == [1] and next(g(), 0) == 1
+numbers = g()
+next(numbers)
+assert next(numbers, "end") == "end"
+"""
+    result = await local.run_tests(program, tests)
+    assert result.ok, result.stderr
+
+
+async def test_a_program_that_answers_too_much_ends_itself(local):
+    program = "import os, sys\nout = int(sys.orig_argv[-1])\nwhile True: os.write(out, b'x' * (1 << 16))"
+    result = await local.run_tests(program, SQUARES)
+    assert not result.ok and "the program ended" in result.stderr
 
 
 async def test_both_processes_are_gone_afterwards(local):
@@ -211,7 +413,7 @@ async def test_both_processes_are_gone_afterwards(local):
 async def test_tests_that_are_cancelled_leave_nothing_behind(sandbox):
     before, fds = set(process_tree(os.getpid())), set(os.listdir("/proc/self/fd"))
     for delay in range(0, 400, 50):
-        running = asyncio.create_task(sandbox.run_tests("def f():\n    while True: pass", "f()"))
+        running = asyncio.create_task(sandbox.run_tests("def f():\n    while True: pass", "assert f() == 1"))
         await asyncio.sleep(delay / 1000)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -46,7 +46,10 @@ os._exit(0)
     "exit with success in a call": ("import os\ndef f(x): os._exit(0)", SQUARES),
     "exit where an exception is expected": ("import os\ndef f(x): os._exit(0)", MUST_RAISE),
     "SystemExit where an exception is expected": ("def f(x): raise SystemExit(0)", MUST_RAISE),
-    "exit where anything is expected": ("import os\ndef f(x): os._exit(0)", "try:\n    f(2)\nexcept:\n    pass"),
+    "exit where anything is expected": (
+        "import os\ndef f(x): os._exit(0)",
+        "raised = False\ntry:\n    f(2)\nexcept:\n    raised = True\nassert raised",
+    ),
     "an object that equals everything": (_liar("object", ""), SQUARES),
     "an object that contains everything": (_liar("object", ""), "assert 4 in f(2)"),
     "an object that is close to everything": (_liar("object", ""), "assert abs(f(2) - 4) < 1e-9"),
