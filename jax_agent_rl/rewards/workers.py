@@ -35,6 +35,7 @@ from jax_agent_rl.utils.failures import describe_error, user_code_error
 from jax_agent_rl.utils.threads import DaemonThreads
 
 _START_SECONDS = 120.0  # a user's file may import a lot
+MAX_ANSWER_BYTES = 16 << 20
 PROGRAM = "from jax_agent_rl.rewards.workers import serve; serve()"
 
 
@@ -117,9 +118,16 @@ class WorkerPool:
         except TimeoutError:
             worker.kill()
             raise RewardTimeoutError(f"{self._purpose} took longer than {timeout:g} seconds") from None
+        except _TooLong:
+            worker.kill()
+            raise RewardError(f"{self._purpose}: a worker answered with more than {MAX_ANSWER_BYTES} bytes") from None
         except (OSError, EOFError, ValueError) as error:
             code = worker.kill()
             raise RewardError(f"{self._purpose}: the worker ended ({error or f'exit code {code}'})") from None
+
+
+class _TooLong(Exception):
+    """A worker's answer has more than ``MAX_ANSWER_BYTES``."""
 
 
 class _Worker:
@@ -136,19 +144,27 @@ class _Worker:
             os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, line: bytes, deadline: float) -> bytes:
-        """Send a line and return one; TimeoutError past the deadline, EOFError when the process is gone."""
+        """Send a line and return one.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            EOFError: the process is gone.
+            _TooLong: the line is.
+        """
         unsent = memoryview(line)
         while unsent:
             self._wait(self._stdin, selectors.EVENT_WRITE, deadline)
             unsent = unsent[self._stdin.write(unsent) or 0 :]
-        received = b""
+        received = bytearray()
         while not received.endswith(b"\n"):
             self._wait(self._stdout, selectors.EVENT_READ, deadline)
             piece = self._stdout.read(1 << 16)
             if not piece:
                 raise EOFError
             received += piece
-        return received
+            if len(received) > MAX_ANSWER_BYTES:
+                raise _TooLong
+        return bytes(received)
 
     def kill(self) -> int:
         """End the process and return its exit code."""

@@ -228,9 +228,8 @@ class WorkerProcess:
         settings = self._settings.model_dump(mode="json")
         hello = {"settings": settings, "socket": str(self._socket), "name": self.name}
         process.stdin.write(json.dumps(hello).encode() + b"\n")
-        line = await process.stdout.readline()
         try:
-            answer = json.loads(line)
+            answer = json.loads(await process.stdout.readline())
         except ValueError:
             code = await process.wait()
             raise WorkerDiedError(f"it ended with code {code} before it was ready; its messages are above") from None
@@ -297,8 +296,8 @@ def make_app(service: ToolService, tools: Sequence[ServerTool]) -> web.Applicati
     return app
 
 
-async def serve(hello: dict[str, Any]) -> None:
-    """Serve until stdin ends."""
+async def serve(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+    """Serve until stdin ends; ``answer`` sends one message to the server."""
     settings = ToolServerSettings.model_validate(hello["settings"])
     tools = await make_tools(settings)
     service = ToolService(tools, settings, Telemetry(CollectorRegistry(), worker=hello["name"]))
@@ -306,7 +305,7 @@ async def serve(hello: dict[str, Any]) -> None:
     runner = web.AppRunner(make_app(service, tools), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.UnixSite(runner, hello["socket"], backlog=1024).start()
-    print('{"ready": true}', flush=True)
+    answer({"ready": True})
     try:
         stdin, loop = asyncio.StreamReader(), asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin.buffer)
@@ -328,11 +327,19 @@ def main() -> None:
     """Run a worker until stdin ends."""
     quiet_logging()
     raise_descriptor_limit()
+    # What tools print goes to standard error: nobody reads standard output once the worker is ready.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
     hello = json.loads(sys.stdin.readline())
     try:
-        asyncio.run(serve(hello))
+        asyncio.run(serve(hello, answer))
     except JaxAgentRLError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        answer({"error": str(error)})
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""The cache folder, file writes that survive a crash or a full disk, and temporary folders.
+"""The cache folder, bounded reads, file writes that survive a crash or a full disk, and temporary folders.
 
 Temporary folders do not outlive their process, however it ends. Their maker removes them, or
 :func:`remove_temp_folders` where a process leaves abruptly; after ``kill -9``, the next process that makes one with the
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,23 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
     """Expand ``~``, and move a path in ``~/.cache/jax_agent_rl``, as recipes have it, to :func:`cache_root`."""
     path = Path(path)
     return cache_root() / path.relative_to(_DEFAULT_CACHE) if path.is_relative_to(_DEFAULT_CACHE) else path.expanduser()
+
+
+def read_regular_file(path: Path, limit: int) -> bytes:
+    """Read a file that others may have put there: it is bounded, and nothing is waited for, as with a named pipe.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is not a regular file, or has more than ``limit`` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it is larger than {limit} bytes")
+    return data
 
 
 def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from jax_agent_rl.agents.command.workspace import file_entries
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.media import text_message
 
 WORKDIR = "/app"
@@ -99,8 +100,8 @@ def read_harbor_task(folder: Path, *, containers: bool = False) -> CommandTask:
         DataError: a file is missing or malformed, or, without a container, the Dockerfile does more than copy files.
     """
     try:
-        settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+        settings = tomllib.loads(read_regular_file(folder / "task.toml", MAX_FILE_BYTES).decode())
+        instruction = read_regular_file(folder / "instruction.md", MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
         raise DataError(f"task {folder}: {error}; a task has task.toml, instruction.md and tests/test.sh") from None
     if not (folder / "tests" / "test.sh").is_file():
@@ -179,7 +180,7 @@ def _variables(rest: str) -> dict[str, str]:
 def _instructions(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line number and text of each instruction, continued lines joined."""
     joined, begun = "", 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_read(path).decode().splitlines(), start=1):
         if line.lstrip().startswith("#") or not (joined or line.strip()):
             continue
         begun = begun if joined else number
@@ -228,9 +229,10 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _read(path: Path) -> bytes:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise DataError(f"{path} has {path.stat().st_size} bytes; a task's file may have {MAX_FILE_BYTES}")
-    return path.read_bytes()
+    try:
+        return read_regular_file(path, MAX_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} of a task cannot be read: {error}") from None
 
 
 def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:

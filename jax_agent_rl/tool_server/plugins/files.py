@@ -31,6 +31,7 @@ from jax_agent_rl.config.commands import ImageSettings
 from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import NO_PATH, last_tag, parse_tool_call, resolve_file
+from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.media import FORMATS
 from jax_agent_rl.validation import is_number
 
@@ -105,6 +106,8 @@ class PageTool(ServerTool[tuple[str, str], Browser]):
             text, links = await self.context.threads.run(lambda: _render(path), name=self.name)
         except OSError as error:  # its own text contains the path on this machine
             raise ToolError(f"{name[:200]!r} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ToolError(f"{name[:200]!r} cannot be read: {error}") from error
         if forward and browser.name:
             browser.history.append(browser.name)
         browser.name = str(path.relative_to(self._root))
@@ -151,10 +154,8 @@ def _find(browser: Browser, text: str) -> int:
 
 
 def _render(path: Path) -> tuple[str, list[str]]:
-    """Return a page's text with its links numbered, and their targets."""
-    if path.stat().st_size > _MAX_BYTES:
-        raise ToolError(f"{path.name} is larger than {_MAX_BYTES >> 20} MiB")
-    source = path.read_bytes()
+    """Return a page's text with its links numbered, and their targets; raise OSError or ValueError."""
+    source = read_regular_file(path, _MAX_BYTES)
     if path.suffix in (".md", ".txt"):
         return source.decode("utf-8", "replace"), []
     page = BeautifulSoup(source, "html.parser")
@@ -258,5 +259,5 @@ def _bytes(source: object, settings: ImageSettings) -> bytes:
     if isinstance(source, str) and settings.root is not None:
         path = resolve_file(Path(settings.root).resolve(), source)
         if path is not None:
-            return path.read_bytes()
+            return read_regular_file(path, _MAX_BYTES)
     raise ToolError(f"extra_fields.images: {str(source)[:60]!r} is neither a data: URL nor a file below image.root")

@@ -8,6 +8,7 @@ limit. When the first process ends, the kernel kills all others: they share its 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import logging
 import os
@@ -120,7 +121,7 @@ class SandboxProcess:
         code = self._process.returncode
         if stopped is None and code in _CPU_SIGNALS:
             stopped = StopCause.CPU
-        out, err = (buffer.decode("utf-8", "replace") for buffer in (self._out, self._err))
+        out, err = await _decode(self._out), await _decode(self._err)
         if failure is not None:
             raise ToolError(f"the sandbox could not be set up: {(failure or err).strip()[:500]}")
         return SandboxResult(
@@ -294,6 +295,17 @@ async def _execute(launch: Launch, inherited: Sequence[int], *, join_output: boo
     finally:
         for fd in launch.fds:
             os.close(fd)
+
+
+async def _decode(output: bytearray) -> str:
+    """Decode output piece by piece: 16 MiB that are no UTF-8 would hold the event loop for half a second."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = []
+    for start in range(0, len(output), _CHUNK):
+        pieces.append(decoder.decode(output[start : start + _CHUNK]))
+        if len(output) > _CHUNK:
+            await asyncio.sleep(0)
+    return "".join(pieces) + decoder.decode(b"", final=True)
 
 
 async def _abandon(starting: asyncio.Future[SandboxProcess]) -> None:

@@ -106,6 +106,8 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
         assert (await score("later")).reward_parts["pid"] == process, "the worker lives"
         assert (await score("asynchronous")).reward_parts["pid"] == os.getpid()
         assert (await score("judged")).reward_parts["pid"] == os.getpid()
+        with pytest.raises(RewardError, match="answered with more than 16777216 bytes"):
+            await score("endless")
         with pytest.raises(RewardError, match="the worker ended"):
             await score("dies")
         assert (await score("later")).reward_parts["pid"] not in (process, os.getpid())

@@ -84,6 +84,9 @@ class FaultyTool(ServerTool):
                 return ToolObservation(text="\ud800 and more")
             case "none":
                 return None
+            case "print":
+                print("x" * 1_000_000, flush=True)
+                return ToolObservation(text="printed")
             case "die":
                 os._exit(7)
         raise ToolError("no such fault")

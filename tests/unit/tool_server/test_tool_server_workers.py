@@ -55,6 +55,13 @@ async def test_a_stuck_worker_is_replaced_and_the_other_goes_on_meanwhile():
         assert metrics["toolserver_worker_restarts_total"] == 1 and total(metrics, "lost") == 1
 
 
+async def test_what_a_tool_prints_holds_up_nobody():
+    """More than a pipe takes, and nobody reads standard output once a worker is ready."""
+    async with serving("stuck_seconds=20") as client:
+        body = await client.step("fault print")
+        assert body["observations"] == ["printed"] and (await client.step("count"))["observations"] == ["1"]
+
+
 async def test_a_worker_killed_twice_counts_each_lost_environment_once():
     async with serving() as client:
         for turn in (1, 2):

@@ -365,6 +365,12 @@ async def test_bytes_that_are_no_text_are_replaced(sandbox):
     assert await out(sandbox, "import os\nos.write(1, b'\\xff\\xfe ok\\n')") == ["\ufffd\ufffd ok"]
 
 
+async def test_letters_are_whole_wherever_the_output_is_cut(sandbox):
+    source = "import os\nfor _ in range(9): os.write(1, b'x' + 'ü漢'.encode() * 5000)\nos.write(1, b'\\xc3')"
+    result = await sandbox.run([sandbox.python, "main.py"], files={"main.py": source.encode()})
+    assert result.stdout == ("x" + "ü漢" * 5000) * 9 + "\ufffd"
+
+
 async def test_a_long_lived_program_answers_and_dies_on_close(sandbox):
     process = await sandbox.start(["cat"])
     assert await process.exchange(b"one MARK 0\n", b"MARK") == (b"one ", b" 0", None)
