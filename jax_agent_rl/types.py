@@ -31,6 +31,7 @@ from jax_agent_rl.generation import Support as Support
 from jax_agent_rl.generation import TokenOutput as TokenOutput
 from jax_agent_rl.generation import TokenScores as TokenScores
 from jax_agent_rl.generation import join_routed as join_routed
+from jax_agent_rl.validation import as_score
 from jax_agent_rl.validation import digest_ids as digest_ids
 
 
@@ -59,6 +60,9 @@ class ToolCallRecord:
     call_id: str | None = None
     media: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", as_score(self.reward, f"the reward of the call of {self.name!r:.100}"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
@@ -83,6 +87,10 @@ class Turn:
     learn_appended: bool = False
     number: int | None = None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.score is not None:
+            object.__setattr__(self, "score", as_score(self.score, "the score of a turn"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ import math
 import re
 from array import array
 from collections.abc import Collection, Sequence
-from numbers import Integral, Real
-from typing import Any, TypeGuard, cast
+from numbers import Complex, Integral, Real
+from typing import Any, SupportsFloat, TypeGuard, cast
 
 
 def check_int(name: str, value: Any, *, least: int | None = None, below: int | None = None) -> None:
@@ -36,6 +36,70 @@ def check_finite(name: str, value: Any) -> None:
         finite = False
     if not finite:
         raise ValueError(f"{name}={value!r}: must be a finite number")
+
+
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+"""The largest number that float32 holds."""
+
+
+def as_float(value: object, what: str) -> float:
+    """Return a finite number as a float; a bool is 1.0 or 0.0, and numbers of NumPy and PyTorch count.
+
+    Args:
+        value: of any type, from user code, a file or a server.
+        what: names it in the message.
+
+    Raises:
+        ValueError: it is not a single real number, or not finite.
+    """
+    number = _real(value)
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"{what} must be a finite number, got {shown(value)}")
+    return number
+
+
+def as_score(value: object, what: str) -> float:
+    """Return a score, a reward or a part of one as a float that float32 holds, too: the learner computes in it.
+
+    Whatever earns a trajectory something comes through here, wherever it is from: reward functions and their servers,
+    tools and tool servers, environments, simulated users, tables of trajectories.
+
+    Args:
+        value: see :func:`as_float`.
+        what: names it in the message.
+
+    Raises:
+        ValueError: it is not a single real number, not finite, or larger than float32 can hold.
+    """
+    number = as_float(value, what)
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{what} must be a number that float32 holds, at most 3.4e38, got {shown(value)}; scale it")
+    return number
+
+
+def looks_like_number(value: object) -> bool:
+    """Return whether a value is meant as a number, be it finite or not, or too large: not text, not a collection."""
+    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
+        return False
+    return isinstance(value, SupportsFloat | Complex)
+
+
+def _real(value: object) -> float | None:
+    """Return a number as a float, perhaps NaN or infinite; None if it is none, or beyond all floats."""
+    if not looks_like_number(value) or isinstance(value, Complex) and not isinstance(value, Real):
+        return None
+    try:
+        return float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def shown(value: object) -> str:
+    """Return a value's representation for a message, at most 200 characters."""
+    try:
+        return repr(value)[:200]
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an {type(value).__name__} of thousands of digits"
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -105,6 +105,6 @@ class EnvironmentAgent(TurnLoopAgent):
                 responder.check(0, list(episode.prefix.messages_before(0)), shown)
             reason = await run_turns(episode, responder)
             outcome = await environment.conclude(tuple(episode.messages), reason)
-        episode.add_score(outcome.get("score", 0.0))
+        episode.add_score(outcome["score"])
         episode.add_metrics({key: value for key, value in outcome.items() if key != "score"})
         return episode.finish(reason)

@@ -38,7 +38,7 @@ from jax_agent_rl.types import FinishReason, ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
 from jax_agent_rl.utils.threads import DaemonThreads, in_time
-from jax_agent_rl.validation import did_you_mean
+from jax_agent_rl.validation import as_float, as_score, did_you_mean
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.formats.base import Reply
@@ -54,7 +54,7 @@ class Observation:
 
     Attributes:
         messages: appended to the conversation; :meth:`say` makes the usual single user message.
-        score: reward of the reply it answers; becomes ``Turn.score``.
+        score: reward of the reply it answers; becomes ``Turn.score``. Any number that float32 holds.
         done: the episode is over; ``messages`` are not shown any more.
         tool_calls: calls it ran itself for that reply.
         metrics: numbers to add up over the trajectory, by name.
@@ -66,10 +66,18 @@ class Observation:
     tool_calls: tuple[ToolCallRecord, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "score", as_score(self.score, "an environment's score"))
+        object.__setattr__(self, "metrics", _numbers(self.metrics))
+
     @classmethod
     def say(cls, text: str, **fields: Any) -> Observation:
         """Return an observation of one user message."""
         return cls(messages=({"role": "user", "content": text},), **fields)
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {key: as_float(value, f"an environment's metric {key!r}") for key, value in metrics.items()}
 
 
 class Environment(ABC):
@@ -250,7 +258,12 @@ class LeasedEnvironment:
         return await self._call("step", lambda: self._environment.step(reply))
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
-        return await self._call("conclude", lambda: self._environment.conclude(messages, reason))
+        async def checked() -> Mapping[str, float]:
+            outcome = await self._environment.conclude(messages, reason)
+            metrics = {key: value for key, value in outcome.items() if key != "score"}
+            return {"score": as_score(outcome.get("score", 0.0), "its score"), **_numbers(metrics)}
+
+        return await self._call("conclude", checked)
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         return await _bounded(call, f"environment {self.name!r}: {what}", self._timeout, "environments.timeout")

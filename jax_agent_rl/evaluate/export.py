@@ -34,6 +34,7 @@ from jax_agent_rl.observe.report.command import RunData
 from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.validation import as_score
 
 if TYPE_CHECKING:
     import pyarrow
@@ -281,8 +282,8 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
             turns=(*turns, replace(last, tool_calls=calls)),
             segments=tuple(map(_sequence, segments)),
             fork=fork,
-            reward=float(row["reward"]),
-            reward_parts=json.loads(row["reward_parts"]),
+            reward=as_score(row["reward"], "a reward"),
+            reward_parts={key: as_score(part, key) for key, part in json.loads(row["reward_parts"]).items()},
             messages=tuple(row["messages"]),
             row={
                 "data_source": row["data_source"],

@@ -47,6 +47,7 @@ from jax_agent_rl.rewards.workers import FunctionWorkers
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.failures import user_code_error
 from jax_agent_rl.utils.threads import DaemonThreads, in_time
+from jax_agent_rl.validation import as_score
 
 __all__ = [
     "ModelJudge",
@@ -88,7 +89,7 @@ async def score(
 
     Raises:
         RewardError: its data source has no function, the row lacks a requested field, the function raised, or its
-            score is not a finite number.
+            score, a part of it, or what it adds up to with the tools' rewards is no number that float32 holds.
         RewardTimeoutError: the function took longer than ``timeout``.
     """
     began = time.perf_counter()
@@ -122,6 +123,7 @@ async def score(
         raise
     except Exception as error:
         raise user_code_error(RewardError, f"the reward function of {data_source!r}", error) from error
+    _check_sums(trajectory, total)
     metrics = {
         **trajectory.metrics,
         "reward_seconds": time.perf_counter() - began,
@@ -129,6 +131,17 @@ async def score(
         "turn_score": sum(trajectory.turn_scores),
     }
     return replace(trajectory, reward=total, reward_parts=parts, metrics=metrics)
+
+
+def _check_sums(trajectory: Trajectory, score: float) -> None:
+    """Raise RewardError if any sum of what the trajectory earned could be more than float32 holds."""
+    of_tools = sum(abs(call.reward) for call in trajectory.tool_calls)
+    of_turns = sum(abs(turn_score) for turn_score in trajectory.turn_scores)
+    try:
+        as_score(abs(score) + of_tools, "the sum of its score and its tools' rewards")
+        as_score(of_turns, "the sum of its turns' scores")
+    except ValueError as error:
+        raise RewardError(f"{trajectory.trajectory_id}: {error}") from None
 
 
 def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:

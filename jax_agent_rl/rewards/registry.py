@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from typing import Any, Literal, TypeVar
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
+from jax_agent_rl.validation import as_score, looks_like_number, shown
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
@@ -189,16 +189,23 @@ def known_data_sources() -> list[str]:
 def split_score(result: Any, reward: RewardFunction, data_source: str) -> tuple[float, dict[str, float]]:
     """Split the result of a reward function into its score and its named parts.
 
+    Parts are the numbers beside ``score``; texts and collections are left out.
+
     Raises:
-        RewardError: there is no score, or it is not a finite number.
+        RewardError: there is no score, or it or a part is a number that is not finite or that float32 cannot hold.
     """
     named = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in named:
-        raise reward_failure(RewardError, reward, data_source, f'returned no "score": {result!r:.300}')
-    value = named["score"]
-    if not _is_finite(value):
-        raise reward_failure(RewardError, reward, data_source, f"must return a finite number, got {value!r:.300}")
-    return float(value), {key: float(part) for key, part in named.items() if key != "score" and _is_finite(part)}
+        raise reward_failure(RewardError, reward, data_source, f'returned no "score": {shown(result)}')
+    parts: dict[str, float] = {}
+    try:
+        score = as_score(named["score"], "its score")
+        for key, part in named.items():
+            if key != "score" and looks_like_number(part):
+                parts[key] = as_score(part, f"its part {key!r}")
+    except ValueError as error:
+        raise reward_failure(RewardError, reward, data_source, f"returned what is no reward: {error}") from None
+    return score, parts
 
 
 def reward_failure(make: type[RewardError], reward: RewardFunction, data_source: str, how: str) -> RewardError:
@@ -206,14 +213,6 @@ def reward_failure(make: type[RewardError], reward: RewardFunction, data_source:
     error = make(f"{reward.describe(data_source)} {how}")
     error.failed_at = reward.place
     return error
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a bool, int, float or numpy scalar is finite."""
-    try:
-        return not isinstance(value, str | bytes) and math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
 
 
 def load_rewards(path: str | None) -> None:

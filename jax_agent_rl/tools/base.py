@@ -14,14 +14,13 @@ a tool may keep per-trajectory state under ``instance_id``. The keyword argument
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, SupportsFloat
 
 from jax_agent_rl.errors import ToolDefinitionError
-from jax_agent_rl.validation import replace_lone_surrogates
+from jax_agent_rl.validation import as_float, as_score, replace_lone_surrogates
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,8 @@ class ToolResponse:
         image: images (PIL) for a multi-modal model, in the order shown, before the text. If the model or engine accepts
             none, the call fails with a message.
         video: videos, likewise (each a sequence of frames, or whatever the engine accepts).
-        reward: reward of the call, for the reward function, never shown to the model. Any finite number, NumPy's
-            included; a bool is 1 or 0. Stored as a float.
+        reward: reward of the call, for the reward function, never shown to the model. Any number that float32 holds,
+            NumPy's included; a bool is 1 or 0. Stored as a float.
         metrics: numbers to sum over the trajectory, by name; stored as floats.
     """
 
@@ -59,27 +58,11 @@ class ToolResponse:
                     f"ToolResponse.{kind} must be a tuple or list, got {type(getattr(self, kind)).__name__}"
                 )
         # Normalized here, so that all readers get plain floats.
-        object.__setattr__(self, "reward", as_float(self.reward, "a tool's reward"))
+        object.__setattr__(self, "reward", as_score(self.reward, "a tool's reward"))
         if not isinstance(self.metrics, Mapping):
             raise ValueError(f"a tool's metrics must be a mapping of finite numbers, got {self.metrics!r}")
         metrics = {key: as_float(value, f"a tool's metric {key!r}") for key, value in self.metrics.items()}
         object.__setattr__(self, "metrics", metrics)
-
-
-def as_float(value: object, what: str) -> float:
-    """Return a finite number as a float; a bool is 1.0 or 0.0, and NumPy's numbers count.
-
-    ``what`` names it in the message.
-
-    Raises:
-        ValueError: it is not a number, or not finite.
-    """
-    try:
-        if isinstance(value, SupportsFloat) and math.isfinite(number := float(value)):
-            return number
-    except (TypeError, ValueError, OverflowError):  # an array of several numbers, an int beyond all floats
-        pass
-    raise ValueError(f"{what} must be a finite number, got {value!r:.200}")
 
 
 ToolResult = str | float | Mapping[str, Any] | list[Any] | ToolResponse | tuple[Any, ...]
@@ -102,7 +85,7 @@ def as_response(result: ToolResult) -> ToolResponse:
 
     Raises:
         TypeError: it is not a :data:`ToolResult`, e.g. None.
-        ValueError: its reward or a metric is not a finite number.
+        ValueError: its reward is no number that float32 holds, or a metric is not finite.
     """
     match result:
         case tuple((response, *rest)) if len(rest) <= 2:

@@ -21,15 +21,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tracing import span
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.network import JsonService
-from jax_agent_rl.validation import replace_lone_surrogates
+from jax_agent_rl.validation import as_score, replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
 PATH = "/get_observation"
@@ -178,7 +178,7 @@ class _Detailed(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     obs: str
-    reward: FiniteFloat | None = None
+    reward: Annotated[FiniteFloat, AfterValidator(lambda reward: as_score(reward, "a reward"))] | None = None
     metrics: dict[str, FiniteFloat] = {}
     image: str | list[str] | None = None
     audio: Any = None

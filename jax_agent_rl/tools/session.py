@@ -19,13 +19,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import ToolArgumentError, ToolError, ToolNotFoundError, ToolTimeoutError
-from jax_agent_rl.tools.base import BaseTool, Decode, Encode, Side, ToolResponse, as_float, as_response, truncate_text
+from jax_agent_rl.tools.base import BaseTool, Decode, Encode, Side, ToolResponse, as_response, truncate_text
 from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.tracing import span
 from jax_agent_rl.types import ToolCallRecord
 from jax_agent_rl.utils.failures import FailureLog, describe_error, error_place
 from jax_agent_rl.utils.media import check_media
 from jax_agent_rl.utils.threads import in_time
+from jax_agent_rl.validation import as_score
 
 
 class ToolSession:
@@ -142,7 +143,7 @@ class ToolSession:
                     f"{name} gave no reward",
                 )
                 if score is not None:
-                    scores[name] = as_float(score, "a tool's reward")
+                    scores[name] = as_score(score, "a tool's reward")
             except Exception as error:
                 self._tell(f"tool {name!r} could not score a trajectory", error)
                 self._count(name, "calc_reward_errors", 1)

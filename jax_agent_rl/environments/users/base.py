@@ -18,7 +18,6 @@ The YAML file (``interactions.interaction_config_path``)::
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from jax_agent_rl.errors import ConfigError, InteractionError, TrajectoryError
 from jax_agent_rl.utils.failures import FailureLog, user_code_error
 from jax_agent_rl.utils.plugins import find_class, read_entries
 from jax_agent_rl.utils.threads import in_time
+from jax_agent_rl.validation import as_score, shown
 
 if TYPE_CHECKING:
     from jax_agent_rl.environments.users.builtin import UserModel
@@ -167,11 +167,14 @@ class InteractionSession:
 
 def _checked(answer: Any, name: str) -> UserReply:
     match answer:
-        case (bool(terminate), str(text), int() | float() as score, Mapping() as metadata) if math.isfinite(score):
-            return UserReply(terminate, text, float(score), metadata)
-    raise InteractionError(
-        f"interaction {name!r} must answer (terminate: bool, text, finite score, metadata), got {answer!r:.200}"
-    )
+        case (bool(terminate), str(text), score, Mapping() as metadata):
+            try:
+                return UserReply(terminate, text, as_score(score, "its score"), metadata)
+            except ValueError as error:
+                problem = str(error)
+        case _:
+            problem = f"got {shown(answer)}"
+    raise InteractionError(f"interaction {name!r} must answer (terminate: bool, text, score, metadata): {problem}")
 
 
 KEY = "interactions.interaction_config_path"

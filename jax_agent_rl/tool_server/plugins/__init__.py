@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.sandbox import Sandbox
 from jax_agent_rl.utils.plugins import load_user_module
 from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.validation import as_float, as_score
 
 FINISH = "finish"
 """Name of the tool that every server has: the end of a trajectory."""
@@ -60,9 +60,10 @@ class ToolObservation:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"Observation.text must be str, got {type(self.text).__name__}")
-        numbers = [*self.metrics.values(), *([] if self.reward is None else [self.reward])]
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise ValueError(f"reward and metrics must be finite numbers, got {self.reward!r} and {self.metrics!r}")
+        if self.reward is not None:
+            object.__setattr__(self, "reward", as_score(self.reward, "an observation's reward"))
+        metrics = {key: as_float(value, f"an observation's metric {key!r}") for key, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
 
 
 class Failure(StrEnum):
