@@ -22,6 +22,7 @@ SLOW = {
     "faults/test_chaos.py": "lets a system fail for a while",
     "faults/test_checkpoint_faults.py": "several runs, each resumed",
     "faults/test_disk_full.py": "several runs, each resumed",
+    "faults/test_finished_run.py": "several runs that are killed",
     "faults/test_interrupt_anywhere.py": "many runs that are interrupted",
     "faults/test_kill_learner.py": "many runs that are killed",
     "faults/test_nan_batches.py": "whole runs",

@@ -122,6 +122,9 @@ class _NoFolder(RunDir):
     def add_trajectories(self, step, split, trajectories, *, token_values=None) -> None:
         """Ignore them."""
 
+    def finish_step(self, step) -> None:
+        """Do nothing: there are no files."""
+
 
 async def _score(trajectory):
     """Give the members of a group different rewards, so that no group is useless."""

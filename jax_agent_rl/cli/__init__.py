@@ -50,7 +50,10 @@ AutoResume = Annotated[
     ),
 ]
 ResumeStep = Annotated[
-    int | None, typer.Option(help="With --resume: continue from this step's checkpoint; newer ones are deleted.")
+    int | None,
+    typer.Option(
+        help="With --resume: continue from this step's checkpoint; newer ones are deleted after the next step."
+    ),
 ]
 
 

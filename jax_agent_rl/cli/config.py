@@ -154,13 +154,14 @@ def import_config(
     """
     from jax_agent_rl.config.from_verl import as_yaml, import_verl
     from jax_agent_rl.config.overrides_script import read_overrides
+    from jax_agent_rl.utils.files import write_atomically
     from jax_agent_rl.utils.text import printable
 
     made = import_verl({key: one for file in files for key, one in read_overrides(file).items()})
     if out is None:
         print(as_yaml(made), end="")
     else:
-        out.write_text(as_yaml(made))
+        write_atomically(out, as_yaml(made), message="--out {file} could not be written ({reason})")
     headings = {
         "choice": "Needs a decision",
         "unknown": "Unknown here",

@@ -18,12 +18,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.observe.report.command import RunData
 from jax_agent_rl.observe.run_dir import trajectory_record
 from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
-from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.utils.files import replacing, write_atomically, writing
 from jax_agent_rl.validation import as_score
 
 if TYPE_CHECKING:
@@ -107,27 +106,33 @@ def write(target: Target, journal: Journal, summary: Mapping[str, Any]) -> None:
     if target.is_folder:
         _write_dir(target.path, journal, numbers, summary)
     else:
-        temporary = target.path.with_name(target.path.name + ".tmp")
-        with writing(target.path):
-            (_write_parquet if target.path.suffix == ".parquet" else _write_lines)(temporary, journal, numbers)
-            os.replace(temporary, target.path)
+        with replacing(target.path) as stream:
+            if target.path.suffix == ".parquet":
+                _write_parquet(stream, journal, numbers)
+            else:
+                _write_lines(stream, journal, numbers)
     write_atomically(target.summary, json.dumps(summary, indent=2) + "\n")
     target.journal.unlink()
 
 
 def _write_dir(path: Path, journal: Journal, numbers: Sequence[int], summary: Mapping[str, Any]) -> None:
     shards = list(_portions(numbers, journal.sizes)) or [[]]
-    temporary, final = path / ".data", path / "data"
+    temporary, replaced, final = path / ".data", path / ".data.old", path / "data"
     with writing(path):
-        shutil.rmtree(temporary, ignore_errors=True)  # from a process that was killed here
+        for unfinished in (temporary, replaced):  # from a process that was killed here
+            shutil.rmtree(unfinished, ignore_errors=True)
         temporary.mkdir()
         for index, shard in enumerate(shards):
-            _write_parquet(temporary / f"train-{index:05}-of-{len(shards):05}.parquet", journal, shard)
+            with replacing(temporary / f"train-{index:05}-of-{len(shards):05}.parquet") as stream:
+                _write_parquet(stream, journal, shard)
+        if final.exists():  # killed after this, before the journal was removed, which has all of it
+            final.rename(replaced)
         temporary.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
     write_atomically(path / "README.md", _CARD.format_map(summary))
 
 
-def _write_parquet(file: Path, journal: Journal, numbers: Sequence[int]) -> None:
+def _write_parquet(file: IO[bytes], journal: Journal, numbers: Sequence[int]) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -137,12 +142,12 @@ def _write_parquet(file: Path, journal: Journal, numbers: Sequence[int]) -> None
             writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema()))
 
 
-def _write_lines(file: Path, journal: Journal, numbers: Sequence[int]) -> None:
+def _write_lines(file: IO[bytes], journal: Journal, numbers: Sequence[int]) -> None:
     names = schema().names
-    with file.open("w", encoding="utf-8") as stream:
-        for records in journal.lines(numbers):
-            for record in records:
-                stream.write(json.dumps({name: record[name] for name in names}, ensure_ascii=False) + "\n")
+    for records in journal.lines(numbers):
+        for record in records:
+            line = json.dumps({name: record[name] for name in names}, ensure_ascii=False)
+            file.write(line.encode() + b"\n")
 
 
 def _portions(numbers: Sequence[int], sizes: Mapping[int, int]) -> Iterator[list[int]]:

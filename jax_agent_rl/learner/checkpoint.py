@@ -82,7 +82,7 @@ class Checkpointer:
         with self._writing():
             if self._shared is not None:
                 self._shared.agree()  # what follows takes all processes
-            if self._manager.latest_step() == step:
+            if step in self.steps:
                 return
             self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             notes = ocp.args.JsonSave(_sealed(progress, _manifest(state)))
@@ -127,7 +127,7 @@ class Checkpointer:
         Args:
             like: a state of the same structure; shapes, dtypes and shardings are taken from it. They need not be those
                 of the mesh it was saved from.
-            step: which one; None is the newest. Newer ones are deleted: the run writes those steps again.
+            step: which one; None is the newest. Newer ones stay until :meth:`delete_newer`.
 
         Raises:
             CheckpointError: it does not exist, belongs to another model, or is damaged.
@@ -138,9 +138,13 @@ class Checkpointer:
             return self._manager.restore(step, args=ocp.args.Composite(state=_reading(like)))["state"]
 
         restored, progress = self._load(step, like, load, whole=True)
-        for newer in (s for s in self.steps if s > step):
-            self._manager.delete(newer)
         return step, restored, progress
+
+    def delete_newer(self, step: int) -> None:
+        """Delete the checkpoints after a step: a run that went back to it is about to record its own next step."""
+        for newer in self.steps:
+            if newer > step:
+                self._manager.delete(newer)
 
     def restore_part(self, like: Any, *, step: int | None = None) -> Any:
         """Return a part of a checkpoint's state, e.g. ``{"policy": {"params": params}}``, placed as ``like`` is.

@@ -1,9 +1,21 @@
-"""The run folder, written and read: JSON Lines files that only grow, but are cut back when a run resumes."""
+"""The run folder, written and read.
+
+Its JSON Lines files only grow. A resumed run makes steps again that an earlier process has recorded. Nothing of them is
+removed before there is something in its place::
+
+    resume_after(5)                 the files stay as they are                      1 2 3 4 5 6 7
+    the new step 6 is recorded      behind the old lines                            1 2 3 4 5 6 7 6'
+    finish_step()                   one move: what is of abandoned steps is gone    1 2 3 4 5 6'
+
+Interrupted before, the folder holds what it held; the next process, which resumes from the same checkpoint, takes the
+lines after it for abandoned ones, too.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,7 +27,7 @@ import numpy as np
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
-from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.utils.files import replacing, write_atomically, writing
 from jax_agent_rl.validation import json_line
 
 Numbers = Sequence[float] | np.ndarray
@@ -52,12 +64,19 @@ class RunDir:
         self.disagreement = path / DISAGREEMENT
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
+        self._lock = threading.Lock()
+        self._resumed: _Resumed | None = None
 
     # Writing raises StorageError if the disk is full. The next resume removes a line written in part.
 
+    def append(self, file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines to one of the folder's files, from any thread."""
+        with self._lock:
+            append_records(file, records)
+
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one record to ``metrics.jsonl``."""
-        append_records(self.metrics, [record])
+        self.append(self.metrics, [record])
 
     def add_trajectories(
         self, step: int, split: str, trajectories: Sequence[Trajectory], *, token_values: TokenValues = _NOTHING
@@ -70,36 +89,120 @@ class RunDir:
             trajectories: all of that step and split.
             token_values: ``UpdateResult.tokens``.
         """
-        kept = sample(
+        chosen = sample(
             trajectories, self.keep_trajectories, reward=lambda t: t.reward, group=lambda t: t.group_id, seed=step
         )
-        append_records(
-            self.trajectories,
-            (
-                trajectory_record(t, step=step, split=split, token_values=token_values.get(t.trajectory_id, {}))
-                for t in kept
-            ),
+        records = (
+            trajectory_record(t, step=step, split=split, token_values=token_values.get(t.trajectory_id, {}))
+            for t in chosen
         )
+        self.append(self.trajectories, records)
 
-    def cut_back(self, step: int, *, evaluated: int) -> None:
-        """Remove records after ``step``, and evaluations after step ``evaluated``: both are repeated.
+    def resume_after(self, step: int) -> None:
+        """Go on after a step: what is recorded from now on takes the place of what was recorded after it.
 
-        The summary and a recorded disagreement go, too: they are of a run that has not ended.
+        What that replaces stays until :meth:`finish_step`. -1: the run begins again.
         """
-
-        def stays(record: Mapping[str, Any]) -> bool:
-            held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout" or record.get("validate")
-            return record["step"] <= (evaluated if held_out else step)
-
-        self.summary.unlink(missing_ok=True)
-        self.disagreement.unlink(missing_ok=True)
+        sizes = {}
         for file in (self.metrics, self.trajectories, self.traces):
             if file.exists():
-                write_atomically(file, "".join(json_line(record) for record in read_records(file) if stays(record)))
+                end_last_line(file)
+                sizes[file] = file.stat().st_size
+        old = self.disagreement.read_bytes() if self.disagreement.exists() else b""
+        self._resumed = _Resumed(step=step, sizes=sizes, disagreement=old)
+
+    def recorded(self) -> list[Record]:
+        """Return the records of ``metrics.jsonl`` up to the step after which the run was resumed, if it was."""
+        records = read_records(self.metrics)
+        if self._resumed is None:
+            return records
+        return [record for record in records if record["step"] <= self._resumed.step]
+
+    def finish_step(self, step: int) -> None:
+        """Remove what the records of this process have replaced; call it when a step, or the end, is recorded.
+
+        Args:
+            step: the step that is recorded now.
+        """
+        if self._resumed is None:
+            return
+        found_in = _step_of(self._resumed.disagreement)
+        if found_in is not None and self._resumed.step < found_in <= step:  # that step has been made again
+            if self.disagreement.exists() and self.disagreement.read_bytes() == self._resumed.disagreement:
+                self.disagreement.unlink()
+        if self._resumed.sizes:
+            with self._lock:
+                self._remove_abandoned(self._resumed)
+            self._resumed = replace(self._resumed, sizes={})
+
+    def _remove_abandoned(self, resumed: _Resumed) -> None:
+        """Write each file again without the old lines of abandoned steps and of evaluations that were made again."""
+        made = {True: set[int](), False: set[int]()}  # evaluated steps, by whether this process made them
+        for record, _, is_new in _with_places(self.metrics, resumed.sizes.get(self.metrics, 0)):
+            if record.get("kind") == "evaluation":
+                made[is_new].add(record["step"])
+
+        def stays(record: Mapping[str, Any]) -> bool:
+            step = record["step"]
+            if step > resumed.step:
+                return False
+            held_out = record.get("kind") == "evaluation" or record.get("split") == "heldout" or record.get("validate")
+            return not held_out or (step in made[False] and step not in made[True])
+
+        for file, size in resumed.sizes.items():
+            with replacing(file) as stream:
+                for record, line, is_new in _with_places(file, size):
+                    if is_new or stays(record):
+                        stream.write(line)
 
     def write_json(self, file: Path, content: Mapping[str, Any]) -> None:
         """Write a JSON file atomically."""
         write_atomically(file, json.dumps(content, indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Resumed:
+    """Where a run was resumed.
+
+    Attributes:
+        step: after which step.
+        sizes: how long its files were; empty once they have been cut back.
+        disagreement: content of ``disagreement.json``; empty if there was none.
+    """
+
+    step: int
+    sizes: Mapping[Path, int]
+    disagreement: bytes
+
+
+def _with_places(file: Path, size: int) -> Iterator[tuple[Record, bytes, bool]]:
+    """Yield each record, its line, and whether the line begins after ``size`` bytes; skip lines that hold none."""
+    if not file.exists():
+        return
+    with file.open("rb") as stream:
+        begin = 0
+        for line in stream:
+            record = _object(line.decode(errors="replace"))
+            if record is not None and has_step(record):
+                yield record, line, begin >= size
+            begin += len(line)
+
+
+def _step_of(disagreement: bytes) -> int | None:
+    """Return the step in which engine and learner disagreed; None if a record does not say it."""
+    record = _object(disagreement.decode(errors="replace"))
+    step = None if record is None else record.get("step")
+    return step if isinstance(step, int) else None
+
+
+def end_last_line(file: Path) -> None:
+    """Give a file's last line an end if it was cut off, so that what is appended begins a line of its own."""
+    with writing(file), file.open("rb+") as stream:
+        if stream.seek(0, 2) == 0:
+            return
+        stream.seek(-1, 2)
+        if stream.read(1) != b"\n":
+            stream.write(b"\n")
 
 
 def trajectory_record(

@@ -72,7 +72,11 @@ def require_used(config: Config, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @asynccontextmanager
 async def build(
-    config: Config, *, print_line: Callable[[str], None], channel: ControlChannel | None = None
+    config: Config,
+    *,
+    print_line: Callable[[str], None],
+    channel: ControlChannel | None = None,
+    folder: RunDir | None = None,
 ) -> AsyncIterator[RunComponents]:
     """Load, compile and start everything; close it in the end.
 
@@ -82,6 +86,7 @@ async def build(
         config: the resolved configuration.
         print_line: takes a line of progress.
         channel: commands the learner's other processes, if any (``runtime.multihost``).
+        folder: where traces go; None: the folder of ``run_dir``.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
@@ -108,7 +113,8 @@ async def build(
             check_turns(config, mesh, sampling)
         for line in idle_here(config, sampling, mesh):
             logger.warning(line)
-        tracer = await stack.enter_async_context(open_tracer(config.trace, RunDir(Path(config.run_dir))))
+        folder = folder or RunDir(Path(config.run_dir))
+        tracer = await stack.enter_async_context(open_tracer(config.trace, folder))
         client, agents = await stack.enter_async_context(open_agents(config, prepared, tracer=tracer))
         agents.collector.require_branching(training_rows)
         await agents.preflight(every_row.placed())

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COMMAND_TIMEOUT = 7 * 86400  # seconds a follower waits for the next command: longer than any rollout
 STOP_TIMEOUT = 120  # seconds the leader waits for followers that may be gone
-COMMANDS = ("update", "params", "weights", "store", "open", "save", "wait", "restore", "close", "stop")
+COMMANDS = ("update", "params", "weights", "store", "open", "save", "wait", "restore", "delete_newer", "close", "stop")
 
 
 def initialize(config: MultihostConfig) -> int:
@@ -261,6 +261,10 @@ class LeadingCheckpointer(Checkpointer):
         with self._channel.command("restore", {"step": step}):
             return super().restore(like, step=step)
 
+    def delete_newer(self, step: int) -> None:
+        with self._channel.command("delete_newer", {"step": step}):
+            super().delete_newer(step)
+
     def close(self) -> None:
         with self._channel.command("close"):
             super().close()
@@ -331,6 +335,8 @@ def follow(learner: Learner, weight_buffer: WeightBuffer | None) -> None:
                     opened().wait()
                 case "restore":
                     _, learner.state, _ = opened().restore(learner.state, step=payload["step"])
+                case "delete_newer":
+                    opened().delete_newer(payload["step"])
                 case "close":
                     opened().close()
         except StepCancelled:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +57,7 @@ async def train(
         config: the configuration; a number is added to its ``run_dir`` if that folder exists, unless resuming.
         resume: continue from a checkpoint; ``if_any``: start a new run if there is none.
         console: where progress and results are printed.
-        from_step: step of the checkpoint; None: the newest. Newer ones are deleted.
+        from_step: step of the checkpoint; None: the newest. Newer ones are deleted once the run has made its next step.
         exit_within: called once an interrupted run is saved, before everything is closed, with the seconds that closing
             may take; with 0 at the second interruption.
 
@@ -78,6 +80,21 @@ async def _train(
     check_sinks(config.trainer.logger)
     continues = bool(resume)
     path, resume = choose_run(config, resume)
+    if resume:
+        place = config.trainer.checkpoint_dir or path / "checkpoints"
+        steps = complete_steps(place)
+        back = f"; to go back, name one of the checkpoints {steps} with --step" if len(steps) > 1 else ""
+        done = nothing_to_do(
+            path,
+            steps,
+            config.trainer.steps,
+            further=f"To go on, set trainer.steps={config.trainer.steps} to more than that{back}",
+            from_step=from_step,
+            target_accuracy=config.trainer.target_accuracy,
+        )
+        if done is not None:
+            print_line(console, done.message)
+            return done.summary
     begins_again = not resume and _is_run(path)
     folder = RunDir(path, keep_trajectories=config.trainer.keep_trajectories)
     config = config.model_copy(update={"run_dir": str(path)})
@@ -94,14 +111,15 @@ async def _train(
                 )
     with mark_in_use(path), Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        async with build(config, print_line=progress.phase, channel=channel) as runtime:
-            folder.write_json(folder.config, config.model_dump(mode="json"))
+        async with build(config, print_line=progress.phase, channel=channel, folder=folder) as runtime:
             place = config.trainer.checkpoint_dir or folder.checkpoints
             cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
             checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, channel=channel)
             if begins_again:
-                folder.cut_back(-1, evaluated=-1)
+                folder.resume_after(-1)
             record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
+            # Not before: a configuration that does not fit the checkpoint must not take the place of the one that does.
+            folder.write_json(folder.config, config.model_dump(mode="json"))
             record.cursor = record.cursor or runtime.cursor.state()
             trainer = TRAINERS[config.trainer.mode](
                 runtime=runtime, folder=folder, checkpointer=checkpointer, record=record, progress=progress
@@ -136,6 +154,65 @@ async def _train(
             interruption.training_ended()
             summary = _conclude(runtime, folder, record, breakdown, observed.summary(), console)
     return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class NothingToDo:
+    """Why a resumed run has nothing to do.
+
+    Attributes:
+        message: says so, and how to go on.
+        summary: ``summary.json`` of the run; empty if it has none.
+    """
+
+    message: str
+    summary: dict[str, Any]
+
+
+def nothing_to_do(
+    run: Path,
+    checkpoints: Sequence[int],
+    steps: int,
+    *,
+    further: str,
+    from_step: int | None = None,
+    target_accuracy: float | None = None,
+) -> NothingToDo | None:
+    """Return why a run that was asked to resume has nothing to do; None if it has.
+
+    Args:
+        run: its folder.
+        checkpoints: steps of its checkpoints, ascending.
+        steps: how many it is to have.
+        further: how to go on.
+        from_step: the one to resume from; None: the newest.
+        target_accuracy: held-out accuracy at which it ends earlier.
+    """
+    if not checkpoints:
+        return None
+    step = checkpoints[-1] if from_step is None else from_step
+    summary = _read_summary(run)
+    if step > steps:
+        message = f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have only {steps} steps"
+        return NothingToDo(message=f"{message}. {further}", summary=summary)
+    if summary.get("steps") != step or from_step not in (None, checkpoints[-1]):
+        return None
+    accuracy = summary.get("heldout_accuracy_after")
+    if step < steps and not (target_accuracy and accuracy is not None and accuracy >= target_accuracy):
+        return None
+    message = f"nothing to do: the run in {run} has ended after {step} steps; its results are there, untouched"
+    if step < steps:
+        further = f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it to null"
+    return NothingToDo(message=f"{message}. {further}", summary=summary)
+
+
+def _read_summary(run: Path) -> dict[str, Any]:
+    """Return ``summary.json`` of a run; empty if there is none, or none that can be read."""
+    try:
+        content = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
@@ -245,7 +322,7 @@ def _restore(runtime: RunComponents, checkpointer: Checkpointer, folder: RunDir,
     record = RunRecord.from_json(saved)
     runtime.cursor.restore(record.cursor)
     runtime.collector.accounting.restore(record.accounting)
-    folder.cut_back(step, evaluated=record.evaluated)
+    folder.resume_after(step)
     return record
 
 
@@ -270,6 +347,7 @@ def _conclude(
     console: Console,
 ) -> dict[str, Any]:
     """Write the summary, the plot and the report, and print the main results."""
+    folder.finish_step(record.step)
     record.accounting = runtime.collector.accounting.state()
     metrics = list(read_metrics(folder.metrics))
     summary: dict[str, Any] = (

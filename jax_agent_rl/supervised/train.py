@@ -24,7 +24,7 @@ from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.batch import TrainingSequence
-from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.optimizer import learning_rate
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.models.hf import load_hf
@@ -32,7 +32,7 @@ from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import loss_plot
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics
 from jax_agent_rl.runtime.policy import resolve_model
-from jax_agent_rl.runtime.train import free_folder, newest_run
+from jax_agent_rl.runtime.train import free_folder, newest_run, nothing_to_do
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
 from jax_agent_rl.utils.process import ExitWithin, Interruption
 
@@ -134,7 +134,18 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
         NonFiniteError: gradients were not finite in ``learner.max_nonfinite_steps`` steps in a row.
     """
     with Interruption(console.print, exit_within) as interruption:
-        run = _Run(config, resume, console)
+        wanted = Path(config.run_dir)
+        folder = newest_run(wanted) if resume else free_folder(wanted)
+        start = config.model.model_copy(update={"path": resolve_model(config.model.path)})
+        config = config.model_copy(update={"run_dir": str(folder), "model": start})
+        data = _read(config)
+        if resume:
+            done = nothing_to_do(folder, complete_steps(folder / "checkpoints"), data.steps, further=_further(config))
+            if done is not None:
+                print_line(console, done.message)
+                return done.summary
+        print_line(console, f"run folder: {folder}")
+        run = _Run(config, data, RunDir(folder), console)
         interruption.training_begins()
         work = asyncio.ensure_future(asyncio.to_thread(run.run, resume))
         try:
@@ -148,41 +159,76 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
     return run.conclude()
 
 
-class _Run:
-    """A run in progress, whose rows and model are read."""
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """What a run trains on.
 
-    def __init__(self, config: SftConfig, resume: bool, console: Console) -> None:
-        wanted = Path(config.run_dir)
-        folder = RunDir(newest_run(wanted) if resume else free_folder(wanted))
-        print_line(console, f"run folder: {folder.path}")
-        start = config.model.model_copy(update={"path": resolve_model(config.model.path)})
-        config = config.model_copy(update={"run_dir": str(folder.path), "model": start})
-        template = config.agent
-        codec = ChatCodec.from_pretrained(
-            start.path, tool_format=template.tool_format, tool_prompt=template.tool_prompt
-        )
-        encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
-        read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples
-        rows = read(config.data.train)
-        heldout = read(config.data.eval) if config.data.eval else []
-        model, params = load_hf(start.path)
+    Attributes:
+        rows: examples or pairs.
+        heldout: likewise; empty without ``data.eval``.
+        last_row: number of rows to train on, repetitions counted.
+        steps: number of batches of them.
+    """
+
+    rows: Sequence[Any]
+    heldout: Sequence[Any]
+    last_row: int
+    steps: int
+
+
+def _read(config: SftConfig) -> _Data:
+    """Read and encode the rows of a run; raise DataError or ModelError."""
+    codec = ChatCodec.from_pretrained(
+        config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
+    )
+    encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
+    read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples
+    rows = read(config.data.train)
+    last_row = config.trainer.epochs * len(rows)
+    steps = math.ceil(last_row / config.trainer.batch_size)
+    return _Data(
+        rows=rows,
+        heldout=read(config.data.eval) if config.data.eval else [],
+        last_row=last_row,
+        steps=min(steps, config.trainer.steps or steps),
+    )
+
+
+def _further(config: SftConfig) -> str:
+    """Say how a run that has ended goes on."""
+    trainer = config.trainer
+    limits = f"trainer.epochs={trainer.epochs}"
+    if trainer.steps is not None:
+        limits += f" or trainer.steps={trainer.steps}"
+    return f"To go on, raise {limits}, whichever ends it"
+
+
+class _Run:
+    """A run in progress, whose rows are read.
+
+    Args:
+        config: the resolved configuration.
+        data: its rows.
+        folder: where results go.
+        console: shows progress and results.
+    """
+
+    def __init__(self, config: SftConfig, data: _Data, folder: RunDir, console: Console) -> None:
+        model, params = load_hf(config.model.path)
         learner_config = LearnerConfig(**dict(config.learner))
         learner = SequenceLearner(model, params, config=learner_config, reference=isinstance(config, DpoConfig))
         method: Any = Sft(learner=learner)
         if isinstance(config, DpoConfig):
             method = Dpo(learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
-        folder.write_json(folder.config, {"command": type(method).__name__.lower(), **config.model_dump(mode="json")})
         self._config, self._folder, self._console = config, folder, console
-        self._learner, self._method, self._heldout = learner, method, heldout
+        self._learner, self._method, self._heldout = learner, method, data.heldout
         self.stopping = threading.Event()
-        self._cursor = DataCursor(rows, seed=config.seed)
-        trainer = config.trainer
-        self._last_row = trainer.epochs * len(rows)
-        steps = math.ceil(self._last_row / trainer.batch_size)
-        self._steps = min(steps, trainer.steps or steps)
+        self._cursor = DataCursor(data.rows, seed=config.seed)
+        self._last_row = data.last_row
+        self._steps = data.steps
         self._rate = learning_rate(config.learner, self._steps)
         self.step = self._evaluated = 0
-        self._checkpointer = Checkpointer(folder.checkpoints, keep=trainer.keep_checkpoints)
+        self._checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
 
     def run(self, resume: bool) -> None:
         """Train until the last step, or until it is told to stop; the last finished step is saved."""
@@ -195,7 +241,9 @@ class _Run:
             try:
                 if resume:
                     self._restore()
-                elif self._heldout:
+                recorded = {"command": type(self._method).__name__.lower(), **self._config.model_dump(mode="json")}
+                self._folder.write_json(self._folder.config, recorded)
+                if self._heldout and not resume:
                     self._evaluate()
                 while self.step < self._steps and not self.stopping.is_set():
                     self._train_step()
@@ -229,7 +277,9 @@ class _Run:
         seconds = time.perf_counter() - began
         line = {"kind": "step", "step": self.step, **metrics, "grad_norm": applied.norm, "learning_rate": applied.rate}
         line |= {"step_seconds": seconds, "learner_tokens_per_second": metrics["batch_tokens"] / seconds}
+        self._checkpointer.delete_newer(self.step - 1)
         self._folder.add_metrics(line)
+        self._folder.finish_step(self.step)
         left = (self._steps - self.step) * seconds
         shown = "  ".join(f"{name} {line[name]:.3f}" for name in ("loss", "accuracy", "reward_margin") if name in line)
         self._progress.print_line(
@@ -254,11 +304,12 @@ class _Run:
         self.step, self._learner.state, notes = self._checkpointer.restore(self._learner.state)
         self._cursor.restore(notes["cursor"])
         self._evaluated = notes["evaluated"]
-        self._folder.cut_back(self.step, evaluated=self._evaluated)
+        self._folder.resume_after(self.step)
         self._progress.resumed(self.step)
 
     def conclude(self) -> dict[str, Any]:
         """Write the summary and the plot, and print the main results."""
+        self._folder.finish_step(self.step)
         metrics = list(read_metrics(self._folder.metrics))
         steps = [line for line in metrics if line["kind"] == "step"]
         evaluations = [line for line in metrics if line["kind"] == "evaluation"]

@@ -395,5 +395,7 @@ class NoCheckpoints:
 
     def wait(self) -> None: ...
 
+    def delete_newer(self, step: int) -> None: ...
+
     def written(self) -> str:
         return ""

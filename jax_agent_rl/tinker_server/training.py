@@ -31,7 +31,7 @@ from jax_agent_rl.tinker_server.wire import (
     read_batch,
     write_batch_result,
 )
-from jax_agent_rl.utils.files import writing
+from jax_agent_rl.utils.files import replacing
 
 PREFIX = "tinker://"
 
@@ -243,11 +243,8 @@ class Models:
         tree = learner.state.policy if optimizer else {"params": learner.trained}
         arrays = {jax.tree_util.keystr(k): np.asarray(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        with writing(temporary):
-            with temporary.open("wb") as stream:
-                np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]  # no array is called allow_pickle
-            temporary.replace(file)
+        with replacing(file) as stream:
+            np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]  # no array is called allow_pickle
 
     def _read(self, file: Path, model: str, *, optimizer: bool) -> None:
         learner = self._learners[model]

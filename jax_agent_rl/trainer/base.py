@@ -68,6 +68,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
         self._partly_updated = False
+        self._has_recorded = False  # a step, since this process began
         self._began = self.clock() - self.record.train_seconds  # of training, as if it had never been interrupted
         self.agreement = AgreementWatch(
             self.runtime, self.folder, version=self._version(self.record.step), print_line=self.progress.print_line
@@ -186,6 +187,9 @@ class Trainer:
                 **batch.metrics,
             },
         )
+        if not self._has_recorded:
+            self._has_recorded = True
+            self.checkpointer.delete_newer(record.step)  # of a run that went back; this step takes their place
         self.reporter.write_step(line, batch.groups, result)
         # A step that could not be written is not finished: the last checkpoint stands.
         record.step, record.accuracy_after = step.number, None

@@ -31,7 +31,7 @@ from jax_agent_rl.learner.batch import trained_lengths
 from jax_agent_rl.learner.losses import depends_on_lengths, describe_batch
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress, duration, role_rewards
-from jax_agent_rl.observe.run_dir import RunDir, read_records
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.metrics import MetricSinks, RunFacts, open_sinks, serve_trainer
 from jax_agent_rl.observe.warnings import rules
 from jax_agent_rl.observe.watch import RunWarning, Watch
@@ -181,8 +181,9 @@ class RunReporter:
 
     def write_step(self, line: dict[str, Any], groups: Sequence[Group], result: UpdateResult) -> None:
         """Write a step's line of metrics, of :func:`step_record`, and its trajectories to the folder."""
-        self._write(line)
         self.folder.add_trajectories(line["step"], "train", recorded(groups), token_values=result.tokens)
+        self._write(line)
+        self.folder.finish_step(line["step"])
 
     def show_step(self, line: dict[str, Any]) -> None:
         """Display the step that ``record`` now ends with, and pass its line to the observers."""
@@ -196,8 +197,8 @@ class RunReporter:
         """Report an evaluation after the last step; return its accuracy."""
         step = self.record.step
         line = evaluation_record(step, groups, seconds=seconds)
-        self._write(line)
         self.folder.add_trajectories(step, "heldout", recorded(groups))
+        self._write(line)
         accuracy = self.record.latest_accuracy = line["accuracy"]
         self.record.evaluated = step
         roles = f"; reward {by_role}" if (by_role := role_rewards(line)) else ""
@@ -286,7 +287,7 @@ def observers(
         watch = Watch(rules(config, rows), progress.print_line)
         if warning := missing_agent_warning(config, rows):
             watch.add(warning)
-        for record in read_records(folder.metrics):
+        for record in folder.recorded():
             watch.update(record, silent=True)
 
         def look(record: Mapping[str, Any]) -> None:

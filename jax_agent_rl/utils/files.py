@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from jax_agent_rl.errors import StorageError
 
@@ -58,17 +59,36 @@ def read_regular_file(path: Path, limit: int) -> bytes:
 
 
 def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
-    """Replace a file in one move, so that a crash leaves the old or the new one; ``message`` as in :func:`writing`.
+    """Replace a file by a text, see :func:`replacing`."""
+    with replacing(file, message=message) as stream:
+        stream.write(text.encode())
+
+
+@contextlib.contextmanager
+def replacing(file: Path, *, permissions: int = 0o666, message: str = _NO_ROOM) -> Iterator[IO[bytes]]:
+    """Yield a stream whose content takes the place of a file in one move, once it is whole and on disk.
+
+    Whatever happens before, the old file stays as it is: a crash, a full disk, an error in the context.
+
+    Args:
+        file: need not exist.
+        permissions: of the new file, less what the umask takes.
+        message: as in :func:`writing`.
 
     Raises:
-        StorageError: it could not be written; the old one is intact.
+        StorageError: it could not be written.
     """
     temporary = file.with_name(file.name + ".tmp")
     try:
         with writing(file, message=message):
-            temporary.write_text(text, encoding="utf-8")
+            temporary.unlink(missing_ok=True)  # of a process that was killed
+            handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, permissions)
+            with open(handle, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
             os.replace(temporary, file)
-    except StorageError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import print_line
+from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.utils.process import quiet_logging
 
 PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.command")
@@ -204,7 +205,8 @@ def _draw(made: Mapping[str, Any], file: Path) -> None:
     axes.set_xlabel("GiB of the fullest chip")
     axes.set_title(f"{made['topology']}: {'fits' if made['fits'] else 'does not fit'}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, fontsize="small")
-    figure.savefig(file)
+    with replacing(file, message="{file} could not be written ({reason})") as stream:
+        figure.savefig(stream, format=file.suffix.lstrip(".") or None)
 
 
 # --- the compiler's process ---------------------------------------------------------------------------------------

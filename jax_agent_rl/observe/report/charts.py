@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from jax_agent_rl.utils.files import writing
+from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.validation import is_number
 
 MAX_POINTS = 600
@@ -289,8 +289,8 @@ def _plot(
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    with writing(file):
-        figure.savefig(file)
+    with replacing(file) as stream:
+        figure.savefig(stream, format=file.suffix.lstrip("."))
 
 
 def _smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:

@@ -12,7 +12,7 @@ import hashlib
 import html
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -215,7 +215,7 @@ def _overview(data: RunData) -> dict[str, Any]:
     return {
         "name": data.name,
         "created": time.strftime("%Y-%m-%d %H:%M"),
-        "state": "finished" if data.summary else "not finished",
+        "state": "finished" if _has_ended(data.summary, steps) else "not finished",
         "facts": {key: value for key, value in facts.items() if value},
         "step": steps[-1]["step"] if steps else 0,
         "steps": wanted if isinstance(wanted, int) else None,
@@ -234,6 +234,14 @@ def to_json(value: Any) -> str:
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return replace_lone_surrogates(text).translate(_ESCAPES)
+
+
+def _has_ended(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a run has ended; the summary of a run that was resumed with more steps stays until its end."""
+    recorded = summary.get("steps")
+    if not summary or not steps or not isinstance(recorded, int):
+        return bool(summary)
+    return recorded == steps[-1]["step"]
 
 
 def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_agent_rl.config import TraceConfig
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.observe.run_dir import RunDir, append_records
+from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
 from jax_agent_rl.utils.plugins import load_installed
@@ -88,10 +88,10 @@ class TraceFileSink:
     """Appends to ``traces.jsonl``; a record has the attributes of :class:`~jax_agent_rl.tracing.Trace`."""
 
     def __init__(self, config: TraceConfig, run_dir: RunDir) -> None:
-        self._file = run_dir.traces
+        self._run_dir = run_dir
 
     def write(self, trace: Trace) -> None:
-        append_records(self._file, [asdict(trace)])
+        self._run_dir.append(self._run_dir.traces, [asdict(trace)])
 
     def close(self) -> None:
         """Do nothing: every line is on disk already."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from pydantic import BaseModel
 from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.pool import BackendFactory, ServerPool
 from jax_agent_rl.utils.bounded_json import decode_json
-from jax_agent_rl.utils.files import writing
+from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
 from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
 
@@ -92,10 +91,9 @@ class MembershipServer:
     async def start(self) -> None:
         """Serve, and write the address for :func:`command_run`."""
         await self._http.start()
-        self._file.unlink(missing_ok=True)  # of a run that was killed
         content = {"url": self._http.url, "token": self._token, "host": socket.gethostname()}
-        with writing(self._file), open(os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            json.dump(content, file)
+        with replacing(self._file, permissions=0o600) as stream:  # one of a run that was killed may be there
+            stream.write(json.dumps(content).encode())
 
     async def close(self) -> None:
         """Stop serving; joins that are under way are undone, leaving engines leave without finishing their requests."""

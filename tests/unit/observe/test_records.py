@@ -82,7 +82,8 @@ def test_a_run_with_a_damaged_line_is_cut_back_and_loses_that_line(tmp_path: Pat
     run_dir = RunDir(make_run(tmp_path / "run"))
     for file in (run_dir.metrics, run_dir.trajectories, run_dir.traces):
         put(file, line, at=1)
-    run_dir.cut_back(2, evaluated=0)
+    run_dir.resume_after(2)
+    run_dir.finish_step(3)
     assert [(r["kind"], r["step"]) for r in read_records(run_dir.metrics)] == [
         ("evaluation", 0),
         ("step", 1),

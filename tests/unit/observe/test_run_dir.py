@@ -23,37 +23,119 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path):
     assert read_records(run_dir.metrics) == [{"kind": "step", "step": 1}]
 
 
-def test_resuming_cuts_back_what_came_after_the_checkpoint(tmp_path: Path):
-    run_dir = RunDir(tmp_path / "run")
+def record(run_dir: RunDir, step: int, *, note: str = "") -> None:
+    """One trained step, as a trainer records it."""
+    run_dir.add_trajectories(step, "train", [trajectory([3], [4, 2])])
+    run_dir.add_metrics({"kind": "step", "step": step, "note": note})
+    run_dir.finish_step(step)
+
+
+def evaluate(run_dir: RunDir, step: int, *, note: str = "") -> None:
+    run_dir.add_trajectories(step, "heldout", [trajectory([3], [4, 2])])
+    run_dir.add_metrics({"kind": "evaluation", "step": step, "note": note})
+
+
+def lines(run_dir: RunDir) -> list[tuple[str, int, str]]:
+    return [(r["kind"], r["step"], r["note"]) for r in read_records(run_dir.metrics)]
+
+
+def content(run_dir: RunDir) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in run_dir.path.iterdir()}
+
+
+def recorded_run(path: Path) -> RunDir:
+    """Three steps with evaluations before, after the second and after the third; ended."""
+    run_dir = RunDir(path)
+    evaluate(run_dir, 0)
     for step in (1, 2, 3):
-        run_dir.add_metrics({"kind": "step", "step": step})
-        run_dir.add_trajectories(step, "train", [trajectory([3], [4, 2])])
-    run_dir.cut_back(2, evaluated=0)
-    assert [r["step"] for r in read_records(run_dir.metrics)] == [1, 2]
-    assert [r["step"] for r in read_records(run_dir.trajectories)] == [1, 2]
+        record(run_dir, step)
+        if step > 1:
+            evaluate(run_dir, step)
+    run_dir.write_json(run_dir.summary, {"steps": 3})
+    return run_dir
+
+
+def test_resuming_removes_nothing_before_a_step_is_in_its_place(tmp_path: Path):
+    before = content(recorded_run(tmp_path / "run"))
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(1)
+    assert content(run_dir) == before
+    evaluate(run_dir, 1, note="new")
+    assert all(content(run_dir)[name].startswith(old) for name, old in before.items())
+    assert [r["step"] for r in run_dir.recorded()] == [0, 1, 1], "those of the steps that have been made"
+    record(run_dir, 2, note="new")
+    assert lines(run_dir) == [("evaluation", 0, ""), ("step", 1, ""), ("evaluation", 1, "new"), ("step", 2, "new")]
+    assert [(r["split"], r["step"]) for r in read_records(run_dir.trajectories)] == [
+        ("heldout", 0),
+        ("train", 1),
+        ("heldout", 1),
+        ("train", 2),
+    ]
+
+
+def test_a_finished_run_that_goes_on_keeps_its_evaluations_and_its_summary_until_there_is_another(tmp_path: Path):
+    recorded_run(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(3)
+    record(run_dir, 4, note="new")
+    assert lines(run_dir)[-3:] == [("step", 3, ""), ("evaluation", 3, ""), ("step", 4, "new")]
+    assert '"steps": 3' in run_dir.summary.read_text()
+
+
+def test_an_evaluation_that_was_made_again_takes_the_place_of_the_old_one(tmp_path: Path):
+    recorded_run(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(2)
+    evaluate(run_dir, 2, note="new")
+    run_dir.finish_step(2)  # the run ends
+    assert lines(run_dir) == [("evaluation", 0, ""), ("step", 1, ""), ("step", 2, ""), ("evaluation", 2, "new")]
+    assert [r["step"] for r in read_records(run_dir.trajectories) if r["split"] == "heldout"] == [0, 2]
+
+
+def test_samples_of_an_evaluation_that_never_ended_go(tmp_path: Path):
+    run_dir = recorded_run(tmp_path / "run")
+    run_dir.add_trajectories(1, "heldout", [trajectory([3], [4, 2])])  # killed before the line of metrics
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(3)
+    record(run_dir, 4)
+    assert [r["step"] for r in read_records(run_dir.trajectories) if r["split"] == "heldout"] == [0, 2, 3]
+
+
+def test_a_disagreement_stays_until_its_step_has_been_made_again(tmp_path: Path):
+    run_dir = recorded_run(tmp_path / "run")
+    run_dir.write_json(run_dir.disagreement, {"step": 3})
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(1)
+    record(run_dir, 2)
+    assert run_dir.disagreement.exists()
+    record(run_dir, 3)
+    assert not run_dir.disagreement.exists()
+
+
+def test_one_that_was_found_since_stays(tmp_path: Path):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(0)
+    run_dir.write_json(run_dir.disagreement, {"step": 1})
+    record(run_dir, 1)
+    assert run_dir.disagreement.exists()
+
+
+def test_a_run_that_begins_again_records_everything_again(tmp_path: Path):
+    recorded_run(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.resume_after(-1)
+    evaluate(run_dir, 0, note="new")
+    record(run_dir, 1, note="new")
+    assert lines(run_dir) == [("evaluation", 0, "new"), ("step", 1, "new")]
 
 
 def test_a_run_that_goes_on_is_not_finished(tmp_path: Path):
     run_dir = RunDir(make_run(tmp_path / "run"))
-    run_dir.write_json(run_dir.summary, {"steps": 3})
+    steps = max(r["step"] for r in read_records(run_dir.metrics))
+    run_dir.write_json(run_dir.summary, {"steps": steps})
     assert '"state":"finished"' in write_report(run_dir.path).read_text()
-    run_dir.cut_back(3, evaluated=0)
+    run_dir.add_metrics({"kind": "step", "step": steps + 1})
     assert '"state":"not finished"' in write_report(run_dir.path).read_text()
-
-
-def test_an_evaluation_that_will_be_made_again_is_cut_back_too(tmp_path: Path):
-    run_dir = RunDir(tmp_path / "run")
-    for step in (0, 2):
-        run_dir.add_metrics({"kind": "step", "step": step})
-        run_dir.add_metrics({"kind": "evaluation", "step": step})
-        run_dir.add_trajectories(step, "heldout", [trajectory([3], [4, 2])])
-    run_dir.cut_back(2, evaluated=0)
-    assert [(r["kind"], r["step"]) for r in read_records(run_dir.metrics)] == [
-        ("step", 0),
-        ("evaluation", 0),
-        ("step", 2),
-    ]
-    assert [r["step"] for r in read_records(run_dir.trajectories)] == [0]
 
 
 def test_a_record_holds_everything_training_used():

@@ -52,8 +52,13 @@ def test_resuming_cuts_traces_back_too(tmp_path: Path):
     sink = sinks.TraceFileSink(TraceConfig(), run_dir)
     for step, validate in ((2, False), (3, False), (0, True), (2, True)):
         sink.write(a_trace(step=step, validate=validate))
-    run_dir.cut_back(2, evaluated=0)
-    assert [(r["step"], r["validate"]) for r in read_records(run_dir.traces)] == [(2, False), (0, True)]
+    run_dir.add_metrics({"kind": "evaluation", "step": 0})
+    run_dir.resume_after(2)
+    sink.write(a_trace(step=3, validate=False))
+    assert len(read_records(run_dir.traces)) == 5
+    run_dir.finish_step(3)
+    kept = [(r["step"], r["validate"]) for r in read_records(run_dir.traces)]
+    assert kept == [(2, False), (0, True), (3, False)], "the evaluation after step 2 was not recorded: it never ended"
 
 
 def test_every_sink_gets_every_trace_and_is_closed():

@@ -10,7 +10,7 @@ import pytest
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, cut_off_steps
-from jax_agent_rl.runtime.train import choose_run, runs_without_checkpoint
+from jax_agent_rl.runtime.train import choose_run, nothing_to_do, runs_without_checkpoint
 from jax_agent_rl.utils.files import mark_in_use
 from tests.tiny_run import tiny_recipe
 
@@ -113,3 +113,35 @@ def test_a_run_with_a_checkpoint_comes_before_one_without_and_that_one_is_named(
     for resume in (True, "if_any"):
         assert choose_run(config, resume) == (tmp_path / "run-2", True)
     assert runs_without_checkpoint(config) == [without]
+
+
+@pytest.mark.parametrize(
+    ("summary", "steps", "asked", "is_done"),
+    [
+        ({"steps": 8}, 8, {}, True),
+        ({"steps": 8}, 9, {}, False),
+        ({}, 8, {}, False),  # killed before its summary: it has that to write
+        ({"steps": 4}, 8, {}, False),  # a summary of before it went on
+        ({}, 7, {}, True),  # below the checkpoint
+        ({"steps": 8}, 8, {"from_step": 8}, True),
+        ({"steps": 8}, 8, {"from_step": 4}, False),
+        ({"steps": 8}, 3, {"from_step": 4}, True),
+        ({"steps": 8, "heldout_accuracy_after": 0.9}, 20, {"target_accuracy": 0.8}, True),
+        ({"steps": 8, "heldout_accuracy_after": 0.9}, 20, {"target_accuracy": 0.95}, False),
+        ({"steps": 8, "heldout_accuracy_after": None}, 20, {"target_accuracy": 0.8}, False),
+    ],
+)
+def test_a_run_that_is_asked_to_resume_has_nothing_to_do_if_it_has_ended(
+    tmp_path: Path, summary: dict, steps: int, asked: dict, is_done: bool
+):
+    if summary:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    done = nothing_to_do(tmp_path, [4, 8], steps, further="set trainer.steps", **asked)
+    assert (done is not None) == is_done
+    if done is not None:
+        assert done.summary == summary and "nothing to do" in done.message
+        assert ("trainer.target_accuracy" if "target_accuracy" in asked else "trainer.steps") in done.message
+
+
+def test_a_run_without_a_checkpoint_has_everything_to_do(tmp_path: Path):
+    assert nothing_to_do(tmp_path, [], 8, further="") is None
