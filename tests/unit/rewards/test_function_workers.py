@@ -37,6 +37,10 @@ def raises(solution_str):
 def no_number(solution_str):
     return "much"
 
+@register_reward("endless")
+def endless(solution_str):
+    return {"score": 1.0, **{f"a part of the score, number {n}": 0.5 for n in range(450_000)}}
+
 @register_reward("leaves")
 def leaves(solution_str):
     raise SystemExit(3)

@@ -366,8 +366,8 @@ async def test_bytes_that_are_no_text_are_replaced(sandbox):
 
 
 async def test_letters_are_whole_wherever_the_output_is_cut(sandbox):
-    source = "import os\nfor _ in range(9): os.write(1, b'x' + 'ü漢'.encode() * 5000)\nos.write(1, b'\\xc3')"
-    result = await sandbox.run([sandbox.python, "main.py"], files={"main.py": source.encode()})
+    source = "import sys\nsys.stdout.buffer.write((b'x' + 'ü漢'.encode() * 5000) * 9 + b'\\xc3')"
+    result = await run(sandbox, source, output_bytes=1 << 20)
     assert result.stdout == ("x" + "ü漢" * 5000) * 9 + "\ufffd"
 
 
