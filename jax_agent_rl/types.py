@@ -133,8 +133,10 @@ class Trajectory:
         response_ids, response_mask, rollout_logprobs, policy_versions: see the module's worked example.
         finish_reason: why the trajectory ended.
         no_loss: None, or why its ids carry no loss although its reward counts in its group.
-        reward: final scalar reward (0 until scored).
-        reward_parts: named parts of the reward, for metrics.
+        reward: what is learned from, besides the rewards of turns: the score, less the penalties of
+            ``algorithm.shaping`` (0 until scored).
+        raw_score: None, or the score before those penalties, see :attr:`score`.
+        reward_parts: other numbers that the reward function returned, and the penalties, by name.
         metrics: seconds and counts (``generate_seconds``, ``tool_seconds``, ...).
         row: the dataset row it came from.
         messages: the conversation as text, derived from the ids, for people and reward functions. A message that
@@ -164,6 +166,7 @@ class Trajectory:
     finish_reason: FinishReason
     no_loss: DropReason | None = None
     reward: float = 0.0
+    raw_score: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -236,6 +239,11 @@ class Trajectory:
                 finish_reason=self.finish_reason,
                 prompt_media=join_media([self.prompt_media, *(turn.appended_media for turn in before)]),
             )
+
+    @property
+    def score(self) -> float:
+        """What the reward function returned, whatever shaped the reward since; ``outcomes`` tells who reads which."""
+        return self.reward if self.raw_score is None else self.raw_score
 
     @property
     def episode_id(self) -> str:

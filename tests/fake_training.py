@@ -88,6 +88,7 @@ def make_trainer(
     capabilities: Capabilities | None = None,
     ema_decay: float = 0.0,
     tracer: Tracer | None = None,
+    agent: dict | None = None,
     **rollout,
 ) -> Trainer:
     clock = Clock()
@@ -98,6 +99,7 @@ def make_trainer(
             "data": {"train": "none", "eval": "none"},
             "rollout": {"prompts_per_step": 1, "group_size": 2} | rollout,
             "algorithm": algorithm or {},
+            "agent": agent or {},
             "learner": {"ema_decay": ema_decay},
             "trainer": {"steps": steps, "checkpoint_every": 0} | (trainer or {}),
         }

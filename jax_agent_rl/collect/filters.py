@@ -3,7 +3,7 @@
 ::
 
     groups ─► log-probs not finite: drop ─► filters: mask | drop
-           ─► each role of a group by itself: too small, no baseline, equal rewards: drop
+           ─► each role of a group by itself: too small, no baseline, equal outcomes: drop
            ─► Selection: groups to train on, masked members (in the baseline, without a gradient), dropped ones
 """
 
@@ -19,6 +19,7 @@ from itertools import compress
 import regex
 
 from jax_agent_rl.config.algorithm import FILTER_NAMES, AlgorithmConfig, ShapingConfig
+from jax_agent_rl.outcomes import accuracy, total_reward, unshaped_total
 from jax_agent_rl.types import DropReason, FinishReason, Group, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
@@ -106,9 +107,30 @@ def _no_gradient(group: Group, config: AlgorithmConfig, masked: Mapping[str, Dro
         return DropReason.SINGLE_MEMBER
     if config.adv_estimator == "remax" and group.greedy_reward is None:
         return DropReason.NO_BASELINE
-    if config.filters_zero_variance and len(set(group.rewards)) == 1:
+    if config.filters_zero_variance and has_equal_outcomes(group, config):
         return DropReason.ZERO_VARIANCE
     return None
+
+
+def has_equal_outcomes(group: Group, config: AlgorithmConfig) -> bool:
+    """Return whether all members of a role did equally well, so that comparing them teaches nothing.
+
+    Penalties of ``algorithm.shaping`` do not count: members that are all right, or all wrong, did equally well however
+    long they are. Nor is there anything to learn where penalties make what the estimator compares equal.
+    """
+    outcomes = {outcome(trajectory, config) for trajectory in group.trajectories}
+    if len(outcomes) == 1:
+        return True
+    if not config.compares_totals:
+        return False
+    return len({total_reward(trajectory, config.turn_reward) for trajectory in group.trajectories}) == 1
+
+
+def outcome(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+    """Return what the zero-variance filter and refills compare, see ``algorithm.filter_metric``."""
+    if config.filters_by_accuracy:
+        return accuracy(trajectory)
+    return unshaped_total(trajectory, config.turn_reward)
 
 
 def void_turn(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
@@ -182,10 +204,10 @@ FILTERS: dict[str, Callable[[Trajectory, AlgorithmConfig], bool]] = {
 
 
 def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> Group:
-    """Return the group with its rewards reduced; ``reward_parts`` shows the penalties.
+    """Return the group with its rewards reduced; ``reward_parts`` shows the penalties, ``score`` stays what it was.
 
     Args:
-        group: scored trajectories.
+        group: scored trajectories; penalties that were taken off before are replaced.
         config: the penalties.
         max_response_length: in ids.
     """
@@ -204,8 +226,11 @@ def shape(group: Group, config: ShapingConfig, *, max_response_length: int) -> G
         if config.repetition_factor:
             share = repetition(sampled_ids(trajectory), config.repetition_ngram)
             parts["repetition_penalty"] = -config.repetition_factor * share
-        reward = trajectory.reward + sum(parts.values())
-        shaped.append(replace(trajectory, reward=reward, reward_parts={**trajectory.reward_parts, **parts}))
+        score = trajectory.score
+        reward_parts = {**trajectory.reward_parts, **parts}
+        shaped.append(
+            replace(trajectory, reward=score + sum(parts.values()), raw_score=score, reward_parts=reward_parts)
+        )
     return replace(group, trajectories=tuple(shaped))
 
 

@@ -245,7 +245,16 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter_zero_variance: bool | None = Field(
         default=None,
-        description="Exclude groups of equal rewards. null: where the estimator gives them no advantage.",
+        description="Exclude groups whose members did equally well, before any `shaping`; see `filter_metric`. null: "
+        "where the estimator compares their total rewards.",
+    )
+    filter_metric: Annotated[Literal["accuracy", "reward"] | None, Unless("algorithm.filter_zero_variance", False)] = (
+        Field(
+            default=None,
+            description="What filter_zero_variance compares. accuracy: whether the answer was right, the part "
+            "`accuracy` or `acc` of the reward (without one, its score); reward: the score and the rewards of turns. "
+            "null: accuracy with filter_zero_variance=true (DAPO), else reward.",
+        )
     )
     max_resample_rounds: NonNegative = Field(
         default=0,
@@ -260,11 +269,21 @@ class AlgorithmConfig(Section):
         return self.adv_estimator not in WITHOUT_GROUP_BASELINE
 
     @property
-    def filters_zero_variance(self) -> bool:
-        """Resolved ``filter_zero_variance``; off by default where equal totals may hide parts or turns that differ."""
-        if self.filter_zero_variance is not None:
-            return self.filter_zero_variance
+    def compares_totals(self) -> bool:
+        """Whether groups of equal total rewards have no advantages: no parts or turns are compared one by one."""
         return self.needs_group and self.adv_estimator not in ("gdpo", "gigpo", "mt_grpo")
+
+    @property
+    def filters_zero_variance(self) -> bool:
+        """Resolved ``filter_zero_variance``."""
+        return self.compares_totals if self.filter_zero_variance is None else self.filter_zero_variance
+
+    @property
+    def filters_by_accuracy(self) -> bool:
+        """Resolved ``filter_metric``: whether groups are filtered by right and wrong, else by what was earned."""
+        if self.filter_metric is not None:
+            return self.filter_metric == "accuracy"
+        return self.filter_zero_variance is True
 
 
 class CriticConfig(OptimizerSection):
@@ -303,6 +322,11 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "mt_grpo" and algorithm.turn_reward == "none":
         yield "algorithm.adv_estimator=mt_grpo compares turns; set algorithm.turn_reward=tool_reward or tool_success"
+    if algorithm.filter_metric is not None and not algorithm.filters_zero_variance:
+        yield (
+            f"algorithm.filter_metric={algorithm.filter_metric}, but algorithm.adv_estimator={algorithm.adv_estimator} "
+            "filters no groups by itself; set algorithm.filter_zero_variance=true, or remove filter_metric"
+        )
     drops = "drop" in (getattr(algorithm.filters, name) for name in FILTER_NAMES)
     if algorithm.max_resample_rounds and not (algorithm.filters_zero_variance or algorithm.needs_group or drops):
         yield (

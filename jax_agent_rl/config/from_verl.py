@@ -31,6 +31,7 @@ from jax_agent_rl.config.verl_keys import (
     VLLM,
 )
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.outcomes import ACCURACY_PARTS
 from jax_agent_rl.utils.text import printable
 
 _DEFAULT = "verl's default"
@@ -182,7 +183,7 @@ def _derive(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | 
     if key == "algorithm.adv_estimator":
         scaled = given.get("algorithm.norm_adv_by_std_in_grpo", True)
         return {"algorithm.adv_estimator": "dr_grpo" if value == "grpo" and not scaled else value}
-    if key.startswith("algorithm.filter_groups.") and leaf != "metric":
+    if key.startswith("algorithm.filter_groups."):
         return _filter_groups(given) if leaf == "enable" else {}
     if key in ("trainer.test_freq", "trainer.save_freq"):
         ours = "trainer.eval_every" if leaf == "test_freq" else "trainer.checkpoint_every"
@@ -223,13 +224,23 @@ def _kl(given: Mapping[str, Any], switch: str) -> dict[str, Any]:
 def _filter_groups(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given["algorithm.filter_groups.enable"]:
         return {"algorithm.filter_zero_variance": False}
+    made: dict[str, Any] = {"algorithm.filter_zero_variance": True}
+    choices = []
+    metric = given.get("algorithm.filter_groups.metric")
+    if metric in ACCURACY_PARTS:
+        made["algorithm.filter_metric"] = "accuracy"
+    elif metric in ("score", "seq_reward", "seq_final_reward"):
+        made["algorithm.filter_metric"] = "reward"
+    elif metric is not None:
+        choices.append(f"groups are not filtered by {metric}; set algorithm.filter_metric to accuracy or reward")
     batches = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
     if batches < 1:
-        return {
-            "algorithm.filter_zero_variance": True,
-            "choice": "verl generates without limit; set algorithm.max_resample_rounds",
-        }
-    return {"algorithm.filter_zero_variance": True, "algorithm.max_resample_rounds": batches - 1}
+        choices.append("verl generates without limit; set algorithm.max_resample_rounds")
+    else:
+        made["algorithm.max_resample_rounds"] = batches - 1
+    if choices:
+        made["choice"] = "; ".join(choices)
+    return made
 
 
 def _complete(made: Imported, given: Mapping[str, Override]) -> None:

@@ -137,7 +137,6 @@ CHOICES: Mapping[str, str] = {
     r"agent\.init_config\.reward_name": "register the function with @register_reward, and set reward.path",
     r"agent\.init_config\.system_prompt": "put it into the rows, as their first message",
     r"agent\.generation_config\.max_tokens": "set agent.max_response_length, for all turns and results together",
-    r"algorithm\.filter_groups\.metric": "groups are filtered by their rewards",
 }
 """Pattern of verl's keys -> what to decide."""
 

@@ -157,7 +157,7 @@ async def _sample(
     def arrived(group: Group) -> None:
         nonlocal done, rewards
         done += request.samples
-        rewards += sum(group.rewards)
+        rewards += sum(t.score for t in group.trajectories)
         run_dir.add_trajectories(subject.step, "heldout", recorded([group]))
 
     total = len(rollouts.rows) * request.samples
@@ -227,8 +227,9 @@ def _scores(
     members = [t for g in groups for t in g.trajectories]
     calls = [call for t in members for call in t.tool_calls]
     lost = sum((Counter({str(r): c for r, c in g.dropped.items()}) for g in groups), Counter())
-    passed = [sum(reward >= pass_reward for reward in g.rewards) for g in groups]
-    rewards = estimate([sum(g.rewards) / samples for g in groups], seed=seed)
+    scores_by_group = [[trajectory.score for trajectory in group.trajectories] for group in groups]
+    passed = [sum(score >= pass_reward for score in found) for found in scores_by_group]
+    rewards = estimate([sum(found) / samples for found in scores_by_group], seed=seed)
     return {
         "prompts": len(groups),
         "samples": samples * len(groups),

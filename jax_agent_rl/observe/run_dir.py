@@ -268,6 +268,7 @@ def restore_trajectory(record: Mapping[str, Any]) -> Trajectory:
         agent_name=record["agent_name"],
         finish_reason=FinishReason(record["finish_reason"]),
         reward=record["reward"],
+        raw_score=record.get("raw_score"),
         segments=tuple(restore_trajectory(segment) for segment in record["segments"]),
         fork=Fork(**fork) if fork else None,
         history_window=record.get("history_window"),

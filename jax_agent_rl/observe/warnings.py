@@ -10,9 +10,9 @@ reward_collapse >= 0.9 of the best step's reward is gone for two steps (ends < 0
     which need a step more.
 reward_hacking >= 0.9 of the best step's accuracy is gone for two steps, but at most half of the reward (ends < 0.5)
     Our estimate, from a run that earned 0.4 a trajectory by calls alone and answered nothing. For rewards with a part
-    ``accuracy``.
+    ``accuracy`` or ``acc``.
 zero_variance >= 0.5 (ends < 0.3), for estimators that compare within groups
-    Half of the groups have equal rewards, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
+    Half of the groups have equal outcomes, so half of the rollout gives no gradient. Yu et al. 2025 (DAPO, arXiv
     2503.14476) replace such groups from the start; at one half, that doubles the number of sampled tokens.
 truncated >= 0.2 (ends < 0.1)
     The reward 0 of a truncated text says nothing about its content (DAPO, section 3.4: such samples disturb
@@ -80,7 +80,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
         ),
         Rule(
             name="reward_collapse",
-            value=SinceBest("reward_mean"),
+            value=SinceBest("score_mean", "reward_mean"),
             begins=0.9,
             ends=0.5,
             steps=2,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_agent_rl.outcomes import ACCURACY_PARTS
 from jax_agent_rl.types import FinishReason
 
 Record = Mapping[str, Any]
@@ -137,6 +138,11 @@ def _commonest_limit(record: Record) -> str:
     return max(cut, key=lambda name: cut[name], default="")
 
 
+def _first(record: Record, *names: str) -> float | None:
+    """Return the first of these metrics that a record has; those of earlier versions have fewer."""
+    return next((record[name] for name in names if name in record), None)
+
+
 class SinceStart:
     """A metric compared with its mean over the first steps that trained on tokens; a :data:`Value`.
 
@@ -161,13 +167,18 @@ class SinceStart:
 
 
 class SinceBest:
-    """The share of a metric's best value that is gone, once that was at least 0.1; a :data:`Value`."""
+    """The share of a metric's best value that is gone, once that was at least 0.1; a :data:`Value`.
 
-    def __init__(self, name: str) -> None:
-        self._name, self._best = name, 0.0
+    Args:
+        names: of the metric; the first one that a record has.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._best = 0.0
 
     def __call__(self, record: Record) -> float | None:
-        value = record.get(self._name)
+        value = _first(record, *self._names)
         if value is None:
             return None
         self._best = max(self._best, value)
@@ -178,7 +189,8 @@ class RewardWithoutAccuracy:
     """The share of the best step's accuracy that is gone, 0 unless most of the reward has stayed; a :data:`Value`."""
 
     def __init__(self) -> None:
-        self._reward, self._accuracy = SinceBest("reward_mean"), SinceBest("reward/accuracy")
+        self._reward = SinceBest("score_mean", "reward_mean")
+        self._accuracy = SinceBest(*(f"reward/{part}" for part in ACCURACY_PARTS))
 
     def __call__(self, record: Record) -> float | None:
         reward, accuracy = self._reward(record), self._accuracy(record)
@@ -203,11 +215,12 @@ class SinceLast:
 
 
 class NoReward:
-    """1 while every reward has been 0, then 0; a :data:`Value`."""
+    """1 while every score has been 0, then 0; a :data:`Value`. Penalties of a length are no reward."""
 
     def __init__(self) -> None:
         self._earned = False
 
     def __call__(self, record: Record) -> float | None:
-        self._earned |= bool(record.get("reward_max", 1.0) or record.get("reward_min"))
+        largest, least = _first(record, "score_max", "reward_max"), _first(record, "score_min", "reward_min")
+        self._earned |= largest is None or bool(largest or least)
         return float(not self._earned)

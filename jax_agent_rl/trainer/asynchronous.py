@@ -35,7 +35,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities
 from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.record import staleness_record
-from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling, with_baseline
+from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling
 from jax_agent_rl.types import DropReason, Group, PauseMode
 
 LABEL = "async"
@@ -159,17 +159,16 @@ class StreamTrainer(Trainer):
         )
         record = self._groups.setdefault(ticket.number, GroupRecord())
         group = await collect(group_size=config.rollout.group_size, sampling=sampling, label=LABEL, record=record)
-        group = shaped(group, config)
         try:
             self.runtime.client.require_server()  # else what was lost would look like the policy's failure
             if config.algorithm.adv_estimator != "remax":
-                return group
+                return shaped(group, config)
             greedy = await collect(group_size=1, sampling=replace(sampling, temperature=0.0), label=f"greedy-{LABEL}")
         except BaseException:
             self._drop(group, why_stopped())
             raise
         self._drop(greedy, DropReason.GREEDY)
-        return with_baseline(group, shaped(greedy, config))
+        return shaped(group, config, greedy)
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         self.runtime.collector.accounting.drop([t.trajectory_id for t in all_trajectories([group])], reason)

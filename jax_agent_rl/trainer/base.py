@@ -180,6 +180,7 @@ class Trainer:
             weight_update_seconds=step.publish_seconds,
             step_seconds=step_seconds,
             recompilations=record.recompilations,
+            algorithm=self.runtime.config.algorithm,
             pipeline={
                 "learner_idle_share": self.learner_idle_seconds / step_seconds,
                 **asdict(self.runtime.client.stats()),
@@ -196,7 +197,9 @@ class Trainer:
         record.cursor = self.runtime.cursor.state()
         record.lost_batches = self._guard.lost_batches
         if self.runtime.config.algorithm.adv_estimator == "rae":
-            record.role_baselines = update_role_baselines(record.role_baselines, batch.groups)
+            record.role_baselines = update_role_baselines(
+                record.role_baselines, batch.groups, turn_reward=self.runtime.config.algorithm.turn_reward
+            )
         self.learner_idle_seconds = 0.0
         self.reporter.show_step(line)
 

@@ -11,11 +11,15 @@ import numpy as np
 
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.buffer import versions
-from jax_agent_rl.collect.filters import Selection, by_role
+from jax_agent_rl.collect.filters import Selection, by_role, has_equal_outcomes
+from jax_agent_rl.config import AlgorithmConfig
 from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.outcomes import accuracy
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import DropReason, Group, Trajectory
+
+_DEFAULT_ALGORITHM = AlgorithmConfig()
 
 
 @dataclass(kw_only=True)
@@ -119,6 +123,7 @@ def step_record(
     step_seconds: float,
     recompilations: int,
     pipeline: Mapping[str, Any],
+    algorithm: AlgorithmConfig = _DEFAULT_ALGORITHM,
 ) -> dict[str, Any]:
     """Return one ``metrics.jsonl`` line of kind ``step``; learner metrics are 0 where no group was worth a gradient.
 
@@ -133,6 +138,7 @@ def step_record(
         step_seconds: of the whole step.
         recompilations: programs compiled after warm-up.
         pipeline: overlap of rollout and learner: waiting times, ages of tokens.
+        algorithm: what its filters compare.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     contexts = [(*t.segments, t) for t in trajectories]
@@ -146,6 +152,7 @@ def step_record(
         "kind": "step",
         "step": step,
         **_statistics("reward", [t.reward for t in trajectories]),
+        **_statistics("score", [t.score for t in trajectories]),
         **_part_means(trajectories),
         **_statistics("turns", [sum(part.num_turns for part in parts) for parts in contexts]),
         **_statistics("response_tokens", [sum(len(part.response_ids) for part in parts) for parts in contexts]),
@@ -158,7 +165,7 @@ def step_record(
         "tool_errors_by_kind": dict(errors),
         "finish_reasons": dict(Counter(str(t.finish_reason) for t in trajectories)),
         "truncated_share": _share(t.finish_reason.truncated for t in trajectories),
-        "zero_variance_share": _zero_variance_share(groups),
+        "zero_variance_share": _zero_variance_share(groups, algorithm),
         **_role_metrics(groups),
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": (sum(sampled) - inherited) / rollout_seconds,
@@ -212,16 +219,14 @@ def overlap_summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> dict[str, Any]:
     """Return one ``metrics.jsonl`` line of kind ``evaluation``. A lost trajectory counts as wrong.
 
-    ``accuracy`` is the mean of the reward part ``accuracy``, or ``acc`` as in verl, and of the reward itself where
-    the reward function gives neither.
+    ``accuracy`` is the mean of ``outcomes.accuracy``.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     lost = Counter(str(reason) for g in groups for reason, count in g.dropped.items() for _ in range(count))
     return {
         "kind": "evaluation",
         "step": step,
-        "accuracy": sum(t.reward_parts.get("accuracy", t.reward_parts.get("acc", t.reward)) for t in trajectories)
-        / max(1, len(trajectories) + sum(lost.values())),
+        "accuracy": sum(map(accuracy, trajectories)) / max(1, len(trajectories) + sum(lost.values())),
         **_role_metrics(groups),
         "rows": len(groups),
         "lost": dict(lost),
@@ -230,10 +235,10 @@ def evaluation_record(step: int, groups: Sequence[Group], *, seconds: float) -> 
     }
 
 
-def _zero_variance_share(groups: Sequence[Group]) -> float:
-    """Return the share of groups, each role by itself, whose rewards are equal."""
-    parts = [part.rewards for group in groups for part in by_role(group)]
-    return _share(len(set(rewards)) == 1 for rewards in parts if len(rewards) > 1)
+def _zero_variance_share(groups: Sequence[Group], algorithm: AlgorithmConfig) -> float:
+    """Return the share of groups, each role by itself, whose outcomes are equal, as the filter of groups compares."""
+    parts = [part for group in groups for part in by_role(group)]
+    return _share(has_equal_outcomes(part, algorithm) for part in parts if len(part.trajectories) > 1)
 
 
 def _role_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages.estimators import running_baseline
 from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.learner.metrics import UpdateResult
+from jax_agent_rl.outcomes import total_reward
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.types import Group, SamplingParams, Trajectory
@@ -146,35 +147,53 @@ async def gather(
     return sorted(groups, key=lambda group: int(group.group_id.rsplit("-", 1)[1]))
 
 
-def shaped(group: Group, config: Config) -> Group:
-    """Apply ``algorithm.shaping`` to the rewards."""
-    return shape(group, config.algorithm.shaping, max_response_length=config.agent.max_response_length)
+def shaped(group: Group, config: Config, greedy: Group | None = None) -> Group:
+    """Return a scored group as filters and learner take it, the same in every trainer.
 
+    Penalties of ``algorithm.shaping`` come off its rewards, and those of the greedy rollout of its prompt, which
+    becomes its baseline (ReMax).
 
-def with_baseline(group: Group, greedy: Group) -> Group:
-    """Add the reward of a greedy rollout of the same prompt, if there is one (ReMax).
+    Args:
+        group: as it was collected.
+        config: of the run.
+        greedy: the group of the greedy rollout; None without one.
 
     Raises:
-        ConfigError: the agent plays several roles.
+        ConfigError: there is a greedy rollout, and the agent plays several roles.
     """
-    if any(t.role for t in greedy.trajectories):
+    algorithm, limit = config.algorithm, config.agent.max_response_length
+    group = shape(group, algorithm.shaping, max_response_length=limit)
+    if greedy is None:
+        return group
+    if any(trajectory.role for trajectory in greedy.trajectories):
         raise ConfigError(
             "algorithm.adv_estimator=remax compares with one reward per prompt, and an agent of several roles has "
             "several; set algorithm.adv_estimator=grpo or rae"
         )
-    return replace(group, greedy_reward=greedy.rewards[0] if greedy.rewards else None)
+    greedy = shape(greedy, algorithm.shaping, max_response_length=limit)
+    if not greedy.trajectories:  # lost
+        return group
+    return replace(group, greedy_reward=total_reward(greedy.trajectories[0], algorithm.turn_reward))
 
 
 def with_role_baselines(group: Group, known: Mapping[str, float]) -> Group:
-    """Add the rewards to expect of each role (RAE): those ``known`` before this step, by data source and role."""
+    """Add the total rewards to expect of each role (RAE): those ``known`` before this step, by data source and role."""
     return replace(group, baselines={t.role or "": known.get(_game(t), 0.0) for t in group.trajectories})
 
 
-def update_role_baselines(known: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Return the baselines after a step, with the rewards of all its trajectories."""
+def update_role_baselines(
+    known: Mapping[str, float], groups: Sequence[Group], *, turn_reward: str = "none"
+) -> dict[str, float]:
+    """Return the baselines after a step, with the total rewards of all its trajectories.
+
+    Args:
+        known: before the step.
+        groups: of the step, shaped.
+        turn_reward: ``algorithm.turn_reward``, part of the totals.
+    """
     rewards: dict[str, list[float]] = {}
     for trajectory in all_trajectories(groups):
-        rewards.setdefault(_game(trajectory), []).append(trajectory.reward)
+        rewards.setdefault(_game(trajectory), []).append(total_reward(trajectory, turn_reward))
     return {**known, **{game: running_baseline(known.get(game, 0.0), new) for game, new in rewards.items()}}
 
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from jax_agent_rl.collect.filters import Selection, select
 from jax_agent_rl.rollout.protocol import BackendMetrics
 from jax_agent_rl.trainer.base import Trainer
-from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling, with_baseline
+from jax_agent_rl.trainer.step import RolloutBatch, all_trajectories, shaped, training_sampling
 from jax_agent_rl.types import DropReason, Group
 
 
@@ -63,12 +63,10 @@ class SyncTrainer(Trainer):
         config, collector, phase = self.runtime.config, self.runtime.collector, f"step {step}: rollout"
         sampling = training_sampling(config)
         groups = await self._gather(collector, rows, config.rollout.group_size, sampling, step, label, phase)
-        groups = [shaped(group, config) for group in groups]
         if config.algorithm.adv_estimator != "remax":
-            return groups
+            return [shaped(group, config) for group in groups]
         greedy = await self._gather(
             collector, rows, 1, replace(sampling, temperature=0.0), step, f"greedy-{label}", f"{phase}, greedy"
         )
-        greedy = [shaped(group, config) for group in greedy]
         collector.accounting.drop([t.trajectory_id for t in all_trajectories(greedy)], DropReason.GREEDY)
-        return [with_baseline(group, baseline) for group, baseline in zip(groups, greedy, strict=True)]
+        return [shaped(group, config, baseline) for group, baseline in zip(groups, greedy, strict=True)]

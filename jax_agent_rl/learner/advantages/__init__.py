@@ -30,8 +30,9 @@ from jax_agent_rl.config.algorithm import AlgorithmConfig
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.learner.advantages import estimators
 from jax_agent_rl.learner.advantages.estimators import PerToken
+from jax_agent_rl.outcomes import reward_of_turn
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, inherited, timeline
-from jax_agent_rl.types import Group, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.types import Group, Trajectory, Turn
 from jax_agent_rl.utils.plugins import load_installed
 
 
@@ -44,8 +45,8 @@ class ScoredBatch:
         groups: int [N], number of each trajectory's group and role: whose rewards compare.
         masks: bool [L] each, ``loss_mask``: what was sampled, and observations that are trained on.
         rewards: token rewards; a turn's stand at its last sampled token, the final one at the last of all.
-        greedy: float64 [N], reward of the greedy rollout of the same prompt (ReMax); NaN where there is none.
-        baselines: float64 [N], reward to expect of the same role (RAE); 0 where nothing is known.
+        greedy: float64 [N], total reward of the greedy rollout of the same prompt (ReMax); NaN where there is none.
+        baselines: float64 [N], total reward to expect of the same role (RAE); 0 where nothing is known.
         values: float64 [L + 1] each, the critic's value of the state before every id and after the last; or None.
     """
 
@@ -85,7 +86,7 @@ def scored_batch(groups: Sequence[Group], *, turn_reward: str) -> ScoredBatch:
 
     Args:
         groups: of the step.
-        turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the final reward.
+        turn_reward: ``algorithm.turn_reward``, what a turn with tool calls earns besides the (shaped) reward.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     masks = [np.concatenate([np.asarray(s.loss_mask, bool) for s in t.sequences]) for t in trajectories]
@@ -123,16 +124,8 @@ def turn_spans(trajectory: Trajectory) -> list[slice]:
 
 
 def turn_rewards(trajectory: Trajectory, source: str) -> np.ndarray:
-    """Return one reward per turn, float64; 0 for turns without tool calls. See :data:`TURN_REWARDS` for the sources."""
-    rule = TURN_REWARDS[source]
-    return np.array([rule(turn.tool_calls) if turn.tool_calls else 0.0 for turn in all_turns(trajectory)], np.float64)
-
-
-TURN_REWARDS: dict[str, Callable[[Sequence[ToolCallRecord]], float]] = {
-    "none": lambda calls: 0.0,
-    "tool_reward": lambda calls: sum(call.reward for call in calls),
-    "tool_success": lambda calls: sum(call.error is None for call in calls) / len(calls),
-}
+    """Return one reward per turn in the order of time, float64; ``source`` is ``algorithm.turn_reward``."""
+    return np.array([reward_of_turn(turn, source) for turn in all_turns(trajectory)], np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

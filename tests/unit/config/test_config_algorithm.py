@@ -84,6 +84,22 @@ def test_a_resolved_configuration_can_be_read_again():
     assert config.build(made.model_dump(mode="json")) == made
 
 
+def test_groups_are_filtered_by_right_and_wrong_where_that_is_asked_for():
+    by_accuracy = {
+        (filters, metric): AlgorithmConfig(filter_zero_variance=filters, filter_metric=metric).filters_by_accuracy
+        for filters in (None, True)
+        for metric in (None, "accuracy", "reward")
+    }
+    assert [key for key, value in by_accuracy.items() if value] == [
+        (None, "accuracy"),
+        (True, None),
+        (True, "accuracy"),
+    ]
+    assert "algorithm.filter_zero_variance=true" in problems(
+        "algorithm.adv_estimator=gae", "algorithm.filter_metric=accuracy"
+    )
+
+
 def test_zero_variance_groups_are_kept_where_equal_totals_hide_differences():
     chosen = {name: AlgorithmConfig(adv_estimator=name).filters_zero_variance for name in ("grpo", "gigpo", "gae")}
     assert chosen == {"grpo": True, "gigpo": False, "gae": False}

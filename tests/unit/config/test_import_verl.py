@@ -111,13 +111,28 @@ def test_the_column_of_prompts_has_to_be_renamed(tmp_path: Path):
 def test_dapo_filters_and_shaping_are_translated(tmp_path: Path):
     text = MODEL_AND_ROWS + (
         "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 algorithm.filter_groups.enable=True\n"
-        "algorithm.filter_groups.max_num_gen_batches=10\n"
+        "algorithm.filter_groups.max_num_gen_batches=10 algorithm.filter_groups.metric=acc\n"
         "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128\n"
         "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32\n"
     )
     algorithm = build(yaml.safe_load(as_yaml(made := import_verl(overrides(tmp_path, text))))).algorithm
     assert algorithm.filter_zero_variance and algorithm.max_resample_rounds == 9
+    assert algorithm.filter_metric == "accuracy" and algorithm.filters_by_accuracy
     assert algorithm.shaping.overlong_buffer == 128 and made.values["learner.num_minibatches"] == 16
+
+
+@pytest.mark.parametrize("metric", ["score", "seq_reward", "seq_final_reward"])
+def test_groups_that_verl_filters_by_their_reward_are_filtered_by_it(tmp_path: Path, metric: str):
+    text = MODEL_AND_ROWS + f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric}\n"
+    made = import_verl(overrides(tmp_path, text))
+    assert made.values["algorithm.filter_metric"] == "reward"
+    assert any("algorithm.max_resample_rounds" in left for left in made.leftovers["choice"])
+
+
+def test_a_metric_of_verls_filter_that_is_unknown_is_left_to_a_person(tmp_path: Path):
+    text = MODEL_AND_ROWS + "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length\n"
+    (left,) = import_verl(overrides(tmp_path, text)).leftovers["choice"]
+    assert "length" in left and "algorithm.filter_metric" in left and "algorithm.max_resample_rounds" in left
 
 
 def test_verl_tool_keys_and_what_only_a_shell_knows(tmp_path: Path):
