@@ -12,30 +12,16 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from jax_agent_rl.chat.formats.base import Read, Scanner
+from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import BackendMetrics, Capabilities, GenerateRequest, Health, WeightUpdate
 from jax_agent_rl.testing.fakes import FakeBackend
 from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutput, digest_ids
 
 EOS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeToolCall:
-    name: str
-    arguments: Any
-    id: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeReply:
-    content: str
-    tool_calls: tuple[FakeToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()
-    reasoning: str | None = None
 
 
 class FakeCodec:
@@ -91,19 +77,38 @@ class FakeCodec:
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
         return False
 
-    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> FakeReply:
-        text = self.decode(sampled_ids)
-        thinking = re.match(r"<think>(.*?)(?:</think>|\Z)", text, re.S)
-        text = text[thinking.end() :] if thinking else text
-        calls, malformed = [], []
-        for body in re.findall(r"<call>(.*?)</call>", text, re.S):
-            name, _, arguments = body.strip().partition(" ")
-            try:
-                calls.append(FakeToolCall(name=name, arguments=json.loads(arguments)))
-            except ValueError:
-                malformed.append(body)
-        reasoning = thinking[1] if thinking else None
-        return FakeReply(content=text, reasoning=reasoning, tool_calls=tuple(calls), malformed=tuple(malformed))
+    def with_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> FakeCodec:
+        return self
+
+    def thinking_after(self, context_ids: Sequence[int]) -> str:
+        return "<think>" if self.decode(context_ids[-3:]).rstrip().endswith("<think>") else ""
+
+    def turn_text(self, sampled_ids: Sequence[int], context_ids: Sequence[int]) -> str:
+        return self.thinking_after(context_ids) + self.decode(sampled_ids)
+
+    def without_special_tokens(self, text: str) -> str:
+        return text
+
+    def parse_reply(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        context_ids: Sequence[int] | None = None,
+    ) -> Reply:
+        return Scanner("<call>", self._read_call).parse(self.decode(sampled_ids), tools)
+
+    @staticmethod
+    def _read_call(text: str, opening: re.Match[str]) -> Read | None:
+        body, closed, _ = text[opening.end() :].partition("</call>")
+        if not closed:
+            return None
+        end = opening.end() + len(body) + len(closed)
+        name, _, arguments = body.strip().partition(" ")
+        try:
+            return Read([ToolCall(name=name, arguments=json.loads(arguments))], end)
+        except ValueError:
+            return Read([body], end)
 
     def expand_media(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> list[int]:
         return list(ids)  # its model reads one id for each

@@ -64,7 +64,13 @@ class TinyCodec(ChatCodec):
     def __init__(self) -> None:
         super().__init__(tokenizer())
 
-    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+    def parse_reply(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        context_ids: Sequence[int] | None = None,
+    ) -> Reply:
         text = self.decode(sampled_ids).strip()
         calls = (ToolCall(name="add", arguments={"a": 1, "b": len(sampled_ids)}),) if sampled_ids[0] % 3 else ()
         return Reply(content=text, tool_calls=calls)

@@ -45,7 +45,7 @@ class KuhnPoker(AgentLoop):
             elif not players[role].append([{"role": "user", "content": question}]):
                 raise TrajectoryError("no room for another move; raise agent.max_response_length")
             await players[role].generate(max_tokens=8)
-            move = "".join(re.findall(r"[a-z]+", players[role].messages[-1]["content"].lower())[:1])
+            move = "".join(re.findall(r"[a-z]+", players[role].read_turn().content.lower())[:1])
             if move not in legal:
                 scores = {role: ILLEGAL}
                 break

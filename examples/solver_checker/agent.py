@@ -24,7 +24,7 @@ class SolverChecker(AgentLoop):
         extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
         solver = self.start(row, role="solver", **ids)
         await solver.generate(session_ends=True, max_tokens=12)
-        answer = solver.messages[-1]["content"].strip()
+        answer = solver.read_turn().content
         draw = random.Random(trajectory_id)
         if (last_number(answer) == last_number(truth)) != (right := draw.random() < 0.5):
             answer = truth if right else str(int(truth) + draw.choice((-10, -2, -1, 1, 2, 10)))

@@ -1,6 +1,6 @@
 """The rewards of the two roles."""
 
-from jax_agent_rl.rewards import register_reward
+from jax_agent_rl.rewards import answer_of, register_reward
 from jax_agent_rl.rewards.rules import last_number
 
 
@@ -11,4 +11,4 @@ def compute_score(role, solution_str, ground_truth, extra_info):
     right = last_number(answer) == last_number(ground_truth)
     if role == "solver":
         return float(right)
-    return float(solution_str.strip().lower().startswith("yes" if right else "no"))
+    return float(answer_of(solution_str).strip().lower().startswith("yes" if right else "no"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+from jax_agent_rl.agents.prompt import codec_of_row
 from jax_agent_rl.config import AgentConfig, SearchConfig, ToolClientConfig
 from jax_agent_rl.environments.base import EnvironmentPools
 from jax_agent_rl.environments.users import InteractionRegistry
@@ -135,6 +136,16 @@ class AgentContext:
         """Return the context of a role: with the engine and codec of the model that plays it."""
         model = self.frozen.get(role)
         return replace(self, role=role, **({"client": model.client, "codec": model.codec} if model else {}))
+
+    def for_row(self, row: Mapping[str, Any]) -> AgentContext:
+        """Return the context of a row's trajectories: its ``chat_template_kwargs`` are given to the chat template.
+
+        Raises:
+            DataError: the template cannot be given them.
+        """
+        if not row.get("chat_template_kwargs"):
+            return self
+        return replace(self, codec=codec_of_row(self.codec, row))
 
     @property
     def trained_adapter(self) -> str | None:

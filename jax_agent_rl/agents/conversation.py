@@ -1,8 +1,8 @@
-"""Chat messages of agents' frameworks: what they send, normalized and compared by content, and what they read.
+"""Conversations with agents' frameworks: whether two are the same, and what a framework reads of a sampled turn.
 
-A framework sends the whole conversation with every request, and no two write it alike: ``content`` is None, a string
-or a list of parts, arguments are JSON with other spaces, fields come and go. Two messages are the *same* when role,
-text, images and tool calls (name and decoded arguments) are.
+A framework sends the whole conversation with every request, and no two write it alike. Messages are normalized first
+(:mod:`jax_agent_rl.chat.messages`); two of them are the *same* when role, text, images and tool calls (name and decoded
+arguments) are. Reasoning and call ids, which frameworks need not send back, only tell samples of the same text apart.
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.prompt import EncodedImage
+from jax_agent_rl.chat.messages import ROLES, normalize_messages, reasoning_of
 from jax_agent_rl.chat.template import CALL_ID_LENGTH
-from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 from jax_agent_rl.utils.media import text_content
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
+    from jax_agent_rl.chat.reply import Reply
 
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-REASONING = ("reasoning", "thinking")
-"""Parts that frameworks send back and no model reads: reasoning is not part of a reply."""
-
-_REASONING_FIELDS = ("reasoning_content", *REASONING)
 _BEFORE, _EXCERPT = 20, 60  # characters of an excerpt: before a difference, in all
 
 
@@ -61,20 +56,14 @@ class Traces:
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Traces:
         """Return the traces of a message that :func:`plain_messages` accepts."""
-        fields = (message.get(name) for name in _REASONING_FIELDS)
-        reasoning = next((field for field in fields if isinstance(field, str)), None)
-        content = message.get("content")
-        for part in content if reasoning is None and isinstance(content, list) else ():
-            if isinstance(part, Mapping) and (kind := part.get("type")) in REASONING:
-                text = part.get(kind) or part.get("text")
-                reasoning = (reasoning or "") + text if isinstance(text, str) else reasoning
-        return cls(reasoning=reasoning, call_ids=tuple(str(call.get("id")) for call in message.get("tool_calls") or ()))
+        calls = message.get("tool_calls") or ()
+        return cls(reasoning=reasoning_of(message), call_ids=tuple(str(call.get("id")) for call in calls))
 
 
 def plain_messages(
     messages: Sequence[Mapping[str, Any]], modalities: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """Return OpenAI-style messages in one form: arguments as objects, named results, and text as content.
+    """Return the messages of a request in normal form (:func:`normalize_messages`).
 
     Where there are images, which only a model with that modality reads, content is a list of parts, see
     :mod:`jax_agent_rl.agents.prompt`.
@@ -83,18 +72,17 @@ def plain_messages(
         TemplateError: an unknown role, content that the model does not read, or a tool call that is no call; says which
             message.
     """
-    names: dict[str, str] = {}
-    plain = []
-    for index, message in enumerate(messages):
-        try:
-            one = _plain(message, modalities)
-        except (TypeError, KeyError, ValueError) as error:
-            raise TemplateError(f"messages[{index}]: {error}") from None
-        names |= {call["id"]: call["function"]["name"] for call in one.get("tool_calls", ())}
-        if one["role"] == "tool" and one.get("tool_call_id") in names:
-            one.setdefault("name", names[one["tool_call_id"]])
-        plain.append(one)
-    return plain
+
+    def read_part(part: Any, role: str) -> Mapping[str, Any]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "image_url" or "image" not in modalities:
+            reads = "text and images" if "image" in modalities else "text only"
+            raise ValueError(f"content part of type {kind!r} is not supported; this model reads {reads}")
+        if role not in ("user", "tool"):
+            raise ValueError(f"images belong in messages of role user or tool, not {role!r}")
+        return {"type": "image", "image": EncodedImage.from_part(part)}
+
+    return normalize_messages(messages, read_part=read_part, roles=ROLES)
 
 
 def assistant_message(content: str, calls: Sequence[CallWithId]) -> dict[str, Any]:
@@ -124,26 +112,39 @@ def _content_key(message: Mapping[str, Any]) -> list[Any]:
 
 
 def first_difference(messages: Sequence[Mapping[str, Any]], recorded: Iterable[Sequence[Mapping[str, Any]]]) -> str:
-    """Say where a conversation of text leaves the recorded one that it follows longest.
+    """Say where a conversation of text leaves the recorded one that it follows longest; of several, the last one.
 
     >>> said = [{"role": "user", "content": "look it up"}, {"role": "assistant", "content": "I will"}]
     >>> first_difference([said[0], {"role": "assistant", "content": "I did"}], [said])
     "message 2 of 2 (assistant) has 'I did' where the recorded one (assistant) has 'I will'"
     """
     keys = [_content_key(message) for message in messages]
-    known = [(_common(keys, map(_content_key, conversation)), conversation) for conversation in recorded]
-    common, conversation = max(known, key=lambda pair: pair[0])
+    common = -1
+    conversation: Sequence[Mapping[str, Any]] = ()
+    for candidate in recorded:
+        followed = _common(keys, map(_content_key, candidate))
+        if followed >= common:
+            common = followed
+            conversation = candidate
     if common == len(messages):
         images = " or shows other images" if any(message.get("media") for message in messages) else ""
         return f"asks again for what is on record{images}"
     if common == len(conversation):
         return f"goes on after message {common}, where the recorded one ends, but with other tools"
-    here, there = messages[common], conversation[common]
-    texts = [_shown(here), _shown(there)]
+    new_message = messages[common]
+    old_message = conversation[common]
+    texts = [_shown(new_message), _shown(old_message)]
     start = max(0, len(commonprefix(texts)) - _BEFORE)  # excerpts begin shortly before the first difference
-    new, old = ("…" * (start > 0) + t[start : start + _EXCERPT] + "…" * (len(t) > start + _EXCERPT) for t in texts)
-    where = f"message {common + 1} of {len(messages)} ({here['role']})"
-    return f"{where} has {new!r} where the recorded one ({there['role']}) has {old!r}"
+    new, old = [_excerpt(text, start) for text in texts]
+    where = f"message {common + 1} of {len(messages)} ({new_message['role']})"
+    return f"{where} has {new!r} where the recorded one ({old_message['role']}) has {old!r}"
+
+
+def _excerpt(text: str, start: int) -> str:
+    end = start + _EXCERPT
+    before = "…" if start else ""
+    after = "…" if len(text) > end else ""
+    return f"{before}{text[start:end]}{after}"
 
 
 def _common(one: Iterable[Any], other: Iterable[Any]) -> int:
@@ -156,66 +157,6 @@ def _shown(message: Mapping[str, Any]) -> str:
     return " ".join([text_content(message).strip(), *written]).strip()
 
 
-def _plain(message: Mapping[str, Any], modalities: frozenset[str]) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TypeError(f"must be an object, got {type(message).__name__}")
-    role = message.get("role")
-    if role not in ROLES:
-        raise ValueError(f"role {role!r} is not one of {sorted(ROLES)}")
-    plain: dict[str, Any] = {"role": ROLES[role], "content": _content(message.get("content"), role, modalities)}
-    for key in ("name", "tool_call_id"):
-        if isinstance(message.get(key), str):
-            plain[key] = message[key]
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call) for call in calls]
-    return plain
-
-
-def _content(content: Any, role: str, modalities: frozenset[str]) -> str | list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise TypeError(f"content must be text or a list of parts, got {type(content).__name__}")
-    plain: list[dict[str, Any]] = []
-    for part in content:
-        if isinstance(part, Mapping) and part.get("type") in REASONING:
-            continue
-        one = _part(part, role, modalities)
-        if plain and one["type"] == plain[-1]["type"] == "text":
-            plain[-1] = {"type": "text", "text": plain[-1]["text"] + one["text"]}
-        elif one.get("text") != "":
-            plain.append(one)
-    if all(part["type"] == "text" for part in plain):
-        return "".join(part["text"] for part in plain)
-    return plain
-
-
-def _part(part: Any, role: str, modalities: frozenset[str]) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind != "image_url" or "image" not in modalities:
-        reads = "text and images" if "image" in modalities else "text only"
-        raise ValueError(f"content part of type {kind!r} is not supported; this model reads {reads}")
-    if role not in ("user", "tool"):
-        raise ValueError(f"images belong in messages of role user or tool, not {role!r}")
-    return {"type": "image", "image": EncodedImage.from_part(part)}
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
-    if not isinstance(arguments, Mapping) or not isinstance(function["name"], str):
-        raise ValueError(f"a tool call needs a name and an object of arguments, got {dict(function)!r:.120}")
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": dict(arguments)},
-    }
-
-
 _UNFINISHED_TAG = re.compile(r"<[^<>\s]*\Z")
 
 
@@ -224,10 +165,10 @@ class ChatReply:
     """An assistant turn for a framework.
 
     Attributes:
-        content: text without reasoning, calls and stop string. A turn with a call that cannot be decoded is shown
-            whole, so that the agent can report it to the model.
-        reasoning: text inside ``<think>``, or None.
-        tool_calls: decoded calls; none unless the request named tools.
+        content: text without reasoning, calls and stop string. A call that cannot be decoded is shown as the model
+            wrote it, so that the agent can report it to the model; so is every call if the request named no tools.
+        reasoning: text of its thinking, or None.
+        tool_calls: decoded calls in order; none unless the request named tools.
         malformed: calls that could not be decoded.
         finish_reason: ``stop``, ``length`` or ``tool_calls``, as OpenAI names them.
     """
@@ -240,41 +181,53 @@ class ChatReply:
 
 
 def read_reply(
-    codec: ChatCodec, output: TokenOutput, *, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]
+    codec: ChatCodec,
+    output: TokenOutput,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    stop: Sequence[str],
+    context_ids: Sequence[int] | None = None,
+    continues: bool = False,
 ) -> ChatReply:
-    """Parse a whole generation.
+    """Return a whole generation as a framework reads it.
 
     Args:
         codec: ids to text and calls.
         output: the generation.
         tools: schemas of the request's tools; without any, what looks like a call is text.
         stop: the request's stop strings; the text ends before the one that was met.
+        context_ids: what it was sampled after, see :meth:`ChatCodec.parse_reply`.
+        continues: the request gave the beginning of the text, so white space before the rest counts.
     """
-    reply = codec.parse_reply(output.token_ids, tools=tools)
-    length = output.stop_reason is StopReason.LENGTH
+    reply = codec.parse_reply(output.token_ids, tools, context_ids=context_ids)
+    content = cut_at_stop(_content(codec, reply, with_tools=bool(tools), continues=continues), stop)
+    was_cut = output.stop_reason is StopReason.LENGTH
     if not tools:
-        content = visible_text(codec, output.token_ids)
-        return ChatReply(
-            content=cut_at_stop(content, stop), reasoning=reply.reasoning, finish_reason="length" if length else "stop"
-        )
-    # Ids that every template accepts; they depend on the whole context, so turns differ.
-    calls = tuple(
-        CallWithId(
-            id=call.id or digest_ids([*output.context_digest.encode(), index])[:CALL_ID_LENGTH],
-            name=call.name,
-            arguments=call.arguments,
-        )
-        for index, call in enumerate(reply.tool_calls)
-    )
-    content = codec.decode(output.token_ids) if reply.malformed else reply.content
-    reason = "length" if length else "tool_calls" if calls else "stop"
+        return ChatReply(content=content, reasoning=reply.reasoning, finish_reason="length" if was_cut else "stop")
+    calls: list[CallWithId] = []
+    for index, call in enumerate(reply.tool_calls):
+        call_id = call.id
+        if not call_id or any(call_id == other.id for other in calls):
+            # An id that every template accepts; it depends on the whole context, so turns differ.
+            call_id = digest_ids([*output.context_digest.encode(), index])[:CALL_ID_LENGTH]
+        calls.append(CallWithId(id=call_id, name=call.name, arguments=call.arguments))
+    finish_reason = "tool_calls" if calls else "stop"
     return ChatReply(
-        content=cut_at_stop(content, stop),
+        content=content,
         reasoning=reply.reasoning,
-        tool_calls=calls,
+        tool_calls=tuple(calls),
         malformed=len(reply.malformed),
-        finish_reason=reason,
+        finish_reason="length" if was_cut else finish_reason,
     )
+
+
+def _content(codec: ChatCodec, reply: Reply, *, with_tools: bool, continues: bool = False) -> str:
+    """Return the text of a turn that a framework sees, in the order in which it was written."""
+    text = reply.text_of("text")
+    if reply.calls:
+        written = reply.text_of("text", "malformed") if with_tools else reply.text_of("text", "call", "malformed")
+        text = codec.without_special_tokens(written)
+    return text.rstrip() if continues else text.strip()
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -332,7 +285,74 @@ class TextStream:
         return max(lengths, default=0)
 
 
-def visible_text(codec: ChatCodec, ids: Sequence[int]) -> str:
-    """Return the text without reasoning; tool calls without tools are text."""
-    reply = codec.parse_reply(ids)
-    return codec.decode(ids) if reply.tool_calls or reply.malformed else reply.content
+def visible_text(
+    codec: ChatCodec, ids: Sequence[int], *, context_ids: Sequence[int] | None = None, continues: bool = False
+) -> str:
+    """Return the text of a turn, or of its beginning, without reasoning; tool calls without tools are text.
+
+    Args:
+        codec: ids to text and calls.
+        ids: the turn so far.
+        context_ids: see :meth:`ChatCodec.parse_reply`.
+        continues: as in :func:`read_reply`.
+    """
+    reply = codec.parse_reply(ids, context_ids=context_ids)
+    return _content(codec, reply, with_tools=False, continues=continues)
+
+
+OnText = Callable[[str, str | None], None]
+"""Receives new text of a turn, and the reasoning before it, once, or None."""
+
+
+class TurnStream:
+    """Sends the text of a turn to a listener while it is sampled.
+
+    Args:
+        codec: ids to text and calls.
+        context_ids: what the turn is sampled after.
+        stop: the request's stop strings.
+        on_text: the listener.
+        is_chat: the text is read as a turn; else it is all that was sampled.
+        continues: as in :func:`read_reply`.
+    """
+
+    def __init__(
+        self,
+        codec: ChatCodec,
+        context_ids: Sequence[int],
+        *,
+        stop: Sequence[str],
+        on_text: OnText,
+        is_chat: bool,
+        continues: bool = False,
+    ) -> None:
+        self._continues = continues
+        self._codec = codec
+        self._context_ids = context_ids
+        self._on_text = on_text
+        self._is_chat = is_chat
+        self._sent_reasoning = False
+        self._text = TextStream(self._visible if is_chat else codec.decode, stop)
+
+    def on_ids(self, ids: Sequence[int]) -> None:
+        """Take sampled ids; send the text that is certain now."""
+        is_first = not self._text.sent
+        new = self._text.add(ids)
+        if not new:
+            return
+        reasoning = None
+        if is_first and self._is_chat:  # reasoning ends where text begins
+            reasoning = self._codec.parse_reply(self._text.ids, context_ids=self._context_ids).reasoning
+            self._sent_reasoning = reasoning is not None
+        self._on_text(new, reasoning)
+
+    def finish(self, reply: ChatReply) -> ChatReply:
+        """Send the rest of a turn, and return it as the client has it."""
+        rest, sent = self._text.finish(reply)
+        reasoning = None if self._sent_reasoning else reply.reasoning
+        if rest or reasoning is not None:
+            self._on_text(rest, reasoning)
+        return sent
+
+    def _visible(self, ids: Sequence[int]) -> str:
+        return visible_text(self._codec, ids, context_ids=self._context_ids, continues=self._continues)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_agent_rl.agents.context import Prefix
-from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.episode import Episode, read_turn
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.prompt import row_prompt
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
@@ -43,7 +43,7 @@ class EnvironmentResponder(Responder):
         began = time.perf_counter()
         with span("tool", "environment") as traced:
             traced.set(arguments={"reply": episode.messages[-1]["content"]})
-            observation = await self.environment.step(self.context.codec.parse_reply(output.token_ids))
+            observation = await self.environment.step(episode.read_turn(tools=self.environment.tool_schemas))
             calls = observation.tool_calls
             shown = "\n".join(message["content"] for message in observation.messages)
             traced.set(observation=shown, tool_error=next((call.error for call in calls if call.error), None))
@@ -58,7 +58,9 @@ class EnvironmentResponder(Responder):
 
     async def replay_turn(self, prefix: Prefix, turn: int) -> int:
         parent = prefix.turns[turn]
-        observation = await self.environment.step(self.context.codec.parse_reply(parent.output.token_ids))
+        turns = prefix.turns[: turn + 1]
+        reply = read_turn(self.context.codec, prefix.prompt_ids, turns, self.environment.tool_schemas)
+        observation = await self.environment.step(reply)
         self.check(
             turn,
             (list(prefix.response_to(turn)), list(map(describe_call, parent.tool_calls)), parent.score, False),

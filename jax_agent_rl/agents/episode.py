@@ -15,11 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, Prefix, derive_seed, turn_positions
 from jax_agent_rl.agents.prompt import encode_prompt, row_prompt
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, outside_thinking
+from jax_agent_rl.chat.reply import Reply
+from jax_agent_rl.chat.thinking import answer_of, outside_thinking
 from jax_agent_rl.errors import PromptTooLongError
 from jax_agent_rl.rollout.merge_outputs import check_output, merge_outputs
 from jax_agent_rl.rollout.protocol import GenerateRequest
@@ -38,8 +39,9 @@ from jax_agent_rl.types import (
 )
 from jax_agent_rl.utils.media import text_message
 
-_THINK_OPENINGS = tuple(opening for opening, _ in ALL_THINK_TAGS)
-_THINK_TAIL = 16  # last ids of a context that may open a think block, as some generation prompts do
+if TYPE_CHECKING:
+    from jax_agent_rl.chat.codec import ChatCodec
+
 _METRICS = ("generate_seconds", "tool_seconds", "prompt_tokens", "cached_tokens")
 
 
@@ -98,9 +100,9 @@ class Episode:
         self._begun: TokenOutput | None = None  # the inherited part of the next turn
         self._request: str | None = None  # that samples the rest of the turn after ``_before``
         self._before: TokenOutput | None = None
-        self._begins_thinking = False  # the last turn was sampled after the opening of a think block
+        self._begins_thinking = False  # the context of the last turn opened a think block
         if prefix is None:
-            self._prompt_ids, self._prompt_media = encode_prompt(context.codec, self._prompt, self._schemas)
+            self._encode_prompt()
             self._ids = list(self._prompt_ids)
             self._check_prompt_length()
         else:
@@ -154,9 +156,8 @@ class Episode:
             BackendError: the engine failed, or returned no id or more than asked for.
         """
         begun, self._begun = self._begun, None
-        context = self._context_ids()
-        tail = self._context.codec.decode(context[-_THINK_TAIL:], skip_special_tokens=False)
-        self._begins_thinking = tail.rstrip().endswith(_THINK_OPENINGS)
+        context = tuple(self._context_ids())
+        self._begins_thinking = bool(self.codec.thinking_after(context))
         limit = min(self.tokens_left, self._sampling.max_tokens, max_tokens or self.tokens_left)
         seed = self._sampling.seed
         sampling = replace(
@@ -179,9 +180,29 @@ class Episode:
         self._metrics["generate_seconds"] += seconds
         self._ids += output.token_ids
         self.turns.append(Turn(output=output))
-        self.messages.append({"role": "assistant", "content": self._context.codec.decode(output.token_ids)})
+        text = self.codec.turn_text(output.token_ids, context)
+        self.messages.append({"role": "assistant", "content": text})
         self._emit(seconds, output=output)
         return output
+
+    @property
+    def codec(self) -> ChatCodec:
+        """Messages to ids and back, with the row's arguments for the chat template."""
+        return self._context.codec
+
+    def read_turn(self, number: int = -1, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """Parse a turn.
+
+        Args:
+            number: of the turn, inherited ones included; the last one by default.
+            tools: schemas of the tools it may call.
+        """
+        number = range(len(self.turns))[number]
+        return read_turn(self.codec, self._prompt_ids, self.turns[: number + 1], tools)
+
+    def spoken_messages(self) -> list[Mapping[str, Any]]:
+        """Return the conversation as whoever talks to the policy hears it, see :func:`spoken_messages`."""
+        return spoken_messages(self.codec, self.messages, self._prompt_ids, self.turns)
 
     async def _sample(
         self, context: Sequence[int], begun: TokenOutput | None, sampling: SamplingParams, session_ends: bool
@@ -216,7 +237,7 @@ class Episode:
         self._metrics["cached_tokens"] += output.cached_tokens
         if begun is None:
             return output
-        decode = partial(self._context.codec.decode, skip_special_tokens=False)
+        decode = partial(self.codec.decode, skip_special_tokens=False)
         return merge_outputs(whole, replace(begun, cached_tokens=output.cached_tokens), output, decode)
 
     def _stopped_while_thinking(self, output: TokenOutput, action_stops: Sequence[str]) -> bool:
@@ -231,7 +252,7 @@ class Episode:
 
         Positions are those of the whole text. The context may have opened a block, in which the turn then begins.
         """
-        text = self._context.codec.decode(output.token_ids, skip_special_tokens=False)
+        text = self.codec.decode(output.token_ids, skip_special_tokens=False)
         return outside_thinking(text, thinking=self._begins_thinking)
 
     def record_calls(self, calls: Sequence[ToolCallRecord], *, seconds: float) -> None:
@@ -254,13 +275,13 @@ class Episode:
         Raises:
             TemplateError: the chat template, or the model, cannot show them.
         """
-        ids = self._context.codec.expand_media(self.encode_append(messages), media or {})
+        ids = self.codec.expand_media(self.encode_append(messages), media or {})
         return self.append_ids(ids, messages, media=media)
 
     def encode_append(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids that :meth:`append` would insert."""
         last = self.turns[-1].output.token_ids
-        return self._context.codec.encode_append(last, messages, tools=self._schemas)
+        return self.codec.encode_append(last, messages, tools=self._schemas)
 
     def append_ids(
         self,
@@ -282,7 +303,7 @@ class Episode:
             False, and nothing is inserted, if that would leave no room for a sampled id.
         """
         last = self.turns[-1].output
-        replaced = self._context.codec.replaces_end(last.token_ids, ids)
+        replaced = self.codec.replaces_end(last.token_ids, ids)
         if len(ids) - replaced >= self.tokens_left:
             return False
         if replaced:
@@ -307,11 +328,16 @@ class Episode:
         self._prompt += messages
         self.messages += [text_message(message) for message in messages]
         if ids is None:
-            self._prompt_ids, self._prompt_media = encode_prompt(self._context.codec, self._prompt, self._schemas)
+            self._encode_prompt()
         else:
             self._prompt_ids += tuple(ids)
         self._ids = list(self._prompt_ids)
         self._check_prompt_length()
+
+    def _encode_prompt(self) -> None:
+        continues = bool(self._row.get("continue_final_message"))
+        encoded = encode_prompt(self.codec, self._prompt, self._schemas, continue_last=continues)
+        self._prompt_ids, self._prompt_media = encoded
 
     def add_score(self, score: float) -> None:
         """Add to ``Turn.score`` of the last turn."""
@@ -392,3 +418,44 @@ class Episode:
     def _emit(self, seconds: float, **what: Any) -> None:
         event = AgentEvent(trajectory_id=self._trajectory_id, turn=len(self.turns) - 1, seconds=seconds, **what)
         self._context.on_event(event)
+
+
+def read_turn(
+    codec: ChatCodec, prompt_ids: Sequence[int], turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+) -> Reply:
+    """Parse the last of a trajectory's turns.
+
+    Args:
+        codec: of the model.
+        prompt_ids: of the trajectory.
+        turns: up to the one to parse; what follows it does not matter.
+        tools: schemas of the tools it may call.
+    """
+    context = list(prompt_ids)
+    for turn in turns[:-1]:
+        context += turn.output.token_ids + turn.appended_ids
+    return codec.parse_reply(turns[-1].output.token_ids, tools, context_ids=context)
+
+
+def spoken_messages(
+    codec: ChatCodec, messages: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], turns: Sequence[Turn]
+) -> list[Mapping[str, Any]]:
+    """Return a conversation as whoever talks to the policy hears it: without its thoughts, and without its calls.
+
+    Args:
+        codec: of the model.
+        messages: the conversation as text; its last assistant messages are the turns.
+        prompt_ids: of the trajectory.
+        turns: of the trajectory.
+    """
+    spoken = list(messages)
+    positions = turn_positions(tuple(messages), len(turns))
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if number in positions:
+            content = read_turn(codec, prompt_ids, turns[: positions.index(number) + 1]).content
+        else:
+            content = answer_of(message["content"]).strip()
+        spoken[number] = {**message, "content": content}
+    return spoken

@@ -127,7 +127,7 @@ class OpenAIAgentLoop(AgentLoop):
         _, store = self._serve()
         session = Session(
             session_id=secrets.token_urlsafe(16),
-            recorder=ChatRecorder(self.context, session_id=trajectory_id, adapter=row.get("adapter")),
+            recorder=ChatRecorder(self.context.for_row(row), session_id=trajectory_id, adapter=row.get("adapter")),
             sampling=sampling,
             api_key=secrets.token_urlsafe(24),
         )
@@ -244,7 +244,7 @@ class ReactAgentLoop(AgentLoop):
             raise ConfigError(
                 f"agent {self.name!r} needs {error.name!r}: pip install 'jax_agent_rl[langgraph]'"
             ) from error
-        recorder = ChatRecorder(self.context, session_id=trajectory_id, adapter=row.get("adapter"))
+        recorder = ChatRecorder(self.context.for_row(row), session_id=trajectory_id, adapter=row.get("adapter"))
         limits = self.context.limits
         selected = self.context.tools.select((row.get("extra_info") or {}).get("tool_selection"))
         async with tool_session(self.context, selected, row, trajectory_id) as session:

@@ -36,8 +36,8 @@ from langchain_core.tools import ToolException
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SkipValidation
 
-from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
-from jax_agent_rl.agents.recorder import ChatRecorder, OnIds
+from jax_agent_rl.agents.conversation import OnText
+from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn, path_arrays
 from jax_agent_rl.agents.tool_agent import over_the_limit
 from jax_agent_rl.tools.base import BaseTool
@@ -46,8 +46,8 @@ from jax_agent_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Event = str | tuple[str, RecordedTurn] | BaseException
-"""New text; the last text and the turn; or why there is none."""
+Event = str | RecordedTurn | BaseException
+"""New text; at last the turn; or why there is none."""
 
 
 class ChatModel(BaseChatModel):
@@ -136,8 +136,7 @@ class ChatModel(BaseChatModel):
         *,
         tools: Sequence[dict[str, Any]] = (),
         max_tokens: int | None = None,
-        on_ids: OnIds | None = None,
-        amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
+        on_text: OnText | None = None,
         **unknown: Any,
     ) -> Coroutine[Any, Any, RecordedTurn]:
         if unknown:
@@ -146,8 +145,7 @@ class ChatModel(BaseChatModel):
             _openai_messages(messages),
             tools=tools,
             sampling=self._sampling(stop, max_tokens),
-            on_ids=on_ids,
-            amend=amend,
+            on_text=on_text,
         )
 
     def _sampling(self, stop: list[str] | None, max_tokens: int | None) -> SamplingParams:
@@ -208,27 +206,20 @@ class ChatModel(BaseChatModel):
         tools: Sequence[dict[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        """Emit text as it is certain, then the turn. With tools, emit all at the end, when calls are complete."""
-        strings = self._sampling(stop, None).stop
-        text = TextStream(partial(visible_text, self.recorder.context.codec), strings)
-        rest = ""
+        """Emit text as it is certain, then the turn; with tools, all at the end, when calls are complete."""
 
-        def on_ids(ids: Sequence[int]) -> None:
-            if new := text.add(ids):
-                emit(new)
+        def on_text(text: str, reasoning: str | None) -> None:
+            if text:
+                emit(text)
 
-        def amend(reply: ChatReply) -> ChatReply:
-            nonlocal rest
-            rest, reply = text.finish(reply)
-            return reply
-
-        listen = None if tools else on_ids
         try:
-            turn = await self._chat(messages, stop, tools=tools, on_ids=listen, amend=amend, **kwargs)
+            turn = await self._chat(messages, stop, tools=tools, on_text=None if tools else on_text, **kwargs)
         except BaseException as error:  # the reader of the stream must not wait forever
             emit(error)
             raise
-        emit((rest, turn))
+        if tools and turn.reply.content:
+            emit(turn.reply.content)
+        emit(turn)
 
     def _from_thread(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run work on the engine's loop.
@@ -275,12 +266,11 @@ def _chunk(event: Event) -> ChatGenerationChunk:
         raise event
     if isinstance(event, str):
         return ChatGenerationChunk(message=AIMessageChunk(content=event))
-    text, turn = event
     calls = [
         ToolCallChunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=i, type="tool_call_chunk")
-        for i, c in enumerate(turn.reply.tool_calls)
+        for i, c in enumerate(event.reply.tool_calls)
     ]
-    message = AIMessageChunk(content=text, tool_call_chunks=calls, chunk_position="last", **_about(turn))
+    message = AIMessageChunk(content="", tool_call_chunks=calls, chunk_position="last", **_about(event))
     return ChatGenerationChunk(message=message)
 
 
@@ -347,7 +337,7 @@ class TrajectoryTool(LangChainTool):
         else:
             record = await self.session.call(self.name, arguments)
         if turn is not None:
-            turn.tool_calls.append(record)
+            turn.results[place] = record
         return record.observation
 
     def _call(self, call_id: str | None) -> tuple[RecordedTurn | None, int]:

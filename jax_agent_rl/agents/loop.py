@@ -156,7 +156,7 @@ class AgentLoop(ABC):
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=derive_seed(sampling.seed, role))
         return Episode(
-            context,
+            context.for_row(row),
             row,
             agent_name=self.name,
             trajectory_id=trajectory_id,

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.chat.messages import normalize_messages, openai_message
 from jax_agent_rl.errors import DataError, TemplateError
 from jax_agent_rl.utils.media import MAX_TOTAL_PIXELS, data_url, read_images, read_media, text_message, without_sources
 
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def encode_prompt(
-    codec: ChatCodec, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    codec: ChatCodec,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    continue_last: bool = False,
 ) -> tuple[tuple[int, ...], Mapping[str, tuple[Any, ...]]]:
     """Return the ids of a prompt, and the images and videos it shows by kind.
 
@@ -33,6 +38,8 @@ def encode_prompt(
         codec: of the model.
         messages: as in a dataset's rows (:mod:`jax_agent_rl.data.rows`).
         tools: schemas described in the prompt.
+        continue_last: the last message, of the assistant, is the beginning of the turn to sample (a row's
+            ``continue_final_message``).
 
     Raises:
         DataError: an image or a video cannot be read.
@@ -42,22 +49,38 @@ def encode_prompt(
         media = read_media(messages)
     except ValueError as error:
         raise DataError(f"the prompt shows what cannot be read: {error}") from None
-    ids = codec.encode_prompt([without_sources(message) for message in messages], tools=tools)
+    shown = for_template(messages)
+    options = {"continue_last": True} if continue_last else {}
+    ids = codec.encode_prompt(shown, tools=tools, **options)
     return tuple(codec.expand_media(ids, media) if media else ids), media
 
 
+def codec_of_row(codec: ChatCodec, row: Mapping[str, Any]) -> ChatCodec:
+    """Return the codec of a row's trajectories: its ``chat_template_kwargs`` are given to the chat template.
+
+    Raises:
+        DataError: the template cannot be given them.
+    """
+    kwargs = row.get("chat_template_kwargs")
+    try:
+        return codec.with_template_kwargs(kwargs) if kwargs else codec
+    except ValueError as error:
+        raise DataError(f"a row's chat_template_kwargs {error}") from None
+
+
 def openai_prompt(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a row's prompt as clients of OpenAI's API send it: with images as ``data:`` URLs.
+    """Return a row's prompt as clients of OpenAI's API send it: with images as ``data:`` URLs, arguments as JSON text.
 
     Raises:
         DataError: the prompt is not a list of messages, or shows a video or what cannot be read.
+        TemplateError: a message is none.
     """
-    return [
-        {**message, "content": [_openai_part(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in row_prompt(row)
-    ]
+    messages = []
+    for message in normalize_messages(row_prompt(row)):
+        if isinstance(message["content"], list):
+            message["content"] = [_openai_part(part) for part in message["content"]]
+        messages.append(openai_message(message))
+    return messages
 
 
 def _openai_part(part: Mapping[str, Any]) -> Mapping[str, Any]:

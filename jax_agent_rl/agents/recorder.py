@@ -19,8 +19,9 @@ So a request continues the longest beginning of its conversation that is on reco
 later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``); their
 ``RecordedTurn.note`` says at which message, as does that of every other call that begins a context.
 
-The last turn's path is the trajectory; other paths become its ``segments``. A turn that was sampled again and left
-behind for its sibling is not trained on, as nothing came of it.
+The last turn's path is the trajectory; other paths become its ``segments``, samples of the same context (best of n, a
+retry) among them: what was sampled is trained on. ``lost_requests`` counts requests of which nothing is on record,
+because they failed or their client left.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -37,8 +38,9 @@ from typing import Any
 from jax_agent_rl.agents.context import AgentContext, AgentEvent, derive_seed
 from jax_agent_rl.agents.conversation import (
     ChatReply,
+    OnText,
     Traces,
-    assistant_message,
+    TurnStream,
     cut_at_stop,
     fingerprint,
     first_difference,
@@ -47,12 +49,12 @@ from jax_agent_rl.agents.conversation import (
 )
 from jax_agent_rl.agents.prompt import SessionImages, for_template, without_data
 from jax_agent_rl.agents.session_tree import RecordedTurn, TurnRequest
+from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import HistoryEditedError, PromptTooLongError, TemplateError, TrajectoryError, TurnRefusedError
 from jax_agent_rl.rollout.merge_outputs import check_output
 from jax_agent_rl.tracing import current, under
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason, TokenOutput, digest_ids
 
-OnIds = Callable[[Sequence[int]], None]
 logger = logging.getLogger(__name__)
 
 
@@ -74,7 +76,14 @@ class ChatRecorder:
 
     def __init__(self, context: AgentContext, *, session_id: str, adapter: str | None = None) -> None:
         self.turns: list[RecordedTurn] = []
-        counted = ("generate_seconds", "prompt_tokens", "cached_tokens", "spliced_calls", "unmatched_calls")
+        counted = (
+            "generate_seconds",
+            "prompt_tokens",
+            "cached_tokens",
+            "spliced_calls",
+            "unmatched_calls",
+            "lost_requests",
+        )
         self.metrics: dict[str, float] = dict.fromkeys(counted, 0.0)
         self.refused: FinishReason | None = None
         self.failure: TrajectoryError | None = None
@@ -94,9 +103,10 @@ class ChatRecorder:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         sampling: SamplingParams,
-        on_ids: OnIds | None = None,
-        amend: Callable[[ChatReply], ChatReply] = lambda reply: reply,
+        on_text: OnText | None = None,
         adapter: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
     ) -> RecordedTurn:
         """Sample the next turn of a conversation.
 
@@ -105,37 +115,77 @@ class ChatRecorder:
             tools: schemas in OpenAI's format; in the prompt unless ``agent.tool_prompt`` is ``none``.
             sampling: ``max_tokens`` caps the turn, besides the budgets. ``seed`` is the session's: what a request
                 samples with is derived from it and from its context, so it does not matter what runs beside it.
-            on_ids: receives ids as they are sampled.
-            amend: maps the reply to what was actually sent to the framework, which it will send back.
+            on_text: receives the turn's text as it is sampled, all of it before the turn is returned. Only for requests
+                without tools: whether text is a call shows at its end.
             adapter: LoRA adapter to sample with; None is the session's.
+            template_kwargs: further arguments of the chat template for this request.
+            continue_last: the last message, of the assistant, is the beginning of the turn to sample.
 
         Raises:
             TurnRefusedError: a budget allows no further turn.
             TrajectoryError: this request failed; ``failure`` keeps it.
         """
         with self._remember_failure():
+            codec = self._codec(template_kwargs)
             plain = plain_messages(messages, self.context.modalities)
             schemas = self._shown(tools)
             if tools and not schemas:
                 self._warn_if_hidden(tools, plain)
-            request = self._resolve_chat(plain, schemas, [Traces.of(message) for message in messages])
-            output = await self._sample(request, sampling, on_ids, adapter)
-            reply = amend(read_reply(self.context.codec, output, tools=tools, stop=sampling.stop))
+            begun = _take_begun_turn(plain) if continue_last else None
+            traces = [Traces.of(message) for message in messages[: len(plain)]]
+            request = self._resolve_chat(codec, plain, schemas, traces)
+            if begun is not None:
+                request = _with_begun_turn(request, begun, codec, schemas)
+            context_ids = request.prompt_ids
+            stream = None
+            if on_text is not None:
+                stream = TurnStream(
+                    codec,
+                    context_ids,
+                    stop=sampling.stop,
+                    on_text=on_text,
+                    is_chat=True,
+                    continues=continue_last,
+                )
+            output = await self._sample(request, sampling, stream, adapter)
+            reply = read_reply(
+                codec, output, tools=tools, stop=sampling.stop, context_ids=context_ids, continues=continue_last
+            )
+            if stream is not None:
+                reply = stream.finish(reply)
             turn = self._record(request, output, reply, max_tokens=sampling.max_tokens)
-            said = [*plain, assistant_message(reply.content, reply.tool_calls)]
+            said = [*plain, turn.message]
             self._by_conversation.setdefault(fingerprint(said, schemas), []).append(turn)
             return turn
 
-    def count_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Return how many ids a conversation is; raise TemplateError if the model cannot read it."""
-        return len(self._render(plain_messages(messages, self.context.modalities), self._shown(tools)).inserted_ids)
+    def count_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+    ) -> int:
+        """Return how many ids a conversation is; arguments as in :meth:`chat`.
+
+        Raises:
+            TemplateError: the model cannot read it.
+        """
+        codec = self._codec(template_kwargs)
+        plain = plain_messages(messages, self.context.modalities)
+        schemas = self._shown(tools)
+        begun = _take_begun_turn(plain) if continue_last else None
+        request = self._render(codec, plain, schemas)
+        if begun is not None:
+            request = _with_begun_turn(request, begun, codec, schemas)
+        return len(request.prompt_ids)
 
     async def complete(
         self,
         prompt: str | Sequence[int],
         *,
         sampling: SamplingParams,
-        on_ids: OnIds | None = None,
+        on_text: OnText | None = None,
         adapter: str | None = None,
     ) -> RecordedTurn:
         """Continue a raw prompt, given as text with special tokens or as ids, without a template.
@@ -146,12 +196,24 @@ class ChatRecorder:
             TurnRefusedError, TrajectoryError: as :meth:`chat`.
         """
         with self._remember_failure():
+            codec = self.context.codec
             request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
-            output = await self._sample(request, sampling, on_ids, adapter)
-            reply = read_reply(self.context.codec, output, tools=(), stop=sampling.stop)
-            text = cut_at_stop(self.context.codec.decode(output.token_ids), sampling.stop)
-            reply = replace(reply, content=text, reasoning=None)
+            stream = None
+            if on_text is not None:
+                stream = TurnStream(codec, request.prompt_ids, stop=sampling.stop, on_text=on_text, is_chat=False)
+            output = await self._sample(request, sampling, stream, adapter)
+            reply = read_reply(codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids)
+            text = cut_at_stop(codec.decode(output.token_ids), sampling.stop)
+            reply = replace(reply, content=text, reasoning=None)  # whoever renders prompts reads turns, too
+            if stream is not None:
+                reply = stream.finish(reply)
             return self._record(request, output, reply, max_tokens=sampling.max_tokens)
+
+    def _codec(self, template_kwargs: Mapping[str, Any] | None) -> ChatCodec:
+        try:
+            return self.context.codec.with_template_kwargs(template_kwargs) if template_kwargs else self.context.codec
+        except ValueError as error:
+            raise TemplateError(f"chat_template_kwargs {error}") from None
 
     @contextmanager
     def _remember_failure(self) -> Iterator[None]:
@@ -164,10 +226,13 @@ class ChatRecorder:
     # --- requests to ids --------------------------------------------------------------------------------------
 
     def _resolve_chat(
-        self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]], traces: Sequence[Traces]
+        self,
+        codec: ChatCodec,
+        plain: list[dict[str, Any]],
+        schemas: Sequence[Mapping[str, Any]],
+        traces: Sequence[Traces],
     ) -> TurnRequest:
         """Append to the longest recorded beginning of the conversation; render it anew if there is none."""
-        codec = self.context.codec
         ends = [i + 1 for i, message in enumerate(plain) if message["role"] == "assistant"]
         for count in range(len(ends), 0, -1):
             end = ends[count - 1]
@@ -194,24 +259,32 @@ class ChatRecorder:
                 inserted=tuple(map(without_data, new)),
                 inserted_media=media,
                 replaces_end=codec.replaces_end(sampled, ids),
-                note=self._difference(plain) if count < len(ends) else "",
+                note=self._difference(plain, parent) if count < len(ends) else "",
             )
         self.metrics["unmatched_calls"] += bool(ends and self.turns)
-        return replace(self._render(plain, schemas), note=self._difference(plain))
+        return replace(self._render(codec, plain, schemas), note=self._difference(plain))
 
-    def _render(self, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> TurnRequest:
-        codec, media = self.context.codec, self._images.read(plain)
+    def _render(
+        self, codec: ChatCodec, plain: list[dict[str, Any]], schemas: Sequence[Mapping[str, Any]]
+    ) -> TurnRequest:
+        media = self._images.read(plain)
         ids = codec.expand_media(codec.encode_prompt(for_template(plain), tools=schemas), media)
         return TurnRequest(inserted_ids=tuple(ids), inserted=tuple(map(without_data, plain)), inserted_media=media)
 
-    def _difference(self, plain: Sequence[Mapping[str, Any]]) -> str:
-        """Say where a conversation leaves those on record; nothing if it is the first."""
+    def _difference(self, plain: Sequence[Mapping[str, Any]], parent: RecordedTurn | None = None) -> str:
+        """Say where a conversation leaves those on record; nothing if it is the first.
+
+        Args:
+            plain: the conversation.
+            parent: the turn that it continues: only conversations through that are compared with it.
+        """
         parents = {turn.parent for turn in self.turns}
-        recorded = [
-            [m for t in turn.path() for m in (*t.inserted, assistant_message(t.reply.content, t.reply.tool_calls))]
-            for turn in self.turns
-            if turn not in parents
-        ]
+        recorded = []
+        for turn in self.turns:
+            path = turn.path()
+            if turn in parents or parent is not None and parent not in path:
+                continue
+            recorded.append([message for step in path for message in (*step.inserted, step.message)])
         return first_difference(plain, recorded) if recorded else ""
 
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -253,7 +326,7 @@ class ChatRecorder:
     # --- sampling ---------------------------------------------------------------------------------------------
 
     async def _sample(
-        self, request: TurnRequest, sampling: SamplingParams, on_ids: OnIds | None, adapter: str | None
+        self, request: TurnRequest, sampling: SamplingParams, stream: TurnStream | None, adapter: str | None
     ) -> TokenOutput:
         context = request.prompt_ids
         self._check_room(request)
@@ -266,6 +339,7 @@ class ChatRecorder:
         known = request.parent.output.routed_experts if request.parent else None
         options: dict[str, Any] = {"routed_experts_prompt_start": known.end} if known else {}
         self._open += 1
+        self.metrics["lost_requests"] += 1  # until it has an answer
         began = time.perf_counter()
         try:
             with under(self._span):
@@ -274,7 +348,7 @@ class ChatRecorder:
                     prompt_ids=context,
                     sampling_params=sampling,
                     session_id=self.session_id,
-                    on_ids=on_ids,
+                    on_ids=stream.on_ids if stream is not None else None,
                     lora=adapter or self._adapter,
                     image_data=request.media.get("image"),
                     **options,
@@ -283,6 +357,7 @@ class ChatRecorder:
             self._open -= 1
         seconds = time.perf_counter() - began
         check_output(output, context, sampling.max_tokens, what=f"{self.session_id}: request {number}")
+        self.metrics["lost_requests"] -= 1
         self.metrics["generate_seconds"] += seconds
         self.metrics["prompt_tokens"] += len(context)
         self.metrics["cached_tokens"] += output.cached_tokens
@@ -300,7 +375,7 @@ class ChatRecorder:
             output=output,
             context_ids=request.prompt_ids + output.token_ids,
             reply=reply,
-            text=self.context.codec.decode(output.token_ids),
+            text=self.context.codec.turn_text(output.token_ids, request.prompt_ids),
             cut_by_client=was_cut and max_tokens < self._room(request),
         )
         self.turns.append(turn)
@@ -355,6 +430,30 @@ class ChatRecorder:
             + (f": {request.note}" if request.note else "")
             + "; set agent.edited_history=segment to train on both contexts"
         )
+
+
+def _take_begun_turn(plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """Remove the last message of a conversation, which a turn is to continue, and return it.
+
+    Raises:
+        TemplateError: it is none of the assistant.
+    """
+    role = plain[-1]["role"]
+    if role != "assistant":
+        raise TemplateError(f"the last message is of role {role!r}; only an assistant's can be continued")
+    return plain.pop()
+
+
+def _with_begun_turn(
+    request: TurnRequest, begun: Mapping[str, Any], codec: ChatCodec, schemas: Sequence[Mapping[str, Any]]
+) -> TurnRequest:
+    """Return a request whose turn begins with an assistant message."""
+    ids = codec.encode_prefill(begun, schemas)
+    return replace(
+        request,
+        inserted_ids=(*request.inserted_ids, *ids),
+        begun_text=begun["content"],
+    )
 
 
 def _agreement(turn: RecordedTurn, replies: Sequence[Traces]) -> int:

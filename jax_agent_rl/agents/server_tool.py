@@ -37,6 +37,7 @@ from jax_agent_rl.agents.turn_loop import (
     describe_call,
     run_turns,
 )
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tools.base import truncate_text
@@ -296,7 +297,7 @@ class ServerToolAgent(TurnLoopAgent):
             return DropReason.OVERLONG
         if limits.mask_void_traj and limits.enable_agent:
             acted = any(call.error is None for turn in episode.turns for call in turn.tool_calls)
-            answered = reason is FinishReason.ANSWER and bool(episode.messages[-1]["content"].strip())
+            answered = reason is FinishReason.ANSWER and bool(answer_of(episode.messages[-1]["content"]).strip())
             return None if acted or answered else DropReason.VOID_TRAJECTORY
         return None
 

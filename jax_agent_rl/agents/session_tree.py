@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.agents.conversation import ChatReply
+from jax_agent_rl.agents.conversation import ChatReply, assistant_message
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.types import (
     FinishReason,
@@ -41,6 +41,7 @@ class TurnRequest:
         inserted: plain messages added since the parent, without the data of their images.
         inserted_media: those images, by kind, in order of their placeholders in ``inserted_ids``.
         note: where the request left what was on record, as text; empty if it continued it.
+        begun_text: the beginning of the turn, which the request gave; its ids are the last of ``inserted_ids``.
     """
 
     parent: RecordedTurn | None = None
@@ -49,6 +50,7 @@ class TurnRequest:
     inserted: tuple[Mapping[str, Any], ...]
     inserted_media: Media = field(default_factory=dict)
     note: str = ""
+    begun_text: str = ""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -79,7 +81,7 @@ class RecordedTurn(TurnRequest):
         context_ids: everything up to and including its own ids.
         reply: what the framework was given.
         text: its ids as text.
-        tool_calls: results of its calls, where the agent loop itself ran them.
+        results: results of its calls, by the number of the call, where the agent loop itself ran them.
         cut_by_client: whether the request's own ``max_tokens`` ended it, and no budget of the run.
     """
 
@@ -88,8 +90,18 @@ class RecordedTurn(TurnRequest):
     context_ids: tuple[int, ...]
     reply: ChatReply
     text: str
-    tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    results: dict[int, ToolCallRecord] = field(default_factory=dict)
     cut_by_client: bool = False
+
+    @property
+    def tool_calls(self) -> list[ToolCallRecord]:
+        """The results that there are, in the order of the calls, whichever ended first."""
+        return [self.results[number] for number in sorted(self.results)]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as a framework sends it back: from the beginning that the request gave on."""
+        return assistant_message(self.begun_text + self.reply.content, self.reply.tool_calls)
 
     def path(self) -> list[RecordedTurn]:
         """Return the turns from its root to itself."""
@@ -127,12 +139,12 @@ def to_trajectory(
     if not recorder.turns:
         raise TrajectoryError(f"{recorder.session_id}: the agent ended without asking the model anything")
     main, *others = paths_to_train(recorder.turns)
+    calls = [call for turn in recorder.turns for call in turn.tool_calls]
     counts = {
         "segments": float(len(others)),
-        "abandoned_turns": float(len(recorder.turns) - len({turn for path in (main, *others) for turn in path})),
         "malformed_calls": float(sum(turn.reply.malformed for turn in recorder.turns)),
-        "tool_calls": float(sum(len(turn.tool_calls) for turn in recorder.turns)),
-        "tool_errors": float(sum(call.error is not None for turn in recorder.turns for call in turn.tool_calls)),
+        "tool_calls": float(len(calls)),
+        "tool_errors": float(sum(call.error is not None for call in calls)),
     }
     common = {"group_id": group_id, "agent_name": agent_name}
     trained = set(main)
@@ -153,10 +165,9 @@ def to_trajectory(
 
 
 def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
-    """Return the paths from roots to leaves, that of the last turn first, without leaves abandoned for a sibling."""
+    """Return the paths from roots to leaves, that of the last turn first; every turn is on one of them."""
     parents = {turn.parent for turn in turns}
-    continued = {(turn.parent, turn.inserted_ids) for turn in turns if turn in parents}
-    leaves = [t for t in turns if t not in parents and (t.parent, t.inserted_ids) not in continued]
+    leaves = [turn for turn in turns if turn not in parents]
     last = max(leaves, key=lambda turn: turn.number)
     return [last.path(), *(leaf.path() for leaf in leaves if leaf is not last)]
 
@@ -194,9 +205,10 @@ def _sequence(path: Sequence[RecordedTurn], fresh: int, **fields: Any) -> Trajec
     routed = functools.reduce(join_routed, (turn.output.routed_experts for turn in path[:fresh]), None)
     output = replace(turns[0].output, routed_experts=join_routed(routed, turns[0].output.routed_experts))
     turns[0] = replace(turns[0], output=output)
-    messages = [
-        m for turn in path for m in (*map(text_message, turn.inserted), {"role": "assistant", "content": turn.text})
-    ]
+    messages: list[Mapping[str, Any]] = []
+    for turn in path:
+        messages += map(text_message, turn.inserted)
+        messages.append({"role": "assistant", "content": turn.begun_text + turn.text})
     return Trajectory.from_turns(
         prompt_ids=path[fresh].prompt_ids,
         prompt_media=join_media(turn.inserted_media for turn in path[: fresh + 1]),

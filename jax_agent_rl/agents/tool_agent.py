@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.context import AgentContext, Prefix
-from jax_agent_rl.agents.episode import Episode
+from jax_agent_rl.agents.episode import Episode, spoken_messages
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
 from jax_agent_rl.chat.grammar import GrammarError
@@ -35,7 +35,8 @@ from jax_agent_rl.types import FinishReason, StopReason, TokenOutput, ToolCallRe
 from jax_agent_rl.validation import is_number
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.codec import Reply
+    from jax_agent_rl.chat.codec import ChatCodec
+    from jax_agent_rl.chat.reply import Reply
 
 _NOT_EXECUTED = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_parallel_limit"})
 _MALFORMED_REMEDY = (
@@ -78,7 +79,9 @@ class ToolResponder(Responder):
         if not user.stateful:
             return 0
         (answer,) = prefix.response_to(turn)
-        reply = await user.reply(list(prefix.messages_before(turn + 1)[:-1]))
+        messages = prefix.messages_before(turn + 1)[:-1]
+        spoken = spoken_messages(self.context.codec, messages, prefix.prompt_ids, prefix.turns[: turn + 1])
+        reply = await user.reply(spoken)
         check_replay(
             turn,
             f"interaction {user.name!r}",
@@ -91,13 +94,13 @@ class ToolResponder(Responder):
     async def respond(self, episode: Episode, output: TokenOutput, limit: FinishReason | None) -> FinishReason | None:
         if output.stop_reason is StopReason.LENGTH:
             return FinishReason.RESPONSE_LENGTH
-        reply = self.context.codec.parse_reply(output.token_ids, tools=self.schemas)
-        if not reply.tool_calls and not reply.malformed:
+        reply = episode.read_turn(tools=self.schemas)
+        if not reply.calls:
             return await self._ask_user(self.user, episode, limit) if self.user else FinishReason.ANSWER
         if limit is not None:
             return limit
         began = time.perf_counter()
-        calls = await self._run_calls(reply, self.context.codec.decode(output.token_ids))
+        calls = await self._run_calls(reply, episode.codec.decode(output.token_ids))
         episode.record_calls(calls, seconds=time.perf_counter() - began)
         fits = episode.append([_tool_message(call) for call in calls], media=join_media(call.media for call in calls))
         return None if fits else FinishReason.RESPONSE_LENGTH
@@ -107,8 +110,9 @@ class ToolResponder(Responder):
     ) -> FinishReason | None:
         """Append the user's reply; every turn is scored, also the last one."""
         with span("tool", "user") as traced:
-            traced.set(arguments={"reply": episode.messages[-1]["content"]})
-            reply = await user.reply(episode.messages)
+            messages = episode.spoken_messages()
+            traced.set(arguments={"reply": messages[-1]["content"]})
+            reply = await user.reply(messages)
             traced.set(observation=reply.text)
         episode.add_score(reply.score)
         numbers = {f"interaction/{key}": float(value) for key, value in reply.metadata.items() if is_number(value)}
@@ -125,21 +129,29 @@ class ToolResponder(Responder):
         Args:
             reply: the turn.
             wrote: its text.
+
+        Returns:
+            A record of each call, in the order in which the model wrote them.
         """
-        limit, session = self.limits.max_parallel_calls, self.session
+        limit = self.limits.max_parallel_calls
+        answers: list[asyncio.Task[ToolCallRecord] | ToolCallRecord] = []
+        started = 0
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(session.call(call.name, call.arguments, call_id=call.id))
-                for call in reply.tool_calls[:limit]
-            ]
-        records = [task.result() for task in tasks]
-        for call in reply.tool_calls[limit:]:
-            refused = over_the_limit(session, call.name, call.arguments, limit)
-            records.append(replace(refused, call_id=call.id))
-        for problem in reply.malformed:
-            self.context.report_malformed(wrote, problem, hint=_MALFORMED_REMEDY)
-            records.append(_refused(session, f"Error: Failed to decode tool call: {problem:.200}", "malformed"))
-        return records
+            for part in reply.calls:
+                call = part.call
+                if call is None:
+                    answers.append(self._refuse_malformed(wrote, part.problem))
+                elif started < limit:
+                    answers.append(group.create_task(self.session.call(call.name, call.arguments, call_id=call.id)))
+                    started += 1
+                else:
+                    refused = over_the_limit(self.session, call.name, call.arguments, limit)
+                    answers.append(replace(refused, call_id=call.id))
+        return [answer.result() if isinstance(answer, asyncio.Task) else answer for answer in answers]
+
+    def _refuse_malformed(self, wrote: str, problem: str) -> ToolCallRecord:
+        self.context.report_malformed(wrote, problem, hint=_MALFORMED_REMEDY)
+        return _refused(self.session, f"Error: Failed to decode tool call: {problem:.200}", "malformed")
 
 
 @register_agent("tool_agent")
@@ -155,7 +167,7 @@ class ToolAgent(TurnLoopAgent):
             tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
         ):
             schemas = list_schemas(tools)
-            responder = ToolResponder(context, session, schemas, user, self._turn_grammar(schemas))
+            responder = ToolResponder(context, session, schemas, user, self._turn_grammar(schemas, episode.codec))
             reason = await run_turns(episode, responder)
             scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
@@ -164,19 +176,19 @@ class ToolAgent(TurnLoopAgent):
     async def preflight(self) -> None:
         """Check that calls can be constrained, if they are to be."""
         try:
-            self._turn_grammar(list_schemas(self.context.tools.select(None)))
+            self._turn_grammar(list_schemas(self.context.tools.select(None)), self.context.codec)
         except GrammarError as error:
             raise ConfigError(
                 f"agent.constrain_tool_calls=true with agent.tool_format={self.context.codec.tool_format}: {error}; "
                 "set it to false, or use a model or agent.tool_format whose calls have an opening tag, such as hermes"
             ) from None
 
-    def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]]) -> str | None:
+    def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec) -> str | None:
         """Return the grammar of a turn with these tools; None without ``agent.constrain_tool_calls``."""
         limits = self.context.limits
         if not (limits.constrain_tool_calls and schemas):
             return None
-        return self.context.codec.free_turn_grammar(tools=schemas, several=limits.max_parallel_calls > 1)
+        return codec.free_turn_grammar(tools=schemas, several=limits.max_parallel_calls > 1)
 
     def _user(
         self, row: Mapping[str, Any], trajectory_id: str

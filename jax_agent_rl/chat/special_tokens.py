@@ -37,7 +37,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message
+from jax_agent_rl.chat.formats.base import Message
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS
 from jax_agent_rl.errors import ModelError, TemplateError
 from jax_agent_rl.models.image_processor import ImageProcessor, Pixels
 from jax_agent_rl.utils.text import NEVER, any_of
@@ -73,6 +74,10 @@ class ControlTokens:
     def first(self, text: str) -> re.Match[str] | None:
         """Return the first control token in a text."""
         return self._own.search(text)
+
+    def all(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the control tokens in a text."""
+        return self._own.finditer(text)
 
     # --- text from outside ------------------------------------------------------------------------------------
 

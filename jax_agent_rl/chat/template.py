@@ -14,17 +14,63 @@ with a control token that either *ends* the turn, as ``<|im_end|>`` always does,
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, Message, ToolFormat, ends_thinking
+from jax_agent_rl.chat.formats.base import Message, ToolFormat
 from jax_agent_rl.chat.grammar import Thinking
+from jax_agent_rl.chat.messages import REASONING_FIELDS
 from jax_agent_rl.chat.special_tokens import ControlTokens, unused_word
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.errors import TemplateError
 
 ToolPrompt = Literal["template", "none"]
 _PROBE = "PROBE5d2e81"
+
+RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of ``apply_chat_template`` that are not the template's own: a conversation decides them, not a setting."""
+MAX_KWARGS_CHARS = 4096
+
+
+def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
+    """Return arguments for the chat template, such as ``{"enable_thinking": False}``.
+
+    Raises:
+        ValueError: they are no object of JSON values, too long, or would replace the conversation or the template.
+    """
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ValueError(f"must be an object of arguments for the chat template, got {kwargs!r:.120}")
+    try:
+        size = len(json.dumps(kwargs, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"must hold JSON values only: {error}") from None
+    if size > MAX_KWARGS_CHARS:
+        raise ValueError(f"has {size} characters as JSON, at most {MAX_KWARGS_CHARS} are read")
+    reserved = sorted(RESERVED_KWARGS & kwargs.keys())
+    if reserved:
+        raise ValueError(f"{reserved[0]!r} cannot be set here: it is decided by the conversation")
+    return dict(kwargs)
 
 
 def _in_parts(message: Message) -> Message:
@@ -35,6 +81,16 @@ def _in_parts(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
 
 
+def _with_arguments_as_text(message: Message) -> Message:
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
 class ChatTemplate:
     """Renders conversations, bridging what a template lacks.
 
@@ -43,21 +99,28 @@ class ChatTemplate:
       So does every message where the template reads parts alone (SmolVLM, Idefics3).
     * No tool calls in assistant turns: they are written into the turn's text, in that notation too.
     * No section for tools: the format's description goes into the system message (or the first user message).
+    * Arguments of calls are objects; a template that concatenates them as text (DeepSeek V3) gets JSON.
+    * Reasoning has three names (``REASONING_FIELDS``); each template finds it under its own. One that refuses
+      reasoning beside text in a turn with calls (gpt-oss) gets both as reasoning.
 
     Args:
         tokenizer: a ``transformers`` fast tokenizer with a chat template.
         tool_format: how tool calls are written.
         tool_prompt: ``none`` leaves tools out of the prompt.
+        kwargs: further arguments of the template, see :func:`check_template_kwargs`.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat, tool_prompt: ToolPrompt) -> None:
+    def __init__(
+        self, tokenizer: Any, tool_format: ToolFormat, tool_prompt: ToolPrompt, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._tool_prompt = tool_prompt
+        self._kwargs = dict(kwargs or {})
         source = str(tokenizer.chat_template)
         self._has_tool_role = "'tool'" in source or '"tool"' in source or "tool_response" in source
         self._has_tools_section = "tools" in source
-        self._has_tool_calls = "tool_calls" in source
+        self._mentions_tool_calls = "tool_calls" in source
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping], *, generation_prompt: bool) -> str:
         """Return the conversation as text.
@@ -69,6 +132,12 @@ class ChatTemplate:
         if tools and not self._has_tools_section:
             messages, tools = self._with_tools_as_text(messages, tools), ()
         adapted = [_in_parts(m) if self._needs_parts or m.get("media") else m for m in self.adapt(messages)]
+        try:
+            return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
+        except TemplateError:
+            if not any(_reasons_and_speaks_before_a_call(message) for message in adapted):
+                raise
+        adapted = [_with_text_as_reasoning(m) if _reasons_and_speaks_before_a_call(m) else m for m in adapted]
         return self._apply(adapted, list(tools) or None, generation_prompt=generation_prompt)
 
     def _apply(
@@ -79,7 +148,7 @@ class ChatTemplate:
 
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False
+                list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **self._kwargs
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [m["role"] for m in messages]
@@ -108,8 +177,12 @@ class ChatTemplate:
         Without tool calls in the template they become text; without a ``tool`` role, adjacent results become one user
         message.
         """
-        if not self._has_tool_calls:
-            messages = [self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages]
+        messages = [_with_reasoning_under_all_names(message) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            if self._call_form == "none":
+                messages = [self._with_calls_as_text(m) if m.get("tool_calls") else m for m in messages]
+            elif self._call_form == "text":
+                messages = [_with_arguments_as_text(m) if m.get("tool_calls") else m for m in messages]
         if self._has_tool_role:
             return list(messages)
         adapted: list[Message] = []
@@ -126,6 +199,30 @@ class ChatTemplate:
             adapted.append({"role": "user", "content": text} | ({"media": media} if media else {}))
             joining = True
         return adapted
+
+    @functools.cached_property
+    def _call_form(self) -> Literal["object", "text", "none"]:
+        """How the template takes the arguments of earlier calls; ``none``: it leaves such calls out.
+
+        Found by rendering a call in both forms. Most templates write an object, as JSON or in a notation of their own;
+        one that concatenates text fails with an object, and one that prints it writes Python's notation.
+        """
+        if not self._mentions_tool_calls:
+            return "none"
+        leaves_out = False
+        for form in ("object", "text"):
+            call = _calling_message([_RESULT], _PROBE)
+            if form == "text":
+                call = _with_arguments_as_text(call)
+            for conversation in ([ASKED, call, _RESULT], [ASKED, call]):
+                try:
+                    text = self._apply(conversation, generation_prompt=False)
+                except TemplateError:
+                    continue
+                if _PROBE in text and f"'{_PROBE}'" not in text:
+                    return form
+                leaves_out = leaves_out or _PROBE not in text
+        return "none" if leaves_out else "object"
 
     def shows(self, kind: str) -> bool:
         """Return whether the template can show an ``image`` or a ``video`` in a tool result.
@@ -169,6 +266,22 @@ class ChatTemplate:
         shown = text + asked if isinstance(asked, str) else [{"type": "text", "text": text}, *asked]
         messages[first] = {**messages[first], "content": shown}
         return messages
+
+
+def _with_reasoning_under_all_names(message: Message) -> Message:
+    reasoning = message.get("reasoning_content")
+    if not reasoning:
+        return message
+    return {**message, **dict.fromkeys(REASONING_FIELDS, reasoning)}
+
+
+def _reasons_and_speaks_before_a_call(message: Message) -> bool:
+    return bool(message.get("tool_calls") and message.get("reasoning_content") and message.get("content"))
+
+
+def _with_text_as_reasoning(message: Message) -> Message:
+    reasoning = f"{message['reasoning_content']}\n\n{message['content']}"
+    return {**message, "content": "", **dict.fromkeys(REASONING_FIELDS, reasoning)}
 
 
 CALL_ID_LENGTH = 9  # of letters and digits, as Mistral's templates demand
@@ -261,6 +374,15 @@ class TurnBoundary:
             return self.addition([ASKED], [ASKED]).rpartition(ASKED["content"])[2]
         except TemplateError:
             return ""
+
+    @functools.cached_property
+    def header(self) -> str:
+        """The part of the generation prompt that opens the assistant's turn, without a think block; "" if unknown."""
+        prompt = self.generation_prompt
+        for begin, _ in ALL_THINK_TAGS:
+            prompt = prompt.partition(begin)[0]
+        tokens = list(self._control.all(prompt))
+        return prompt[tokens[-1].start() :] if tokens else prompt
 
     @functools.cached_property
     def think_tag(self) -> str:

@@ -18,6 +18,7 @@ from itertools import compress
 
 import regex
 
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config.algorithm import FILTER_NAMES, AlgorithmConfig, ShapingConfig
 from jax_agent_rl.outcomes import accuracy, total_reward, unshaped_total
 from jax_agent_rl.types import DropReason, FinishReason, Group, Trajectory, Turn
@@ -176,11 +177,11 @@ def _ends_well(trajectory: Trajectory, pattern: str | None) -> bool:
     """Return whether the last turn is a final answer, or called a tool that a turn limit kept from running."""
     if trajectory.finish_reason is not FinishReason.ANSWER:
         return not trajectory.finish_reason.out_of_tokens
-    text = next((m["content"] for m in reversed(trajectory.messages) if m["role"] == "assistant"), "")
     if pattern is None:
         return True
+    text = next((m["content"] for m in reversed(trajectory.messages) if m["role"] == "assistant"), "")
     try:
-        return regex.search(pattern, text, timeout=SEARCH_SECONDS) is not None
+        return regex.search(pattern, answer_of(text), timeout=SEARCH_SECONDS) is not None
     except TimeoutError:  # catastrophic backtracking must not stall the run
         logger.warning(
             "algorithm.filters.final_answer=%s took more than %g s on one answer, which counts as none; write it "

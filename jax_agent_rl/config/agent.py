@@ -281,6 +281,11 @@ class AgentConfig(ServerToolConfig):
         description="template: put tool schemas into the prompt, by the chat template or, if it has no place for "
         "them, as a system section. none: the rows' own prompts explain the tools.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of the chat template, for every prompt and turn, such as `enable_thinking: "
+        "false`. A row's column `chat_template_kwargs` and a request's parameter of that name add to them.",
+    )
     max_prompt_length: Positive = Field(
         default=512,
         description="Maximum prompt length in tokens; a trajectory with a longer prompt is dropped, with its reason.",

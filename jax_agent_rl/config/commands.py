@@ -6,7 +6,7 @@ The latter two train on given conversations and preferences.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -282,6 +282,10 @@ class TemplateConfig(Section):
     tool_format: ToolFormatName = Field(default="auto", description="See `train`: how tool calls are written.")
     tool_prompt: Literal["template", "none"] = Field(
         default="template", description="template: the prompt describes the row's tools. none: it does not."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="See `train`: further arguments of the chat template; a row's column of that name adds to them.",
     )
 
 

@@ -117,6 +117,9 @@ def _same(key: str, given: Mapping[str, Override]) -> str | None:
     name = key.removeprefix(AGENT)
     if key.startswith(AGENT) and name in AgentConfig.model_fields:
         return f"agent.{name}"
+    holder, _, argument = key.rpartition(".")
+    if holder == "data.apply_chat_template_kwargs":
+        return f"{SAME[holder]}.{argument}"
     on_vllm = f"{ROLLOUT}name" in given and given[f"{ROLLOUT}name"].value == "vllm"
     return SAME.get(key) or AGENTFLY.get(key) or (VLLM.get(key) if on_vllm else None)
 

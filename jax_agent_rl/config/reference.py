@@ -89,7 +89,7 @@ def describe_type(schema: Schema) -> str:
         return ", or ".join(describe_type({**schema, "type": one}) for one in kind)
     if kind == "array":
         return _describe_list(schema)
-    if kind == "object" and "additionalProperties" not in schema:
+    if kind == "object" and schema.get("additionalProperties", True) is True:
         return "mapping"
     if kind == "object":
         names = describe_type(schema.get("propertyNames", {}) | {"type": "string"})

@@ -152,6 +152,10 @@ class JudgeConfig(Section):
         default=2048, description="Maximum number of tokens of prompt and judgement (a frozen model's engine)."
     )
     max_in_flight: Positive = Field(default=16, description="Maximum number of concurrent judgements.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of the judge's chat template, such as `enable_thinking: false`.",
+    )
 
 
 class RewardConfig(Section):

@@ -20,6 +20,7 @@ SAME: Mapping[str, str] = {
     "data.train_batch_size": "rollout.prompts_per_step",
     "data.max_prompt_length": "agent.max_prompt_length",
     "data.max_response_length": "agent.max_response_length",
+    "data.apply_chat_template_kwargs": "agent.chat_template_kwargs",
     f"{ROLLOUT}n": "rollout.group_size",
     f"{ROLLOUT}temperature": "rollout.temperature",
     f"{ROLLOUT}top_p": "rollout.top_p",

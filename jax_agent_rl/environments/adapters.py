@@ -30,7 +30,7 @@ from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.rewards.rules import tagged
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.base import Reply
+    from jax_agent_rl.chat.reply import Reply
 
 
 @register_environment("reasoning_gym")

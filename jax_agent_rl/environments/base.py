@@ -41,7 +41,7 @@ from jax_agent_rl.utils.threads import DaemonThreads, in_time
 from jax_agent_rl.validation import as_float, as_score, did_you_mean
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.base import Reply
+    from jax_agent_rl.chat.reply import Reply
 
 Scope = Literal["rollout", "global"]
 T = TypeVar("T")

@@ -19,8 +19,10 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError, ToolArgumentError, ToolNotFoundError
 from jax_agent_rl.tools.function_tool import FunctionTool
@@ -28,7 +30,7 @@ from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.types import FinishReason, ToolCallRecord
 
 if TYPE_CHECKING:
-    from jax_agent_rl.chat.formats.base import Reply, ToolCall
+    from jax_agent_rl.chat.reply import Reply, ToolCall
 
 
 @register_environment("verifiers")
@@ -66,28 +68,38 @@ class VerifiersEnvironment(Environment):
 
     async def step(self, reply: Reply) -> Observation:
         """Run the reply's tool calls; a reply without calls is the answer."""
-        from verifiers.v1 import AssistantMessage, ToolCall, ToolMessage
+        from verifiers.v1 import AssistantMessage, ToolMessage
+        from verifiers.v1 import ToolCall as VerifiersCall
 
-        ids = [f"call_{len(self._trace.nodes)}_{i}" for i in range(len(reply.tool_calls))]
-        calls = [
-            ToolCall(id=i, name=call.name, arguments=json.dumps(call.arguments))
-            for i, call in zip(ids, reply.tool_calls, strict=True)
-        ]
+        number = len(self._trace.nodes)
+        calls: list[VerifiersCall] = []
+        records: list[ToolCallRecord] = []
+        for part in reply.calls:
+            if part.call is None:
+                text = f"Error: Failed to decode tool call: {part.problem:.200}"
+                records.append(ToolCallRecord(name="", arguments=None, observation=text, error="malformed"))
+                continue
+            call_id = f"call_{number}_{len(calls)}"
+            calls.append(VerifiersCall(id=call_id, name=part.call.name, arguments=json.dumps(part.call.arguments)))
+            records.append(replace(await self._call(part.call), call_id=call_id))
         self._record(AssistantMessage(content=reply.content, tool_calls=calls or None), sampled=True)
-        if reply.malformed and not calls:
-            return Observation.say(f"Error: Failed to decode tool call: {reply.malformed[0]:.200}")
-        records = [await self._call(call) for call in reply.tool_calls]
-        for i, record in zip(ids, records, strict=True):
-            self._record(ToolMessage(tool_call_id=i, name=record.name, content=record.observation))
-        shown = tuple({"role": "tool", "name": r.name, "content": r.observation} for r in records)
-        return Observation(messages=shown, tool_calls=tuple(records), done=not records or await self._stopped())
+        if records and not calls:
+            return Observation.say(records[0].observation)
+        messages: list[Mapping[str, Any]] = []
+        for record in records:
+            if record.call_id is not None:
+                self._record(ToolMessage(tool_call_id=record.call_id, name=record.name, content=record.observation))
+            named = {"name": record.name} if record.name else {}
+            messages.append({"role": "tool", "content": record.observation, **named})
+        done = not records or await self._stopped()
+        return Observation(messages=tuple(messages), tool_calls=tuple(records), done=done)
 
     async def conclude(self, messages: Sequence[Mapping[str, Any]], reason: FinishReason) -> Mapping[str, float]:
         """Return the weighted sum of the task's rewards, and each reward and metric by name."""
         from verifiers.v1 import AssistantMessage
 
         if reason is FinishReason.RESPONSE_LENGTH and messages[-1]["role"] == "assistant":
-            self._record(AssistantMessage(content=str(messages[-1]["content"])), sampled=True)
+            self._record(AssistantMessage(content=answer_of(str(messages[-1]["content"]))), sampled=True)
         self._trace.ok = True
         self._trace.stop(_STOP_CONDITIONS.get(reason, "agent_completed"))
         for hook in _own_hooks(self._task, "finalize"):

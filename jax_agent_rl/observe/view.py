@@ -187,10 +187,13 @@ def _written_calls(calls: Any) -> list[str]:
 def _headline(record: Mapping[str, Any]) -> Text:
     calls = [call for turn in turns(record) for call in turn["tool_calls"]]
     failed = [call["error"] for call in calls if call["error"]]
+    lost_requests = record["metrics"].get("lost_requests", 0.0)
+    lost = f"  lost requests {lost_requests:g}" if lost_requests else ""
     facts = (
         f"step {record['step']} ({record['split']})  reward {record['reward']:.2f}  truth {truth(record)}  "
         f"turns {len(turns(record))}  tool calls {len(calls)}"
         + (f" ({', '.join(failed)})" if failed else "")
+        + lost
         + f"  end {record['finish_reason']}  sampled {sum(sum(part['response_mask']) for part in contexts(record))} of "
         f"{sum(len(part['response_ids']) for part in contexts(record))} response tokens"
     )

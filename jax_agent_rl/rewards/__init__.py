@@ -26,6 +26,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from jax_agent_rl.chat.thinking import answer_of, with_closed_thinking
 from jax_agent_rl.errors import RewardError, RewardTimeoutError, TrajectoryError
 from jax_agent_rl.rewards import code as _code  # registers its functions, like judge and rules
 from jax_agent_rl.rewards.judge import ModelJudge, RemoteReward
@@ -52,6 +53,7 @@ from jax_agent_rl.validation import as_score
 __all__ = [
     "ModelJudge",
     "RemoteReward",
+    "answer_of",
     "boxed",
     "has_format",
     "load_rewards",
@@ -145,13 +147,17 @@ def _check_sums(trajectory: Trajectory, score: float) -> None:
 
 
 def solution_text(trajectory: Trajectory, which: Solution = "last_turn") -> str:
-    """Return the text a reward function reads, turns joined by blank lines."""
+    """Return the text a reward function reads, turns joined by blank lines.
+
+    Reasoning stands in think blocks; :func:`jax_agent_rl.chat.thinking.answer_of` is the text without them.
+    """
     turns = trajectory.num_turns
     wanted = ("assistant",) if which != "conversation" else ("assistant", "tool", "user")
     texts: list[str] = []
     for message in reversed(trajectory.messages):  # stop before the prompt, which may hold assistant messages
         if message["role"] in wanted:
-            texts.append(message["content"])
+            # A turn that was cut while thinking must not hide what follows it.
+            texts.append(with_closed_thinking(message["content"]) if texts else message["content"])
         turns -= message["role"] == "assistant"
         if turns == 0 or which == "last_turn" and texts:
             break

@@ -21,9 +21,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import Score, register_reward
-from jax_agent_rl.types import SamplingParams, TokenOutput
+from jax_agent_rl.types import SamplingParams, StopReason, TokenOutput
 from jax_agent_rl.utils.network import JsonService
 
 if TYPE_CHECKING:
@@ -84,10 +85,13 @@ class ModelJudge:
     async def grade(self, *, question: str, answer: str, truth: str | None = None) -> float:
         """Grade the policy's answer to a question in [0, 1], by comparison with a reference answer if given.
 
+        The judge does not see what the policy only thought.
+
         Raises:
             RewardError: the judge gave no grade between 0 and 10.
             BackendError: its engine failed.
         """
+        answer = answer_of(answer).strip()
         reference = "" if truth is None else f"[Reference answer]\n{truth}\n[End of reference answer]\n"
         prompt = GRADING_PROMPT.format(question=question, answer=answer, reference=reference)
         reply = await self.reply([{"role": "user", "content": prompt}])
@@ -97,13 +101,25 @@ class ModelJudge:
         return float(grades[-1]) / _MAX_GRADE
 
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the judge's reply to a conversation."""
+        """Return what the judge replies to a conversation, without its thoughts.
+
+        Raises:
+            RewardError: the judge was cut before it had said all.
+            BackendError: its engine failed.
+        """
         prompt_ids = self._codec.encode_prompt(messages)
         async with self._slots:
             output = await self._client.generate(
                 f"judge/{next(self._numbers)}", prompt_ids=prompt_ids, sampling_params=self._sampling
             )
-        return self._codec.decode(output.token_ids)
+        reply = self._codec.parse_reply(output.token_ids, context_ids=prompt_ids)
+        if output.stop_reason is StopReason.LENGTH:
+            what = "while it was thinking" if reply.ends_thinking else "before it had said all"
+            raise RewardError(
+                f"the judge was cut off {what}, after {len(output.token_ids)} ids; raise reward.judge.max_tokens: "
+                f"…{self._codec.decode(output.token_ids)[-200:]!r}"
+            )
+        return reply.text_of("text", "call", "malformed").strip()
 
 
 @register_reward("model_judge")

@@ -1,5 +1,8 @@
 r"""Rule-based rewards: answers extracted from text, compared as numbers, mathematics or words; environment returns.
 
+What the policy only thought is no answer: every extraction reads the text outside think blocks
+(:func:`jax_agent_rl.chat.thinking.answer_of`).
+
 Mathematical answers are compared by value with math-verify (extra ``math``): ``0.5``, ``1/2`` and ``\frac12`` are
 equal. That runs in worker processes (:mod:`jax_agent_rl.rewards.workers`), with a time limit.
 
@@ -18,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from jax_agent_rl.chat.thinking import answer_of, began_inside
 from jax_agent_rl.errors import RewardError
 from jax_agent_rl.rewards.registry import register_reward
 from jax_agent_rl.rewards.workers import PROGRAM, WorkerPool
@@ -39,11 +43,13 @@ _MARKED = re.compile(r"####\s*+(-?)\$?\s*+((?:\d[\d,]*)?\.?\d+)")
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """Return the stripped content of the last ``<tag>…</tag>``, or None.
+    """Return the stripped content of the last ``<tag>…</tag>`` of an answer, or None; of ``think``, of the whole text.
 
     >>> tagged("<answer> 3 </answer> no: <answer>4</answer>")
     '4'
     """
+    if tag != "think":
+        text = answer_of(text)
     end = text.rfind(f"</{tag}>")
     opening = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if opening < 0 else text[opening + len(tag) + 2 : end].strip()
@@ -55,6 +61,7 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"so \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
     """
+    text = answer_of(text)
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -70,9 +77,13 @@ def boxed(text: str) -> str | None:
 def has_format(text: str, tags: Sequence[str] = ("think", "answer")) -> bool:
     """Return whether the text is one block of each tag, in this order, with only white space around them.
 
+    A first block of ``think`` may lack its opening tag: many prompts end with it.
+
     >>> has_format("<think>2 + 2</think> <answer>4</answer>"), has_format("4 <answer>4</answer>")
     (True, False)
     """
+    if tags[0] == "think" and began_inside(text):
+        text = f"<think>{text}"
     if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
         return False
     blocks = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
@@ -85,7 +96,7 @@ def last_number(text: str) -> Decimal | None:
     >>> last_number("12 x 100 is 1,200.0")
     Decimal('1200.0')
     """
-    found = _NUMBER.findall(text[-MAX_CHARS:])
+    found = _NUMBER.findall(answer_of(text)[-MAX_CHARS:])
     return _decimal(found[-1]) if found else None
 
 
@@ -95,7 +106,7 @@ def marked_number(text: str) -> Decimal | None:
     >>> marked_number("9 + 9 = 18 eggs. #### 18")
     Decimal('18')
     """
-    found = _MARKED.findall(text[-MAX_CHARS:])
+    found = _MARKED.findall(answer_of(text)[-MAX_CHARS:])
     return _decimal("".join(found[-1])) if found else None
 
 
@@ -184,7 +195,7 @@ def math_equal(solution_str: str, ground_truth: Any) -> dict[str, float]:
     The part ``answered`` says whether the answer holds any mathematics.
     """
     answer_only = boxed(solution_str)  # the last of several boxes counts; math-verify would take all
-    solution = solution_str if answer_only is None else f"\\boxed{{{answer_only}}}"
+    solution = answer_of(solution_str) if answer_only is None else f"\\boxed{{{answer_only}}}"
     question = {"solution": solution, "truth": str(ground_truth), "seconds": SECONDS}
     # Twice the three time limits: the wall time includes waiting for a free worker and for its start.
     answer = POOL.ask(question, timeout=6.0 * SECONDS)
@@ -229,19 +240,26 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, truths: Sequence[str]) -> float:
-    """Score 1 if the prediction equals one of the truths after normalization, else 0."""
-    return float(normalize_answer(prediction) in {normalize_answer(truth) for truth in truths})
+    """Score 1 if the prediction equals one of the truths after normalization, else 0.
+
+    What normalizes to nothing (articles, punctuation) equals nothing.
+    """
+    answer = normalize_answer(prediction)
+    return float(bool(answer) and answer in {normalize_answer(truth) for truth in truths})
 
 
 def f1(prediction: str, truths: Sequence[str]) -> float:
-    """Return the maximum over the truths of the harmonic mean of word precision and recall, in [0, 1]."""
+    """Return the maximum over the truths of the harmonic mean of word precision and recall, in [0, 1].
+
+    It is 0 for what normalizes to nothing.
+    """
     words = normalize_answer(prediction).split()
     return max((_f1(words, normalize_answer(truth).split()) for truth in truths), default=0.0)
 
 
 def _f1(prediction: list[str], truth: list[str]) -> float:
     if not prediction or not truth:
-        return float(prediction == truth)
+        return 0.0
     common = (Counter(prediction) & Counter(truth)).total()
     return 2 * common / (len(prediction) + len(truth))
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, FrozenModel, agent_names, get_agent, load_agents
+from jax_agent_rl.agents.prompt import codec_of_row, encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.collect.collector import RolloutCollector, Score
 from jax_agent_rl.collect.groups import TimeLimits
@@ -160,6 +161,7 @@ def open_codec(config: Config) -> ChatCodec:
         tool_format=config.agent.tool_format,
         tool_prompt=config.agent.tool_prompt,
         pixels=config.model.pixels,
+        template_kwargs=config.agent.chat_template_kwargs,
     )
 
 
@@ -293,7 +295,12 @@ def require_grammars(config: Config, server: AsyncServer) -> None:
 
 def encode_text_of(codec: ChatCodec, row: Row) -> list[int]:
     """Return ids of a row's prompt without its images and videos; none if its environment writes the prompt."""
-    return codec.encode_prompt([{**m, "content": text_content(m)} for m in row["prompt"]]) if row["prompt"] else []
+    if not row["prompt"]:
+        return []
+    ids, _ = encode_prompt(
+        codec_of_row(codec, row), [{**message, "content": text_content(message)} for message in row["prompt"]], ()
+    )
+    return list(ids)
 
 
 def read_rows(config: Config, tools: ToolRegistry | None, source: Source) -> Dataset:

@@ -112,9 +112,12 @@ async def _open_judge(
     """Yield the policy as its own judge, or a frozen model in its own engine."""
     sampling = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
     if config.model == POLICY:
+        codec = codec.with_template_kwargs(config.chat_template_kwargs)
         yield ModelJudge(client, codec, sampling=sampling, max_in_flight=config.max_in_flight)
         return
-    codec = ChatCodec.from_pretrained(config.model, tool_format="hermes", tool_prompt="none")
+    codec = ChatCodec.from_pretrained(
+        config.model, tool_format="hermes", tool_prompt="none", template_kwargs=config.chat_template_kwargs
+    )
     async with open_frozen_model(
         config.model,
         codec,
@@ -171,7 +174,10 @@ async def open_role_models(config: Config) -> AsyncIterator[dict[str, FrozenMode
     async with AsyncExitStack() as stack:
         for folder in dict.fromkeys(config.agent.role_models.values()):
             codec = ChatCodec.from_pretrained(
-                folder, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
+                folder,
+                tool_format=config.agent.tool_format,
+                tool_prompt=config.agent.tool_prompt,
+                template_kwargs=config.agent.chat_template_kwargs,
             )
             client = await stack.enter_async_context(
                 open_frozen_model(

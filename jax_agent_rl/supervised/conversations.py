@@ -26,6 +26,7 @@ import numpy as np
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats.base import Message
+from jax_agent_rl.chat.messages import normalize_messages
 from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.dataset import find_files
@@ -147,10 +148,11 @@ class Encoder:
     def _encode(self, row: Row, messages: Sequence[Message], *, begin: int = 0) -> TrainingSequence:
         """Encode messages, of which those before ``begin`` carry no loss."""
         tools = row.get("tools") or ()
+        codec = self.codec.with_template_kwargs(row.get("chat_template_kwargs"))
         train_on = self.config.train_on if isinstance(self.config, SftDataConfig) else ("assistant",)
         ids, mask = encode_conversation(
-            self.codec,
-            [_with_parsed_arguments(message) for message in messages],
+            codec,
+            normalize_messages(messages),
             json.loads(tools) if isinstance(tools, str) else tools,
             lambda number, message: number >= begin and message["role"] in train_on and message.get("weight", 1) != 0,
         )
@@ -227,19 +229,6 @@ def encode_conversation(
 
 def _sequence(ids: Iterable[int], mask: Sequence[int]) -> TrainingSequence:
     return TrainingSequence(token_ids=np.array(list(ids), np.int32), loss_mask=np.array(mask, bool))
-
-
-def _with_parsed_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have arguments as a mapping; OpenAI's have them as JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
-    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 def _best(group: list[tuple[float, Example]], count: int | None) -> list[tuple[float, Example]]:

@@ -179,7 +179,10 @@ class _Data:
 def _read(config: SftConfig) -> _Data:
     """Read and encode the rows of a run; raise DataError or ModelError."""
     codec = ChatCodec.from_pretrained(
-        config.model.path, tool_format=config.agent.tool_format, tool_prompt=config.agent.tool_prompt
+        config.model.path,
+        tool_format=config.agent.tool_format,
+        tool_prompt=config.agent.tool_prompt,
+        template_kwargs=config.agent.chat_template_kwargs,
     )
     encoder = Encoder(codec=codec, config=config.data, longest=config.learner.pack_length)
     read = encoder.pairs if isinstance(config, DpoConfig) else encoder.examples

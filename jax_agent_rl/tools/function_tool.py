@@ -201,7 +201,7 @@ def _where(function: Callable[..., Any]) -> str:
     return f"tool function {function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?|References):\s*$")
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?|References):\s*(.*)$")
 _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
@@ -211,8 +211,12 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     described: dict[str, list[str]] = {}
     section, indent, current = "", 0, ""
     for line in text.splitlines():
-        if header := _SECTION.match(line):
-            section, indent, current = header[1], 0, ""
+        header = _SECTION.match(line)
+        # A section may stand on one line, as in "Returns: its price."; in the description that is a sentence.
+        if header and (section or not header[2]):
+            section = header[1]
+            indent = 0
+            current = ""
         elif not section:
             summary.append(line)
         elif section in ("Args", "Arguments", "Parameters") and line.strip():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -254,30 +254,48 @@ class MCPTool(BaseTool):
 
 
 def as_tool_response(result: CallToolResult) -> ToolResponse:
-    """Convert a call's result to text and images; other content is only mentioned by kind.
+    """Convert a call's result to text and images; the text of embedded resources is shown, links are named.
+
+    Other content (audio, binary files) is only mentioned by kind.
 
     Raises:
         ToolError: the server reports an error, or an image cannot be decoded.
     """
-    texts: list[str] = []
-    images: list[str] = []
-    for block in result.content:
-        match block.type:
-            case "text":
-                texts.append(block.text)
-            case "image":
-                images.append(block.data)
-            case kind:
-                texts.append(f"[{kind} content, which is not shown]")
-    if not texts and not images and result.structured_content is not None:
-        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    text = "\n".join(texts)
+    images = [block.data for block in result.content if block.type == "image"]
+    text = result_text(result, shown=("image",))
     if result.is_error:
         raise ToolError(text or "the tool failed without saying why")
     try:
         return ToolResponse(text=text, image=read_images(images))
     except ValueError as error:
         raise ToolError(f"the server sent an image that cannot be read: {error}") from None
+
+
+def result_text(result: CallToolResult, *, shown: Collection[str]) -> str:
+    """Return what a call's result says; kinds of content that are ``shown`` otherwise are left out."""
+    texts: list[str] = []
+    for block in result.content:
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "resource":
+                texts.append(_resource_text(block.resource))
+            case "resource_link":
+                about = f": {block.description}" if block.description else ""
+                texts.append(f"[resource {block.name} at {block.uri}{about}]")
+            case kind if kind not in shown:
+                texts.append(f"[{kind} content, which is not shown]")
+    if not result.content and result.structured_content is not None:
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def _resource_text(resource: Any) -> str:
+    text = getattr(resource, "text", None)  # of the two kinds of contents, one has text and the other a blob
+    if isinstance(text, str):
+        return text
+    kind = resource.mime_type or "binary"
+    return f"[resource {resource.uri} of type {kind}, which is not shown]"
 
 
 def _innermost(error: BaseException) -> BaseException:

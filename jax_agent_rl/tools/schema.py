@@ -12,25 +12,30 @@ The mapping is that of ``transformers.utils.get_json_schema`` (chat templates ar
     Any                      {}
     Annotated[T, "text"]     T, described by the text
 
-Arguments are validated strictly, except for quotes: a literal in quotes where the schema requires another type
-(``"3"``, ``"true"``, ``"[1, 2]"``) becomes its value, and ``3.0`` for an integer is 3. ``"null"`` and ``"None"`` are
-null where null is allowed and text is not (formats without quotes write it so). Nothing else is guessed: the model
-reads what was wrong.
+Arguments are validated strictly, except for quotes: text that the schema refuses becomes the value of the literal in it
+(``"3"``, ``"true"``, ``"[1, 2]"``) if the schema takes that, and ``3.0`` for an integer is 3. ``"null"`` and ``"None"``
+are null where null is allowed and text is not (formats without quotes write it so). Nothing else is guessed: the model
+reads what was wrong. :func:`convert_arguments` is that one conversion: of the replies that agents and clients of the
+endpoint get, and of the arguments that tools are called with. It asks a validator of JSON Schema at every step, so
+unions, references and enums are converted as they are validated.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import logging
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import TypeAdapter
 
 from jax_agent_rl.errors import ToolArgumentError, ToolDefinitionError
+from jax_agent_rl.validation import parse_json
 
+logger = logging.getLogger(__name__)
 Schema = dict[str, Any]
 
 _PLAIN: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -124,6 +129,34 @@ def check_parameters(parameters: Mapping[str, Any], what: str) -> None:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         raise ToolDefinitionError(f"{what} are no valid JSON Schema: {error.json_path}: {error.message}") from None
+    for reference in _references(parameters):
+        if not _resolves(parameters, reference):
+            raise ToolDefinitionError(
+                f"{what} refer to {reference!r}, which is not in the schema; nothing is fetched, so write it into $defs"
+            )
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for value in schema.values():
+            yield from _references(value)
+    elif isinstance(schema, list | tuple):
+        for item in schema:
+            yield from _references(item)
+
+
+def _resolves(schema: Mapping[str, Any], reference: str) -> bool:
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    try:
+        Registry().resolver_with_root(DRAFT202012.create_resource(schema)).lookup(reference)
+    except Unresolvable:
+        return False
+    return True
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -133,26 +166,53 @@ _SHOWN_CHARS = 200
 
 
 def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate and coerce arguments.
+    """Convert and validate arguments.
 
     Args:
         parameters: the tool's object schema. Names it does not list are refused unless it sets
-            ``additionalProperties``; ``nullable: true`` allows null.
+            ``additionalProperties`` or ``unevaluatedProperties``; ``nullable: true`` allows null.
         arguments: the model's arguments.
 
     Raises:
         ToolArgumentError: describes the first few problems to the model.
     """
     from jsonschema import Draft202012Validator  # here: importing it takes longer than the whole package
+    from referencing.exceptions import Unresolvable
 
     if not isinstance(arguments, Mapping):
         raise ToolArgumentError(f"arguments must be a JSON object, got {_clip(json.dumps(arguments))}")
-    schema = _nullable_to_null({"additionalProperties": False, **parameters})
-    coerced = _coerce(schema, dict(arguments))
-    errors = sorted(Draft202012Validator(schema).iter_errors(coerced), key=lambda error: str(error.json_path))
+    schema = _closed(_nullable_to_null(parameters))
+    try:
+        converted = _Converter(schema).convert(dict(arguments))
+        errors = list(Draft202012Validator(schema).iter_errors(converted))
+    except _TooComplexError as error:
+        raise ToolArgumentError(str(error)) from None
+    except (Unresolvable, RecursionError) as error:
+        raise ToolArgumentError(f"the tool's schema cannot be followed: {_clip(str(error))}") from None
     if errors:
+        errors.sort(key=lambda error: str(error.json_path))
         raise ToolArgumentError("; ".join(_describe(error) for error in errors[:_SHOWN_PROBLEMS]))
-    return coerced
+    return converted
+
+
+def convert_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call as the types that a tool's schema names; what does not fit is left as it is.
+
+    Args:
+        parameters: the tool's object schema, maybe of a client of the endpoint. One that cannot be followed changes
+            nothing.
+        arguments: as the model wrote them.
+    """
+    from jsonschema.exceptions import UnknownType
+    from referencing.exceptions import Unresolvable
+
+    # Nobody has checked the schema: whoever wrote it then reads the arguments as the model wrote them.
+    unfit = (Unresolvable, UnknownType, _TooComplexError, RecursionError, TypeError, ValueError, AttributeError)
+    try:
+        return _Converter(_nullable_to_null(parameters)).convert(dict(arguments))
+    except unfit as error:
+        logger.debug("arguments are left as they are, as their schema cannot be followed: %s", error)
+        return dict(arguments)
 
 
 def _describe(error: Any) -> str:
@@ -164,8 +224,21 @@ def _clip(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
 
 
-_SUBSCHEMA = ("items", "additionalProperties")
-_SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf")
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object schema that refuses names it does not list, unless it says otherwise."""
+    if schema.get("additionalProperties") is not None or schema.get("unevaluatedProperties") is not None:
+        return dict(schema)
+    if _APPLICATORS.isdisjoint(schema):
+        return {**schema, "additionalProperties": False}
+    return {**schema, "unevaluatedProperties": False}  # which sees the names in references and unions
+
+
+_APPLICATORS = frozenset(
+    {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "patternProperties", "then"}
+)
+_SUBSCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "not", "if", "then", "else", "contains")
+_SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SUBSCHEMA_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def _nullable_to_null(schema: Any) -> Any:
@@ -173,52 +246,168 @@ def _nullable_to_null(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     plain = {key: value for key, value in schema.items() if key != "nullable"}
-    for key in _SUBSCHEMA:
+    for key in _SUBSCHEMAS:
         if key in plain:
             plain[key] = _nullable_to_null(plain[key])
     for key in _SUBSCHEMA_LISTS:
-        if key in plain:
+        if isinstance(plain.get(key), list):
             plain[key] = [_nullable_to_null(option) for option in plain[key]]
-    if "properties" in plain:
-        plain["properties"] = {name: _nullable_to_null(value) for name, value in plain["properties"].items()}
+    for key in _SUBSCHEMA_MAPPINGS:
+        if isinstance(plain.get(key), Mapping):
+            plain[key] = {name: _nullable_to_null(value) for name, value in plain[key].items()}
     return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
 
 
-def _coerce(schema: Any, value: Any) -> Any:
-    """Coerce values wherever the schema names exactly one non-string type."""
-    if not isinstance(schema, Mapping):
-        return value
-    if len(options := schema.get("anyOf", ())) == 2 and {"type": "null"} in options:
-        inner = options[0] if options[1] == {"type": "null"} else options[1]
-        if value is None or value in ("null", "None") and inner.get("type") in _PYTHON_TYPES:
-            return None
-        return _coerce(inner, value)
-    kind = schema.get("type")
-    if isinstance(value, str) and kind in ("integer", "number", "boolean", "array", "object"):
-        value = _unquote(value, kind)
-    if kind == "integer" and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if kind == "array" and isinstance(value, list):
-        return [_coerce(schema.get("items"), item) for item in value]
-    if kind == "object" and isinstance(value, dict):
-        known, other = schema.get("properties", {}), schema.get("additionalProperties")
-        return {key: _coerce(known.get(key, other), item) for key, item in value.items()}
-    return value
+CONVERSIONS_PER_VALUE = 100
+"""How often, on average, each value in the arguments of one call is compared with a schema: schemas can branch at every
+level, so that it would take for ever to try all ways."""
+_NULL_WORDS = ("null", "None")
+_BOOLEAN_WORDS = ("true", "false")
+_OF_THE_VALUE_ITSELF = ("type", "enum", "const", "required")
+"""Keywords that decide what a text means, besides the schemas of what is in it."""
 
 
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int, float),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
+class _TooComplexError(Exception):
+    """Value and schema branch too often to be compared."""
 
 
-def _unquote(text: str, kind: str) -> Any:
-    """Return the JSON value in ``text`` if it is of that kind, else ``text``."""
+class _Converter:
+    """Converts values by one schema, which may refer to its parts.
+
+    Of a union, the first option counts that takes the value as it is, else the first that takes one of its readings.
+
+    Args:
+        root: the schema.
+    """
+
+    def __init__(self, root: Any) -> None:
+        from jsonschema import Draft202012Validator
+        from referencing import Registry
+        from referencing.jsonschema import DRAFT202012
+
+        self._root = root
+        self._references = Registry().resolver_with_root(DRAFT202012.create_resource(root))
+        self._is_valid = lambda schema, value: Draft202012Validator(schema).is_valid(value)
+        self._left = 0  # comparisons
+
+    def convert(self, value: Any) -> Any:
+        """Return the value by the whole schema.
+
+        Raises:
+            _TooComplexError: they branch too often.
+            Unresolvable: the schema refers to something outside itself.
+            UnknownType: it names a type that there is not.
+        """
+        self._left = CONVERSIONS_PER_VALUE * (10 + _count(value))
+        return self._convert(self._root, value, with_literals=True)[0]
+
+    def _convert(self, schema: Any, value: Any, *, with_literals: bool) -> tuple[Any, bool]:
+        """Return a value by a schema, and whether it fits now.
+
+        Args:
+            schema: the schema.
+            value: any JSON.
+            with_literals: text may be read as the literal in it; else whole numbers alone are converted.
+        """
+        self._left -= 1
+        if self._left < 0:
+            raise _TooComplexError("the arguments fit the tool's schema in too many ways to try; nest them less")
+        as_it_is, fits = self._convert_reading(schema, value, with_literals=with_literals)
+        if fits or not with_literals or not isinstance(value, str):
+            return as_it_is, fits
+        of_the_type = None
+        for literal in _literals(value):
+            converted, fits = self._convert_reading(schema, literal, with_literals=True)
+            if fits:
+                return converted, True
+            if of_the_type is None and self._has_type(schema, literal):
+                of_the_type = converted
+        # An object that lacks something is better than the text of it: a message can then name what it lacks.
+        return (as_it_is if of_the_type is None else of_the_type), False
+
+    def _has_type(self, schema: Any, value: Any) -> bool:
+        """Return whether a value is of the type that a schema names itself."""
+        return isinstance(schema, Mapping) and "type" in schema and self._is_valid({"type": schema["type"]}, value)
+
+    def _convert_reading(self, schema: Any, value: Any, *, with_literals: bool) -> tuple[Any, bool]:
+        """Return one reading of a value by a schema and its parts, and whether it fits."""
+        if not isinstance(schema, Mapping):
+            return value, schema is not False
+        itself = {key: schema[key] for key in _OF_THE_VALUE_ITSELF if key in schema}
+        fits = not itself or self._is_valid(itself, value)
+        if isinstance(value, float) and value.is_integer() and fits and itself:
+            if not self._is_valid(itself, value + 0.5):
+                value = int(value)  # only whole numbers are allowed
+        parts: list[Any] = list(schema.get("allOf", ()))
+        if "$ref" in schema:
+            parts.append(self._references.lookup(schema["$ref"]).contents)
+        for part in parts:
+            value, part_fits = self._convert(part, value, with_literals=with_literals)
+            fits = fits and part_fits
+        if isinstance(value, dict):
+            value, parts_fit = self._convert_object(schema, value, with_literals=with_literals)
+            fits = fits and parts_fit
+        elif isinstance(value, list):
+            value, parts_fit = self._convert_list(schema, value, with_literals=with_literals)
+            fits = fits and parts_fit
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                value, option_fits = self._convert_by_union(schema[key], value, with_literals=with_literals)
+                fits = fits and option_fits
+        return value, fits
+
+    def _convert_by_union(self, options: Sequence[Any], value: Any, *, with_literals: bool) -> tuple[Any, bool]:
+        for literally in dict.fromkeys((False, with_literals)):
+            for option in options:
+                converted, fits = self._convert(option, value, with_literals=literally)
+                if fits:
+                    return converted, True
+        return value, False
+
+    def _convert_object(
+        self, schema: Mapping[str, Any], value: dict[str, Any], *, with_literals: bool
+    ) -> tuple[dict[str, Any], bool]:
+        properties = schema.get("properties", {})
+        others = schema.get("additionalProperties", True)
+        converted = {}
+        fits = True
+        for name, item in value.items():
+            part = properties[name] if name in properties else others
+            converted[name], part_fits = self._convert(part, item, with_literals=with_literals)
+            fits = fits and part_fits
+        return converted, fits
+
+    def _convert_list(
+        self, schema: Mapping[str, Any], value: list[Any], *, with_literals: bool
+    ) -> tuple[list[Any], bool]:
+        first = schema.get("prefixItems", ())
+        others = schema.get("items", True)
+        converted = []
+        fits = True
+        for number, item in enumerate(value):
+            part = first[number] if number < len(first) else others
+            new_item, part_fits = self._convert(part, item, with_literals=with_literals)
+            converted.append(new_item)
+            fits = fits and part_fits
+        return converted, fits
+
+
+def _count(value: Any) -> int:
+    """Return how many values there are in a value, itself included; text may hold as many as it has characters."""
+    if isinstance(value, str):
+        return 1 + len(value)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_count, items))
+
+
+def _literals(text: str) -> Iterator[Any]:
+    """Yield what the literal in a text may mean."""
+    text = text.strip()
+    if text in _NULL_WORDS:
+        yield None
+    if text.lower() in _BOOLEAN_WORDS:
+        yield text.lower() == "true"
     try:
-        value = json.loads(text.strip().lower() if kind == "boolean" else text)
-    except (ValueError, RecursionError):
-        return text
-    return value if type(value) in _PYTHON_TYPES[kind] else text
+        yield parse_json(text)
+    except ValueError:
+        return

@@ -263,11 +263,15 @@ def _mean_age(ages: Mapping[int, int]) -> float:
 
 
 def _session_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean number of segments, and the sums of calls that left the recorded history; nothing without any."""
+    """Return the mean number of segments, and sums of calls and requests; nothing without recorded sessions.
+
+    ``unmatched_calls`` and ``spliced_calls`` left the recorded history; of ``lost_requests`` nothing is on record.
+    """
     recorded = [t.metrics for t in trajectories if "segments" in t.metrics]
     if not recorded:
         return {}
-    counts = {name: sum(metrics[name] for metrics in recorded) for name in ("unmatched_calls", "spliced_calls")}
+    names = ("unmatched_calls", "spliced_calls", "lost_requests")
+    counts = {name: sum(metrics.get(name, 0.0) for metrics in recorded) for name in names}
     return {"segments_mean": 1 + sum(metrics["segments"] for metrics in recorded) / len(recorded), **counts}
 
 

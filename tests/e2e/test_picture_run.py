@@ -31,7 +31,7 @@ from PIL import Image
 
 from jax_agent_rl.agents import register_agent
 from jax_agent_rl.agents.tool_agent import ToolAgent
-from jax_agent_rl.chat.formats import ToolCall
+from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.rewards import register_reward
 from jax_agent_rl.tools.base import BaseTool, ToolResponse
 
@@ -52,9 +52,9 @@ class Calling:
     def __getattr__(self, name):
         return getattr(self._codec, name)
 
-    def parse_reply(self, sampled_ids, tools=()):
+    def parse_reply(self, sampled_ids, tools=(), *, context_ids=None):
         reply = self._codec.parse_reply(sampled_ids, tools)
-        return replace(reply, tool_calls=(ToolCall(name="camera", arguments={}),))
+        return Reply(reply.content, tool_calls=(ToolCall(name="camera", arguments={}),))
 
 
 @register_agent("photographer")

@@ -1,7 +1,7 @@
 """Images and videos through a real vLLM, on a tiny random Qwen2.5-VL; the reference is transformers."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gpu_backend.updates import FILES
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.tool_agent import ToolAgent
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.reply import Reply
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import BackendError, ConfigError, TokenDriftError, WeightUpdateError
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -191,10 +192,16 @@ class Camera(BaseTool):
 class CallingCodec(ChatCodec):
     """A random model calls nothing: its first turn is read as if it did."""
 
-    def parse_reply(self, sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+    def parse_reply(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        context_ids: Sequence[int] | None = None,
+    ) -> Any:
         reply = super().parse_reply(sampled_ids, tools)
         call = self._format.parse('<tool_call>{"name": "camera", "arguments": {}}</tool_call>', ()).tool_calls
-        return replace(reply, tool_calls=call)
+        return Reply(reply.content, tool_calls=call)
 
 
 async def test_a_tools_picture_is_part_of_the_trajectory_id_by_id(seeing: Seeing, references):

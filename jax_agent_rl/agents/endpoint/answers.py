@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jax_agent_rl.agents.conversation import ChatReply
-from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest
+from jax_agent_rl.agents.endpoint.requests import REFUSED, ApiError, ChatRequest, CompletionRequest
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
@@ -167,7 +167,8 @@ class ChatAnswer(_CompletionsAnswer):
         if piece.reasoning is not None:
             yield self._delta(piece, {"reasoning_content": piece.reasoning})
         if piece.turn is None:
-            yield self._delta(piece, {"content": piece.text})
+            if piece.text:
+                yield self._delta(piece, {"content": piece.text})
             return
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if calls := tool_calls(piece.turn.reply):
@@ -261,11 +262,12 @@ def _from_validation(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False)
     first = problems[0]
     param = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not supported; leave it out", param=param.split(".")[0])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}={first['input']!r:.120}: {message}{more}", param=param.split(".")[0])
+    if first["type"] == REFUSED:
+        return ApiError(400, message + more, param=first.get("ctx", {}).get("name"))
+    where = f"{param}=" if param else "the request is "
+    return ApiError(400, f"{where}{first['input']!r:.120}: {message}{more}", param=param.split(".")[0] or None)
 
 
 def _from_failure(error: JaxAgentRLError) -> ApiError:

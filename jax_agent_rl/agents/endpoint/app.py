@@ -165,7 +165,13 @@ class Endpoint:
         self._check_counts(asked, recorded=_is_recorded(request, session))
         recorder = (session or self._unrecorded()).recorder
         check_prompt(asked, recorder.context)
-        return web.json_response({"input_tokens": recorder.count_prompt(asked.messages, tools=asked.prompt_tools)})
+        count = recorder.count_prompt(
+            asked.messages,
+            tools=asked.prompt_tools,
+            template_kwargs=asked.chat_template_kwargs,
+            continue_last=asked.continue_final_message,
+        )
+        return web.json_response({"input_tokens": count})
 
     async def _list(self, request: web.Request) -> web.Response:
         listed = [

@@ -5,8 +5,8 @@
     system, messages[content blocks], tools[input_schema]   ─► ChatRequest ─► generation
     text, tool_use, thinking blocks; stop_reason; usage     ◄─ MessagesAnswer
 
-A turn's ``tool_result`` blocks become tool messages before the turn's other content, its ``thinking`` blocks reasoning
-that is not rendered. Reference: the API reference of ``POST /v1/messages``, version 2023-06-01.
+A turn's ``tool_result`` blocks become tool messages before the turn's other content, its ``thinking`` blocks reasoning.
+A last message of the assistant is continued. Reference: the API reference of ``POST /v1/messages``, version 2023-06-01.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn
-from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, nested_schema, read_chat
+from jax_agent_rl.agents.endpoint.requests import (
+    ApiError,
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    nested_schema,
+    read_chat,
+)
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
@@ -38,48 +45,67 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
-class _ToolChoice(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _ToolChoice(ApiRequest):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class _Tool(BaseModel):
+class _Tool(ApiRequest):
     """A client tool; those that Anthropic's servers run have a ``type`` and are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    WITHOUT_EFFECT = frozenset(
+        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"}
+    )
 
     type: Literal["custom"] | None = None
     name: str
     description: str = ""
     input_schema: dict[str, Any]
-    strict: bool = False
-    cache_control: Any = None
 
 
-class _Thinking(BaseModel):
+class _Thinking(ApiRequest):
     """Whether the answer shows the model's reasoning; how long it reasons is not controlled, ``max_tokens`` ends it."""
 
+    WITHOUT_EFFECT = frozenset({"block_binding", "budget_tokens", "display"})
+
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
-class _OutputConfig(BaseModel):
+class _OutputConfig(ApiRequest):
     """The form of the answer; ``effort`` is without effect, as the thinking budget is."""
 
-    model_config = ConfigDict(extra="forbid")
+    WITHOUT_EFFECT = frozenset({"effort", "task_budget"})
 
-    effort: Any = None
     format: dict[str, Any] | None = None
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(ApiRequest):
     """``POST /v1/messages/count_tokens``, and the part of a request that makes up its prompt."""
 
-    model_config = ConfigDict(extra="forbid")
+    WITHOUT_EFFECT = frozenset(
+        {
+            "betas",
+            "billing_policy",
+            "cache_control",
+            "compaction",
+            "context_management",
+            "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "thread",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+    REFUSED = {
+        "container": "give the model tools of your own",
+        "mcp_servers": "call them in the client, and pass their tools",
+    }
 
     model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
@@ -88,14 +114,14 @@ class CountTokensRequest(BaseModel):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("messages")
     @classmethod
     def _roles(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for message in value:
-            if message.get("role") not in ("user", "assistant"):
-                raise ValueError(f"role {message.get('role')!r} is neither 'user' nor 'assistant'")
+            if message.get("role") not in ("user", "assistant", "system"):
+                raise ValueError(f"role {message.get('role')!r} is none of 'user', 'assistant' and 'system'")
         return value
 
     def chat_fields(self) -> dict[str, Any]:
@@ -104,6 +130,8 @@ class CountTokensRequest(BaseModel):
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, *(one for message in self.messages for one in _chat_messages(message))],
+            "continue_final_message": self.messages[-1]["role"] == "assistant",
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
@@ -125,8 +153,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    metadata: Any = None
-    service_tier: Any = None
 
     def chat_fields(self) -> dict[str, Any]:
         return super().chat_fields() | {
@@ -265,13 +291,16 @@ def _chat_tool(tool: _Tool) -> dict[str, Any]:
 def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the chat messages of one turn."""
     content = message.get("content")
-    if isinstance(content, str):
+    if content is None or isinstance(content, str):
         yield {"role": message["role"], "content": content}
         return
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise ApiError(400, "messages: content must be text or a list of blocks", param="messages")
     if message["role"] == "assistant":
         yield _assistant_message(content)
+        return
+    if message["role"] == "system":
+        yield {"role": "system", "content": _text(content)}
         return
     results = [block for block in content if block.get("type") == "tool_result"]
     for block in results:
@@ -294,7 +323,7 @@ def _assistant_message(content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for block in content
         if block.get("type") == "tool_use"
     ]
-    rest = [block for block in content if block.get("type") not in ("tool_use", "redacted_thinking")]
+    rest = [block for block in content if block.get("type") != "tool_use"]
     message: dict[str, Any] = {"role": "assistant", "content": _parts(rest)}
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -313,12 +342,18 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
         if source.get("type") == "base64":
             url = f"data:{source.get('media_type')};base64,{source.get('data')}"
         return {"type": "image_url", "image_url": {"url": url}}
+    if kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
+        return {"type": "text", "text": source.get("data")}
+    if kind == "search_result" and isinstance(block.get("content"), list):
+        return {"type": "text", "text": _text(block["content"])}
     return {name: value for name, value in block.items() if name not in ("cache_control", "citations", "signature")}
 
 
 def _text(system: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(system, str):
         return system
-    if wrong := [block for block in system if not isinstance(block.get("text"), str)]:
-        raise ApiError(400, f"system: a block of type {wrong[0].get('type')!r} is not text", param="system")
+    for block in system:
+        if not isinstance(block, Mapping) or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+            raise ApiError(400, f"system: a block of type {kind!r} is not text", param="system")
     return "\n".join(block["text"] for block in system)

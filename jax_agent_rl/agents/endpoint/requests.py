@@ -1,8 +1,10 @@
 """Requests of OpenAI's chat and text completion APIs, as far as the engines can honour them.
 
-What they cannot honour is refused with the parameter's name, never ignored, and so is what is not known. Reference: the
-API reference of ``/v1/chat/completions`` and ``/v1/completions``; ``top_k``, ``min_p`` and ``return_token_ids`` are
-vLLM's extensions. Structured output is the grammar of a turn::
+One rule for all APIs (:class:`ApiRequest`): a parameter that is null was not given; one that is known to change the
+answer and cannot be honoured is refused by name; any other that is not known is ignored, with one warning, as clients
+send new ones with every release. Reference: the API reference of ``/v1/chat/completions`` and ``/v1/completions``;
+``top_k``, ``min_p``, ``return_token_ids``, ``chat_template_kwargs``, ``continue_final_message`` and
+``add_generation_prompt`` are vLLM's extensions. Structured output is the grammar of a turn::
 
     tool_choice       required, or a function's name   ─► a call of any tool, or of that one
     response_format   json_object, json_schema         ─► an answer in JSON; with tools, or a call
@@ -10,14 +12,17 @@ vLLM's extensions. Structured output is the grammar of a turn::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.grammar import GrammarError
+from jax_agent_rl.chat.template import check_template_kwargs
 from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.types import SamplingParams
@@ -57,26 +62,88 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": error}
 
 
-class _StreamOptions(BaseModel):
+logger = logging.getLogger(__name__)
+
+REFUSED = "refused"
+"""Type of the validation error of a parameter that cannot be honoured."""
+_NEUTRAL = (False, "", [])
+"""Values with which a refused parameter asks for nothing; 0 is equal to False."""
+_MAX_WARNINGS = 100
+_warned: set[tuple[str, str]] = set()
+"""Parameters, by the kind of request, that were warned of; bounded, as clients choose the names."""
+
+
+class ApiRequest(BaseModel):
+    """A request of any API, or an object in one; see the module docstring for what happens to its parameters."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that leave the answer as it is here: bookkeeping, speed, caches, and wishes that nothing can force."""
+    REFUSED: ClassVar[dict[str, str]] = {}
+    """Parameters that would change the answer and cannot be honoured, each with what to do instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: Any) -> Any:
+        """Return the parameters that were given and count."""
+        if not isinstance(fields, Mapping):
+            return fields
+        given = {name: value for name, value in fields.items() if value is not None}
+        for name, instead in cls.REFUSED.items():
+            if name in given and given[name] not in _NEUTRAL:
+                raise PydanticCustomError(
+                    REFUSED, "{name} is not supported; {instead}", {"name": name, "instead": instead}
+                )
+        for name in given.keys() - cls.model_fields.keys() - cls.WITHOUT_EFFECT - cls.REFUSED.keys():
+            _warn_of_unknown(cls.__name__, str(name))
+        return given
+
+
+def _warn_of_unknown(kind: str, name: str) -> None:
+    if (kind, name) in _warned or len(_warned) >= _MAX_WARNINGS:
+        return
+    _warned.add((kind, name))
+    logger.warning("a client sends the parameter %.80r of %s, which is not known here and ignored", name, kind)
+
+
+class _StreamOptions(ApiRequest):
+    WITHOUT_EFFECT = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
 
 
-class _Sampled(BaseModel):
-    """The fields both kinds of request share.
+class _Sampled(ApiRequest):
+    """The fields both kinds of request share; unsupported ones are taken with their neutral value only."""
 
-    Fields without effect on the answer (``user``, ``metadata``, …) are accepted; unsupported ones only with their
-    neutral value.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    WITHOUT_EFFECT = frozenset(
+        {
+            "metadata",
+            "moderation",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+        }
+    )
+    REFUSED = {
+        "allowed_token_ids": "log-probs would not be those of the policy",
+        "bad_words": "log-probs would not be those of the policy",
+        "guided_choice": "use response_format",
+        "guided_grammar": "use response_format",
+        "guided_json": "use response_format",
+        "guided_regex": "use response_format",
+        "ignore_eos": "the policy ends its turns itself",
+        "logits_processors": "log-probs would not be those of the policy",
+        "min_tokens": "the policy ends its turns itself",
+        "prompt_logprobs": "log-probs are those of the sampled tokens alone",
+        "structured_outputs": "use response_format",
+        "truncate_prompt_tokens": "shorten the conversation in the client",
+        "use_beam_search": "turns are sampled",
+    }
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -125,14 +192,20 @@ class _NamedFunction(BaseModel):
 class NamedTool(BaseModel):
     """A ``tool_choice`` that names a function."""
 
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["function"]
     function: _NamedFunction
 
 
 class ChatRequest(_Sampled):
     """``POST /v1/chat/completions``. Effort and verbosity have no effect: ``max_tokens`` bounds reasoning and text."""
+
+    WITHOUT_EFFECT = _Sampled.WITHOUT_EFFECT | {"prediction", "reasoning_effort", "verbosity"}
+    REFUSED = _Sampled.REFUSED | {
+        "audio": "answers are text; leave it out",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "web_search_options": "give the model a tool that searches",
+    }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -143,8 +216,22 @@ class ChatRequest(_Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_kwargs(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if value is None else check_template_kwargs(value)
+
+    @field_validator("add_generation_prompt")
+    @classmethod
+    def _generation_prompt(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value is not None and value == bool(info.data.get("continue_final_message")):
+            raise ValueError("is the opposite of continue_final_message; leave it out")
+        return value
 
     @field_validator("tools")
     @classmethod
@@ -229,12 +316,12 @@ class CompletionRequest(_Sampled):
 
 
 def read_chat(fields: dict[str, Any]) -> ChatRequest:
-    """Return a request of another API, translated to these fields; None is a field that was not given.
+    """Return a request of another API, translated to these fields.
 
     Raises:
         ValidationError: a field's value is not supported.
     """
-    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    return ChatRequest.model_validate(fields)
 
 
 def nested_schema(answer_format: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,10 +19,17 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from jax_agent_rl.agents.endpoint.answers import ApiAnswer, only_turn, tool_calls
-from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, nested_schema, read_chat
+from jax_agent_rl.agents.endpoint.requests import (
+    ApiError,
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    nested_schema,
+    read_chat,
+)
 from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
@@ -31,27 +38,40 @@ Message = dict[str, Any]
 _INPUT_TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class _TextConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _TextConfig(ApiRequest):
+    WITHOUT_EFFECT = frozenset({"verbosity"})
 
     format: dict[str, Any] | None = None
-    verbosity: Any = None
 
 
-class _Reasoning(BaseModel):
-    """Wishes without effect: the reasoning itself is in the answer, and ``max_output_tokens`` bounds it."""
+class ResponsesRequest(ApiRequest):
+    """``POST /v1/responses``.
 
-    model_config = ConfigDict(extra="forbid")
+    Wishes for reasoning are without effect: it is in the answer, and ``max_output_tokens`` bounds it.
+    """
 
-    effort: Any = None
-    summary: Any = None
-    generate_summary: Any = None
-
-
-class ResponsesRequest(BaseModel):
-    """``POST /v1/responses``."""
-
-    model_config = ConfigDict(extra="forbid")
+    WITHOUT_EFFECT = frozenset(
+        {
+            "access_programs",
+            "background_options",
+            "context_management",
+            "max_tool_calls",
+            "moderation",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "reasoning",
+            "safety_identifier",
+            "service_tier",
+            "stream_options",
+            "user",
+        }
+    )
+    REFUSED = {
+        "conversation": "use previous_response_id, or send the conversation as input items",
+        "image": "answers are text; leave it out",
+        "prompt": "send instructions and input items",
+    }
 
     model: str
     input: Annotated[str | list[dict[str, Any]], Field(min_length=1)]
@@ -71,13 +91,7 @@ class ResponsesRequest(BaseModel):
     background: Literal[False] | None = None
     include: list[str] | None = None
     metadata: Any = None
-    reasoning: _Reasoning | None = None
-    stream_options: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("tools")
     @classmethod
@@ -110,6 +124,7 @@ class ResponsesRequest(BaseModel):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "response_format": nested_schema(self.text.format) if self.text and self.text.format else None,
         }
 
@@ -347,7 +362,7 @@ def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         if kind == "message":
             turn["content"] = _joined_text(item.get("content"), number)
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         else:

@@ -10,16 +10,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_agent_rl.agents.conversation import ChatReply, TextStream, visible_text
 from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, grammar_of
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn
@@ -226,36 +224,30 @@ async def _sample(
     adapter: str | None,
 ) -> None:
     """Run one generation; emit its pieces as they come."""
-    recorder, codec, is_chat = session.recorder, session.recorder.context.codec, isinstance(request, ChatRequest)
-    streamed = request.stream and not (isinstance(request, ChatRequest) and request.prompt_tools)
-    text = TextStream(functools.partial(visible_text, codec) if is_chat else codec.decode, request.stops)
-    rest, reasoning_sent = "", False
+    recorder = session.recorder
 
-    def on_ids(ids: Sequence[int]) -> None:
-        nonlocal reasoning_sent
-        is_first = not text.sent
-        if not (new := text.add(ids)):
-            return
-        reasoning = None
-        if is_first and is_chat:  # reasoning ends where text begins
-            reasoning = codec.parse_reply(text.ids).reasoning
-            reasoning_sent = reasoning is not None
-        emit(Piece(index=index, text=new, reasoning=reasoning))
-
-    def amend(reply: ChatReply) -> ChatReply:
-        """Keep the rest of the text, and return the reply as the client has it."""
-        nonlocal rest
-        rest, reply = text.finish(reply)
-        return reply
+    def on_text(text: str, reasoning: str | None) -> None:
+        emit(Piece(index=index, text=text, reasoning=reasoning))
 
     options: dict[str, Any] = {"sampling": session.sampling_for(request), "adapter": adapter}
-    options["on_ids"] = on_ids if streamed else None
+    is_streamed = bool(request.stream)
     if isinstance(request, ChatRequest):
-        turn = await recorder.chat(request.messages, tools=request.prompt_tools, amend=amend, **options)
+        is_streamed = is_streamed and not request.prompt_tools
+        turn = await recorder.chat(
+            request.messages,
+            tools=request.prompt_tools,
+            template_kwargs=request.chat_template_kwargs,
+            continue_last=request.continue_final_message,
+            on_text=on_text if is_streamed else None,
+            **options,
+        )
     else:
-        turn = await recorder.complete(request.prompts[index // (request.n or 1)], **options)
-        amend(turn.reply)
-    emit(Piece(index=index, text=rest, turn=turn, reasoning=None if reasoning_sent else turn.reply.reasoning))
+        prompt = request.prompts[index // (request.n or 1)]
+        turn = await recorder.complete(prompt, on_text=on_text if is_streamed else None, **options)
+    if is_streamed:
+        emit(Piece(index=index, text="", turn=turn))
+    else:
+        emit(Piece(index=index, text=turn.reply.content, turn=turn, reasoning=turn.reply.reasoning))
 
 
 async def pieces(

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from jax_agent_rl.chat.formats import json_calls, literal_calls, sections, tagged
-from jax_agent_rl.chat.formats.base import Reply, ToolCall, ToolFormat
+from jax_agent_rl.chat.formats.base import ToolFormat
+from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.errors import ConfigError
 
 _ORDERED = (

@@ -1,10 +1,10 @@
-"""What all tool-call formats share: the types, the limits of think blocks, and the scanner.
+"""What all tool-call formats share: their description, and the scanner.
 
 The scanner reads text, reasoning and calls of an assistant turn in one pass::
 
     text ──► content                <think> … </think> ──► reasoning, nothing in it is a call
     opening of a call ──► the format's reader ──► calls, or why there is none
-    </think> with no <think> before it: the prompt opened it, so everything so far was reasoning
+    a first </think> with no <think> before it: the prompt opened it, so everything so far was reasoning
 
 A reader says itself where its call ends, so a tag inside a value (a closing tag in a JSON string, say) is no tag. Each
 call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS` bounds the calls: the time is linear.
@@ -16,98 +16,29 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jax_agent_rl.chat.grammar import CallSyntax
-from jax_agent_rl.validation import has_lone_surrogate
-
-THINK_TAGS = ("<think>", "</think>")
-SEED_THINK_TAGS = ("<seed:think>", "</seed:think>")
-MISTRAL_THINK_TAGS = ("[THINK]", "[/THINK]")
-GEMMA4_THINK_TAGS = ("<|channel>", "<channel|>")
-ALL_THINK_TAGS = (THINK_TAGS, SEED_THINK_TAGS, MISTRAL_THINK_TAGS, GEMMA4_THINK_TAGS)
-
-_CLOSE_OF: dict[str, str] = dict(ALL_THINK_TAGS)
-_ANY_TAG = re.compile("|".join(re.escape(tag) for tags in ALL_THINK_TAGS for tag in tags))
-_VISIBLE = re.compile(r"\S")
-
-
-def outside_thinking(text: str, *, thinking: bool = False) -> str:
-    """Return the text with its think blocks, tags included, blanked: as long as before, so that positions hold.
-
-    A block runs from its opening tag to its own closing tag, or to the end of a text that was cut. The generation
-    prompt may have opened one: everything up to a closing tag that nothing opened is thinking, too.
-
-    Args:
-        text: an assistant turn, or the part of one that was sampled last.
-        thinking: the text begins inside a block that the prompt, or an earlier part of the turn, opened.
-    """
-    parts, at = [], 0
-    for start, end in _blocks(text, thinking)[0]:
-        parts += [text[at:start], _VISIBLE.sub(" ", text[start:end])]
-        at = end
-    return "".join([*parts, text[at:]])
-
-
-def ends_thinking(text: str, *, thinking: bool = False) -> bool:
-    """Return whether a think block is open at the end of the text; arguments as in :func:`outside_thinking`."""
-    return _blocks(text, thinking)[1]
-
-
-def _blocks(text: str, thinking: bool) -> tuple[list[tuple[int, int]], bool]:
-    """Return where blocks begin and end, and whether the last one is still open."""
-    blocks: list[tuple[int, int]] = []
-    start = 0 if thinking else None
-    close = None  # of a block that was opened before the text: any closing tag
-    for tag in _ANY_TAG.finditer(text):
-        if tag.group() in _CLOSE_OF:
-            if start is None:
-                start, close = tag.start(), _CLOSE_OF[tag.group()]
-        elif start is None:
-            blocks = [(0, tag.end())]
-        elif close in (None, tag.group()):
-            blocks.append((start, tag.end()))
-            start = close = None
-    if start is not None:
-        blocks.append((start, len(text)))
-    return blocks, start is not None
-
+from jax_agent_rl.chat.reply import Reply, ReplyBuilder, ToolCall
+from jax_agent_rl.chat.thinking import ANY_THINK_TAG, ThinkState, thought_start
+from jax_agent_rl.validation import parse_json, parse_json_at
 
 Message = Mapping[str, Any]
 Schema = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """One decoded call.
+class Parse(Protocol):
+    """Parses an assistant turn.
 
-    Attributes:
-        name: of the tool.
-        arguments: not validated yet. Formats that write values as bare text give them as strings; checking them
-            against the tool's schema turns them into numbers and so on.
-        id: what the model itself calls the call, in formats that write one; its result is answered under it.
+    Never raises, never evaluates anything, and takes time linear in the text.
+
+    Args:
+        text: the turn, with special tokens.
+        tools: schemas of the sample's tools.
+        thinking: whether the turn begins in a think block that the prompt opened; None: that is not known.
     """
 
-    name: str
-    arguments: Mapping[str, Any]
-    id: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """A parsed assistant turn.
-
-    Attributes:
-        content: the text outside reasoning and calls.
-        tool_calls: decoded calls, in order.
-        malformed: for each call that could not be decoded, why.
-        reasoning: the text of the model's thinking, or None. Calls in it are not calls.
-    """
-
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()
-    reasoning: str | None = None
+    def __call__(self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply: ...
 
 
 def call_json(name: str, arguments: Mapping[str, Any]) -> str:
@@ -121,8 +52,7 @@ class ToolFormat:
 
     Attributes:
         name: value of ``agent.tool_format``.
-        parse: parses an assistant turn (its text with special tokens), given the schemas of the sample's tools.
-            Never raises, never evaluates anything, and takes time linear in the text.
+        parse: parses an assistant turn.
         example: a call as the model should write it, for templates that have no section for tools.
         markers: a chat template is of this format if its source has every text of one of these groups.
         call_end: the text that closes the last call of a turn (not the turn), "" if there is none.
@@ -132,7 +62,7 @@ class ToolFormat:
     """
 
     name: str
-    parse: Callable[[str, Sequence[Schema]], Reply]
+    parse: Parse
     example: str
     markers: tuple[tuple[str, ...], ...] = ()
     call_end: str = ""
@@ -157,8 +87,6 @@ class ToolFormat:
 MAX_CALLS = 64
 """Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
 
-_ALL_THINK_TAGS = tuple(tag for tags in ALL_THINK_TAGS for tag in tags)
-
 
 class Read(NamedTuple):
     """Calls, or problems as text, and where they end."""
@@ -178,57 +106,88 @@ class Scanner:
         opening: pattern of what begins a call (or a section of calls). Must not match the empty string.
         read: reads what begins there. ``Read.end`` must lie after the beginning of the opening.
         noise: pattern of format tokens between calls that are not part of the content.
-        think: the tags around reasoning.
     """
 
-    def __init__(
-        self, opening: str, read: Reader, *, noise: str | None = None, think: tuple[str, str] = THINK_TAGS
-    ) -> None:
-        begin, end = map(re.escape, think)
-        parts = [f"(?P<think>{begin})", f"(?P<end>{end})", f"(?P<call>{opening})"]
+    def __init__(self, opening: str, read: Reader, *, noise: str | None = None) -> None:
+        patterns = [f"(?P<think>{ANY_THINK_TAG})", f"(?P<call>{opening})"]
         if noise:
-            parts.append(f"(?P<noise>{noise})")
-        self._marks = re.compile("|".join(parts), re.DOTALL)
+            patterns.append(f"(?P<noise>{noise})")
+        self._marks = re.compile("|".join(patterns), re.DOTALL)
         self._read = read
 
-    def parse(self, text: str, tools: Sequence[Schema] = ()) -> Reply:
-        """Parse an assistant turn; ``tools`` is unused, see :class:`ToolFormat`."""
-        content: list[str] = []
-        reasoning: list[str] = []
-        items: list[ToolCall | str] = []
-        thinking, reasoned, at = False, False, 0
-        hidden = 0  # everything before this place turned out to be reasoning
+    def parse(self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+        """Parse an assistant turn; ``tools`` is unused, see :class:`Parse`."""
+        state = ThinkState(thinking)
+        reply = ReplyBuilder()
+        if state.inside:
+            reply.begin_reasoning()
+        at = 0
         while mark := self._marks.search(text, at):
-            (reasoning if thinking else content).append(text[at : mark.start()])
-            at = mark.end()
-            kind = mark.lastgroup if mark.lastgroup in ("think", "end", "noise") else "call"
+            before = text[at : mark.start()]
+            kind = mark.lastgroup if mark.lastgroup in ("think", "noise") else "call"
             if kind == "think":
-                thinking = reasoned = True
-            elif kind == "end":
-                if not thinking:
-                    hidden = mark.start()
-                    content, reasoning, items = [], [], []
-                thinking, reasoned = False, True
-            elif thinking:
-                reasoning.append(mark.group())
-            elif kind == "call":
-                if len(items) >= MAX_CALLS:
-                    items.append(f"more than {MAX_CALLS} calls in one turn: the rest was not read")
-                    at = len(text)
-                    break
-                if (found := self._read(text, mark)) is None:
-                    content.append(mark.group())
-                else:
-                    items += found.items
-                    at = found.end
-        (reasoning if thinking else content).append(text[at:])
-        items = items[: MAX_CALLS + 1]
-        return Reply(
-            content="".join(content).strip(),
-            tool_calls=tuple(item for item in items if isinstance(item, ToolCall)),
-            malformed=tuple(item for item in items if isinstance(item, str)),
-            reasoning=text[:hidden] + "".join(reasoning) if reasoned else None,
-        )
+                at = self._read_tag(text, before, mark, state, reply, certain=thinking is not None)
+            elif state.inside:
+                reply.add_reasoning(before + mark.group())
+                at = mark.end()
+            else:
+                reply.add_text(before)
+                at = mark.end()
+                if kind == "call":
+                    at = self._read_call(text, mark, reply)
+        rest = text[at:]
+        if state.inside:
+            reply.add_reasoning(rest)
+        else:
+            reply.add_text(rest)
+        return reply.build()
+
+    @staticmethod
+    def _read_tag(
+        text: str, before: str, tag: re.Match[str], state: ThinkState, reply: ReplyBuilder, *, certain: bool
+    ) -> int:
+        """Add the text before a think tag and what the tag does, and return where to go on.
+
+        Args:
+            text: the turn.
+            before: what was not added yet.
+            tag: the tag.
+            state: of the turn so far.
+            reply: the parts so far.
+            certain: it is known that the prompt opened no block.
+        """
+        was_inside = state.inside
+        step = state.read(tag.group())
+        if step == "began_inside" and certain and reply.has_calls():
+            step = "text"  # calls that were made are not taken back
+        if step == "opens":
+            reply.add_text(before)
+            reply.begin_reasoning()
+            return thought_start(text, tag)
+        if step == "closes":
+            reply.add_reasoning(before)
+            reply.end_reasoning()
+        elif step == "began_inside":
+            reply.turn_into_reasoning(text[: tag.start()])
+        elif was_inside:
+            reply.add_reasoning(before + tag.group())
+        else:
+            reply.add_text(before + tag.group())
+        return tag.end()
+
+    def _read_call(self, text: str, opening: re.Match[str], reply: ReplyBuilder) -> int:
+        """Add the calls that begin at an opening, and return where to go on."""
+        if reply.count >= MAX_CALLS:
+            problem = f"more than {MAX_CALLS} calls in one turn: the rest was not read"
+            reply.add_calls([problem], text[opening.start() :])
+            return len(text)
+        found = self._read(text, opening)
+        if found is None:
+            reply.add_text(opening.group())
+            return opening.end()
+        items = found.items[: MAX_CALLS + 1 - reply.count]
+        reply.add_calls(items, text[opening.start() : found.end])
+        return found.end
 
 
 def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
@@ -240,8 +199,8 @@ def resume_after(text: str, at: int, close: str | None, *marks: str) -> int:
         close: its closing tag, if it has one.
         marks: tags that begin something else.
     """
-    tags = "|".join(re.escape(tag) for tag in (close, *marks, *_ALL_THINK_TAGS) if tag)
-    found = re.compile(tags).search(text, at)
+    tags = [re.escape(tag) for tag in (close, *marks) if tag]
+    found = re.compile("|".join([*tags, ANY_THINK_TAG])).search(text, at)
     if found is None:
         return len(text)
     return found.end() if found.group() == close else found.start()
@@ -254,36 +213,42 @@ def skip_space(text: str, at: int) -> int:
     return at
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
 def json_at(text: str, at: int) -> tuple[Any, int, str | None]:
     """Return ``(value, end, None)`` of the JSON after white space, or ``(None, start, problem)``."""
     at = skip_space(text, at)
     try:
-        value, end = _DECODER.raw_decode(text, at)
-        if _SURROGATE.search(text, at, end) and has_lone_surrogate(json.dumps(value, ensure_ascii=False)):
-            return None, at, "not valid JSON: a lone surrogate in a string"
-    except RecursionError:
-        return None, at, "not valid JSON: nested too deeply"
+        value, end = parse_json_at(text, at)
     except ValueError as error:
-        return None, at, f"not valid JSON: {str(error)[:120]}"
+        return None, at, str(error)
     return value, end, None
 
 
+def arguments_at(text: str, at: int, close: re.Pattern[str]) -> tuple[dict[str, Any] | str, int]:
+    """Return the arguments that stand between ``at`` and ``close``, or their problem, and where they end.
+
+    Nothing between the two is a call without arguments.
+    """
+    if close.match(text, skip_space(text, at)):
+        return {}, at
+    value, end, problem = json_at(text, at)
+    return (to_arguments(value) if problem is None else problem), end
+
+
 def to_arguments(value: Any) -> dict[str, Any] | str:
-    """Return arguments as an object, decoding a string of JSON, or their problem."""
+    """Return arguments as an object, or their problem.
+
+    Some models write them as a string of JSON; of a tool without parameters they may be null or an empty string.
+    """
     if isinstance(value, str):
-        decoded, end, problem = json_at(value, 0)
-        value = decoded if problem is None and skip_space(value, end) == len(value) else value
-    if not isinstance(value, dict):
+        try:
+            value = parse_json(value) if value.strip() else {}
+        except ValueError:
+            pass  # reported below
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
         return f'"arguments" must be an object, got {type(value).__name__}'
-    return value
+    return dict(value)
 
 
 def to_call(value: Any, *, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | str:

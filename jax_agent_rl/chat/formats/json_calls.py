@@ -22,10 +22,8 @@ from jax_agent_rl.chat.formats.base import (
     MAX_CALLS,
     Read,
     Reader,
-    Reply,
     Scanner,
     Schema,
-    ToolCall,
     ToolFormat,
     call_json,
     json_at,
@@ -34,6 +32,7 @@ from jax_agent_rl.chat.formats.base import (
     to_call,
 )
 from jax_agent_rl.chat.grammar import CallSyntax
+from jax_agent_rl.chat.reply import Reply, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -131,8 +130,9 @@ def _only_text_argument(tools: Sequence[Schema]) -> tuple[str, str] | None:
     return function["name"], needed[0]
 
 
-def _parse_text_tag(text: str, tools: Sequence[Schema] = ()) -> Reply:
-    return Scanner(re.escape(_TEXT_OPEN), _text_reader(_only_text_argument(tools))).parse(text)
+def _parse_text_tag(text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+    scanner = Scanner(re.escape(_TEXT_OPEN), _text_reader(_only_text_argument(tools)))
+    return scanner.parse(text, thinking=thinking)
 
 
 TEXT_TAG = ToolFormat(

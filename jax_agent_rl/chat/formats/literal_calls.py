@@ -13,22 +13,21 @@ parser (:class:`Literals`) reads both notations, with bounded depth in linear ti
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jax_agent_rl.chat.formats.base import (
-    GEMMA4_THINK_TAGS,
     MAX_CALLS,
-    THINK_TAGS,
     Read,
     Reader,
     Scanner,
-    ToolCall,
     ToolFormat,
     resume_after,
     skip_space,
 )
+from jax_agent_rl.chat.reply import ToolCall
 
 MAX_DEPTH = 64
 T = TypeVar("T")
@@ -163,9 +162,12 @@ class Literals:
 
     def _number(self, text: str) -> int | float:
         try:
-            return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+            number = int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
         except ValueError:  # more digits than Python converts
             raise self.error("a number that is too long") from None
+        if isinstance(number, float) and math.isinf(number):
+            raise self.error("a number that is larger than any float")
+        return number
 
     def _skip_space(self) -> None:
         found = _SPACE.match(self.text, self.at)
@@ -260,15 +262,15 @@ def _gemma_reader(open_tag: str, close: str, quote: str) -> Reader:
     return read
 
 
-def _gemma_format(name: str, tags: tuple[str, str], quote: str, think: tuple[str, str]) -> ToolFormat:
+def _gemma_format(name: str, tags: tuple[str, str], quote: str) -> ToolFormat:
     return ToolFormat(
         name=name,
-        parse=Scanner(re.escape(tags[0]), _gemma_reader(*tags, quote), think=think).parse,
+        parse=Scanner(re.escape(tags[0]), _gemma_reader(*tags, quote)).parse,
         call_end=tags[1],
         example=f"{tags[0]}call:NAME{{KEY:{quote}TEXT{quote},KEY:NUMBER}}{tags[1]}",
         markers=((tags[0], quote),),
     )
 
 
-GEMMA = _gemma_format("gemma", ("<start_function_call>", "<end_function_call>"), "<escape>", THINK_TAGS)
-GEMMA4 = _gemma_format("gemma4", ("<|tool_call>", "<tool_call|>"), '<|"|>', GEMMA4_THINK_TAGS)
+GEMMA = _gemma_format("gemma", ("<start_function_call>", "<end_function_call>"), "<escape>")
+GEMMA4 = _gemma_format("gemma4", ("<|tool_call>", "<tool_call|>"), '<|"|>')

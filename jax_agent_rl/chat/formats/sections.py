@@ -23,27 +23,25 @@ write it).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.chat.formats.base import (
     MAX_CALLS,
-    MISTRAL_THINK_TAGS,
     Read,
-    Reply,
     Scanner,
     Schema,
-    ToolCall,
     ToolFormat,
+    arguments_at,
     json_at,
-    outside_thinking,
     resume_after,
     skip_space,
-    to_arguments,
     to_call,
 )
 from jax_agent_rl.chat.grammar import CallSyntax
+from jax_agent_rl.chat.reply import Reply, ReplyPart, ToolCall
+from jax_agent_rl.chat.thinking import outside_thinking
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """What Mistral's templates accept as an id; any other is left to the codec to invent."""
@@ -71,8 +69,7 @@ class SectionReader:
         head = self._head.match(text, opening.end())
         if head is None:
             return self._broken(text, opening.end(), f"expected a tool's name after {opening.group()}")
-        value, end, problem = json_at(text, head.end())
-        arguments = to_arguments(value) if problem is None else problem
+        arguments, end = arguments_at(text, head.end(), self._end)
         close = self._end.match(text, end)
         if isinstance(arguments, str):
             return self._broken(text, end, arguments)
@@ -96,10 +93,12 @@ def _section_format(
 ) -> ToolFormat:
     scanner = Scanner(re.escape(opening), read, noise="|".join(map(re.escape, section)))
 
-    def parse(text: str, tools: Sequence[Schema] = ()) -> Reply:
-        reply = scanner.parse(text)
-        announced = section[0] in outside_thinking(text) and not reply.tool_calls and not reply.malformed
-        return replace(reply, malformed=(f"no call after {section[0]}",)) if announced else reply
+    def parse(text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+        reply = scanner.parse(text, thinking=thinking)
+        if reply.calls or section[0] not in outside_thinking(text, thinking=thinking):
+            return reply
+        announced = ReplyPart(kind="malformed", text=section[0], problem=f"no call after {section[0]}")
+        return Reply(parts=(*reply.parts, announced))
 
     syntaxes = (replace(syntax, begin=section[0], end=section[1]),)
     return ToolFormat(
@@ -196,7 +195,7 @@ def _read_mistral(text: str, opening: re.Match[str]) -> Read:
 
 MISTRAL = ToolFormat(
     name="mistral",
-    parse=Scanner(re.escape(_TOOL_CALLS), _read_mistral, think=MISTRAL_THINK_TAGS).parse,
+    parse=Scanner(re.escape(_TOOL_CALLS), _read_mistral).parse,
     example='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
     markers=((_TOOL_CALLS,),),
     syntaxes=(
@@ -212,50 +211,65 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-def _parse_harmony(text: str, tools: Sequence[Schema] = ()) -> Reply:
-    """Parse a turn of Harmony."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    items: list[ToolCall | str] = []
+def _parse_harmony(text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
+    """Parse a turn of Harmony, whose reasoning is a message of its own: no prompt opens it."""
+    parts: list[ReplyPart] = []
+    calls = 0
     at = 0
-    while at < len(text) and len(items) <= MAX_CALLS:
+    while at < len(text) and calls <= MAX_CALLS:
+        message_at = at
         start = _START.match(text, at)
         header_at = start.end() if start else at
         body_at = text.find(_MESSAGE, header_at)
         if body_at < 0:
-            _headless(text[header_at:], content, items)
+            parts.append(_headless(text[header_at:]))
             break
         header = text[header_at:body_at]
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         body_at += len(_MESSAGE)
+        recipient = _RECIPIENT.search(header)
         if recipient:
             item, at = _read_harmony(text, body_at, recipient[1])
-            items.append(item)
+            written = text[message_at:at]
+            if isinstance(item, str):
+                parts.append(ReplyPart(kind="malformed", text=written, problem=item))
+            else:
+                parts.append(ReplyPart(kind="call", text=written, call=item))
+            calls += 1
             continue
         ends = _ENDS.search(text, body_at)
         body = text[body_at : ends.start()] if ends else text[body_at:]
-        (reasoning if channel and channel[1] == "analysis" else content).append(body)
+        channel = _CHANNEL.search(header)
+        is_reasoning = channel is not None and channel[1] == "analysis"
+        parts.append(ReplyPart(kind="reasoning" if is_reasoning else "text", text=body, is_closed=ends is not None))
         at = _message_end(text, ends.start() if ends else len(text))
-    return Reply(
-        content="\n\n".join(part.strip() for part in content if part.strip()),
-        tool_calls=tuple(item for item in items if isinstance(item, ToolCall)),
-        malformed=tuple(item for item in items if isinstance(item, str)),
-        reasoning="\n\n".join(reasoning) if reasoning else None,
-    )
+    return Reply(parts=_with_blank_lines(parts))
 
 
-def _headless(rest: str, content: list[str], items: list[ToolCall | str]) -> None:
-    """Add text without a message: a header that is not followed by one, or plain text."""
+def _with_blank_lines(parts: Sequence[ReplyPart]) -> Iterator[ReplyPart]:
+    """Yield the parts, messages of one kind with a blank line between them."""
+    seen: set[str] = set()
+    for part in parts:
+        is_text = part.kind == "text"
+        text = part.text.strip() if is_text else part.text
+        if is_text and not text:
+            continue
+        if part.kind in ("text", "reasoning"):
+            if part.kind in seen:
+                text = "\n\n" + text
+            seen.add(part.kind)
+        yield replace(part, text=text)
+
+
+def _headless(rest: str) -> ReplyPart:
+    """Return text without a message: a header that is not followed by one, or plain text."""
     if _RECIPIENT.search(rest) and _CHANNEL.search(rest):
-        items.append(f"a header that names a recipient, but no {_MESSAGE}")
-    else:
-        content.append(rest)
+        return ReplyPart(kind="malformed", text=rest, problem=f"a header that names a recipient, but no {_MESSAGE}")
+    return ReplyPart(kind="text", text=rest)
 
 
 def _read_harmony(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
     """Return the call in the message body at ``at``, or its problem, and where the message ends."""
-    value, end, problem = json_at(text, at)
-    arguments = to_arguments(value) if problem is None else problem
+    arguments, end = arguments_at(text, at, _ENDS)
     ends = _ENDS.search(text, end)
     stop = ends.start() if ends else len(text)
     if isinstance(arguments, str):

@@ -16,16 +16,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jax_agent_rl.chat.formats.base import (
-    SEED_THINK_TAGS,
-    THINK_TAGS,
-    Read,
-    Scanner,
-    ToolCall,
-    ToolFormat,
-    resume_after,
-    skip_space,
-)
+from jax_agent_rl.chat.formats.base import Read, Scanner, ToolFormat, resume_after, skip_space
+from jax_agent_rl.chat.reply import ToolCall
+from jax_agent_rl.chat.thinking import think_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +32,6 @@ class Tags:
         key: pattern that opens an argument, its name in group 1.
         end_value: closes it.
         padded: a value has one line feed of its own on either side.
-        think: the tags around reasoning.
     """
 
     open: str
@@ -49,7 +41,6 @@ class Tags:
     key: str
     end_value: str
     padded: bool = False
-    think: tuple[str, str] = THINK_TAGS
 
 
 class TaggedReader:
@@ -63,6 +54,10 @@ class TaggedReader:
         self._close = re.compile(r"\s*" + re.escape(tags.close))
         ends = f"{tags.key}|{re.escape(tags.end_call or tags.close)}"
         self._end_value = re.compile(rf"{re.escape(tags.end_value)}(?=\s*(?:{ends}))")
+        next_calls = [re.escape(tags.close) + r"\s*" + re.escape(tags.open)]
+        if tags.end_call:
+            next_calls.append(re.escape(tags.end_call) + r"\s*" + tags.call)
+        self._next_call = re.compile("|".join(next_calls))
 
     def __call__(self, text: str, opening: re.Match[str]) -> Read:
         items: list[ToolCall | str] = []
@@ -98,9 +93,11 @@ class TaggedReader:
         return arguments, at, None
 
     def _swallows_a_call(self, value: str) -> bool:
-        """Return whether reasoning ends and a call begins in ``value``: the call before was unfinished reasoning."""
-        end = value.find(self._tags.think[1])
-        return end >= 0 and self._tags.open in value[end:]
+        """Return whether a call begins in ``value``: the argument was not finished, or all of it was reasoning."""
+        if self._next_call.search(value):
+            return True
+        blocks = think_blocks(value)
+        return bool(blocks) and blocks[0].start == 0 and self._tags.open in value[blocks[0].end :]
 
     def _broken(self, text: str, at: int, problem: str) -> Read:
         """Reject everything between the outer tags when a part is malformed."""
@@ -118,7 +115,7 @@ def _shown(text: str, at: int) -> str:
 
 
 def _format(name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ...], ...]) -> ToolFormat:
-    parse = Scanner(re.escape(tags.open), TaggedReader(tags), think=tags.think).parse
+    parse = Scanner(re.escape(tags.open), TaggedReader(tags)).parse
     return ToolFormat(name=name, parse=parse, example=example, markers=markers, call_end=tags.close)
 
 
@@ -147,7 +144,6 @@ SEED = _format(
         end_call="</function>",
         key=_PARAMETER,
         end_value="</parameter>",
-        think=SEED_THINK_TAGS,
     ),
     example="<seed:tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter>\n</function>\n</seed:tool_call>",
     markers=(("<seed:tool_call>", "<function="),),

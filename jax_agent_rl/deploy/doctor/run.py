@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, load_agents, select_agents
-from jax_agent_rl.agents.prompt import encode_prompt
+from jax_agent_rl.agents.prompt import codec_of_row, encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.base import Facts, unused
@@ -230,7 +230,8 @@ class RunChecks:
             uses_tools = (row.get("agent_name") or self.config.agent.default_agent) == ToolAgent.name
             selection = (row.get("extra_info") or {}).get("tool_selection")
             schemas = list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
-            return len(encode_prompt(codec, row["prompt"], schemas)[0])
+            continues = bool(row.get("continue_final_message"))
+            return len(encode_prompt(codec_of_row(codec, row), row["prompt"], schemas, continue_last=continues)[0])
 
         chosen = (row for rows in self.found_rows.values() for row in rows[:: math.ceil(count / MAX_PROMPTS)])
         lengths = [length(row) for row in chosen if row["prompt"]]

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field, ValidationError
 
+from jax_agent_rl.chat.messages import alternating
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config.base import NonNegative, Positive, Section
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
-from jax_agent_rl.errors import ConfigError, InteractionError
+from jax_agent_rl.errors import ConfigError, InteractionError, TemplateError
 from jax_agent_rl.rewards.rules import last_number, marked_number
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.network import JsonService, bearer
+from jax_agent_rl.validation import replace_lone_surrogates
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
@@ -101,7 +104,8 @@ class OpenAIChat:
             content = None
         if not isinstance(content, str):
             raise InteractionError(f"{self._service.url} answered without a message's text: {answer!r:.200}")
-        return content.encode("utf-8", "replace").decode()
+        # Servers without a reasoning parser leave the thoughts in the text.
+        return _spoken(answer_of(replace_lone_surrogates(content)), wrote=content)
 
     async def close(self) -> None:
         await self._service.close()
@@ -124,13 +128,13 @@ class EngineChat:
     async def complete(
         self, messages: Sequence[Message], *, request_id: str, max_tokens: int, temperature: float
     ) -> str:
-        """Return the assistant's next message.
+        """Return the assistant's next message, without its thoughts.
 
         Raises:
-            InteractionError: the conversation fills the engine's context.
+            InteractionError: the conversation fills the engine's context, or the model only thought.
             TrajectoryError: the engine failed, or the chat template refuses the conversation.
         """
-        prompt = self._codec.encode_prompt(messages)
+        prompt = self._encode(messages)
         room = self._max_model_len - len(prompt)
         if room < 1:
             raise InteractionError(
@@ -139,10 +143,41 @@ class EngineChat:
             )
         sampling = SamplingParams(max_tokens=min(max_tokens, room), temperature=temperature)
         output = await self._client.generate(request_id, prompt_ids=prompt, sampling_params=sampling)
-        return self._codec.decode(output.token_ids)
+        reply = self._codec.parse_reply(output.token_ids, context_ids=prompt)
+        said = reply.text_of("text", "call", "malformed")
+        return _spoken(said, wrote=self._codec.decode(output.token_ids))
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            return self._codec.encode_prompt(messages)
+        except TemplateError:
+            if messages[0]["role"] != "system":
+                raise
+        # Some templates have no system role: what it says then stands before the first message.
+        system, first, *others = messages
+        first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+        return self._codec.encode_prompt([first, *others])
 
     async def close(self) -> None:
         """Do nothing: the run owns the engine."""
+
+
+def _spoken(text: str, *, wrote: str) -> str:
+    """Return what a simulated user says.
+
+    Args:
+        text: what it wrote besides its thoughts.
+        wrote: all of it, for the message.
+
+    Raises:
+        InteractionError: nothing: it was cut while thinking.
+    """
+    if not text.strip():
+        raise InteractionError(
+            f"the simulated user only thought and said nothing: …{wrote[-100:]!r}; raise its max_tokens, or let it "
+            "think less"
+        )
+    return text.strip()
 
 
 RIGHT = "Your response is correct!"
@@ -198,6 +233,10 @@ PERSONA = (
     "You play a user who talks to an assistant. Stay in that role: you are not the assistant. "
     "Write only the user's next message. When the user's goal is reached, write {done} and nothing else."
 )
+
+
+GREETING = "Hello! How can I help you?"
+"""What the assistant says before the user's first message, as the roles of a conversation have to alternate."""
 
 
 class ModelUserConfig(Section):
@@ -271,14 +310,13 @@ class ModelUserInteraction(BaseInteraction):
         if self._chat is not None:
             await self._chat.close()
 
-    def _swap_roles(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, str]]:
+    def _swap_roles(self, messages: Sequence[Mapping[str, Any]], goal: Any) -> list[dict[str, Any]]:
         """Return the conversation with roles exchanged, without system messages and tool results."""
         persona = self._settings.persona.replace("{done}", self._settings.done_phrase)
         seen = [{"role": "system", "content": f"{persona}\n\nThe user's goal: {goal}" if goal else persona}]
         exchanged = {"user": "assistant", "assistant": "user"}
-        seen += [
-            {"role": exchanged[message["role"]], "content": message["content"]}
-            for message in messages
-            if message["role"] in exchanged
-        ]
-        return seen
+        for message in messages:
+            role = message["role"]
+            if role in exchanged and message["content"]:
+                seen.append({"role": exchanged[role], "content": message["content"]})
+        return alternating(seen, opening=GREETING)

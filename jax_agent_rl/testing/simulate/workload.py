@@ -286,6 +286,12 @@ class SimulatedCodec:
     def replaces_end(self, sampled_ids: Sequence[int], appended_ids: Sequence[int]) -> bool:
         return False
 
+    def thinking_after(self, context_ids: Sequence[int]) -> str:
+        return ""
+
+    def turn_text(self, sampled_ids: Sequence[int], context_ids: Sequence[int]) -> str:
+        return self.decode(sampled_ids)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 

@@ -5,13 +5,14 @@ All parsing takes one pass: each search begins where the previous one ended, and
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.chat.formats.base import to_call
 from jax_agent_rl.utils.fences import fenced, fenced_blocks
+from jax_agent_rl.validation import parse_json
 
 _RESULTS = ("result", "output")  # names of a result block that a model may open itself
 
@@ -68,25 +69,22 @@ def _dedent(block: str) -> str:
 def parse_tool_call(action: str) -> tuple[str, Mapping[str, Any]] | None:
     """Parse the last ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` into name and arguments.
 
-    The arguments may be the JSON text of an object, as OpenAI's are; with ``"server"``, the name is ``SERVER.NAME``.
+    It is read as calls of the policy's own tools are (:func:`jax_agent_rl.chat.formats.base.to_call`); with
+    ``"server"``, the name is ``SERVER.NAME``.
     """
-    call = _parse_object(last_tag(action, "tool_call"))
-    if call is None or not isinstance(call.get("name"), str):
+    text = last_tag(action, "tool_call")
+    if text is None:
         return None
-    arguments = call.get("arguments")
-    arguments = {} if arguments is None else _parse_object(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(arguments, dict):
-        return None
-    server = call.get("server")
-    return (f"{server}.{call['name']}" if isinstance(server, str) and server else call["name"]), arguments
-
-
-def _parse_object(text: str | None) -> dict[str, Any] | None:
     try:
-        value = None if text is None else json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    call = to_call(value)
+    if isinstance(call, str):
+        return None
+    server = value.get("server")
+    name = f"{server}.{call.name}" if isinstance(server, str) and server else call.name
+    return name, call.arguments
 
 
 def result_block(action: str, text: str) -> str:

@@ -14,7 +14,8 @@ from jax_agent_rl.errors import ConfigError, ToolError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.interpreters import failure_metrics
 from jax_agent_rl.tool_server.plugins.markup import parse_tool_call
-from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
+from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig, MCPTool, result_text
+from jax_agent_rl.tools.schema import convert_arguments
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
@@ -37,7 +38,7 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
     async def start(self) -> None:
         settings = self.context.settings.mcp
         self._stack = AsyncExitStack()
-        self._tools: dict[str, tuple[MCPConnection, str]] = {}
+        self._tools: dict[str, tuple[MCPConnection, MCPTool]] = {}
         try:
             for name, target in settings.servers.items():
                 connection = await self._stack.enter_async_context(
@@ -46,8 +47,8 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
                     )
                 )
                 for tool in await connection.tools():
-                    self._tools[f"{name}.{tool.name}"] = connection, tool.name
-                    self._tools.setdefault(tool.name, (connection, tool.name))
+                    self._tools[f"{name}.{tool.name}"] = (connection, tool)
+                    self._tools.setdefault(tool.name, (connection, tool))
         except (ConfigError, ToolError) as error:
             await self.stop()
             raise ConfigError(f"mcp.servers: {error}") from error
@@ -64,21 +65,19 @@ class McpTool(ServerTool[tuple[str, Mapping[str, Any]], None]):
             known = sorted(known for known in self._tools if "." not in known)
             raise ToolError(f"there is no tool {name[:100]!r}; available tools: {known}")
         connection, tool = self._tools[name]
-        return _observation(await connection.call(tool, arguments))
+        return _observation(await connection.call(tool.name, convert_arguments(tool.parameters, arguments)))
 
 
 def _observation(result: CallToolResult) -> ToolObservation:
     """Convert the displayable contents; an action whose result reports an error is still valid."""
-    texts, images, audio = [], [], []
+    images = []
+    audio = []
     for item in result.content:
-        match item.type:
-            case "text":
-                texts.append(item.text)
-            case "image":
-                images.append(f"data:{item.mime_type};base64,{item.data}")
-            case "audio":
-                audio.append(f"data:{item.mime_type};base64,{item.data}")
-    text = "\n".join(texts)
+        if item.type == "image":
+            images.append(f"data:{item.mime_type};base64,{item.data}")
+        elif item.type == "audio":
+            audio.append(f"data:{item.mime_type};base64,{item.data}")
+    text = result_text(result, shown=("image", "audio"))
     return ToolObservation(
         text=f"\n<tool_response>\n{text}\n</tool_response>\n",
         image=images,

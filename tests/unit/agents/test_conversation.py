@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.conversation import (
     CallWithId,
     ChatReply,
@@ -15,9 +16,16 @@ from jax_agent_rl.agents.conversation import (
     assistant_message,
     cut_at_stop,
     fingerprint,
+    first_difference,
     plain_messages,
 )
+from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import TemplateError
+from jax_agent_rl.rollout.client import LLMServerClient
+from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.types import SamplingParams
+from tests.fakes import FakeCodec, ScriptedBackend
 
 ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3)
 
@@ -110,3 +118,33 @@ def test_text_that_turns_out_to_be_reasoning_stays_as_it_was_sent():
     assert stream.add(list(map(ord, "</think>"))) == ""
     rest, reply = stream.finish(ChatReply(content="yes", reasoning="so"))
     assert (rest, reply.content) == ("yes", "soyes")
+
+
+def test_of_conversations_that_are_followed_equally_far_the_last_one_is_named():
+    asked = {"role": "user", "content": "q"}
+    recorded = [[asked, {"role": "assistant", "content": said}] for said in ("first", "second")]
+    text = first_difference([asked, {"role": "assistant", "content": "other"}], recorded)
+    assert "'second'" in text and "'first'" not in text
+
+
+async def test_a_request_is_compared_with_the_conversation_that_it_continues():
+    codec = FakeCodec()
+    says = iter(["one", "two", "three", "four"])
+    backend = ScriptedBackend(codec, lambda request: codec.reply_ids(next(says)))
+    context = AgentContext(
+        client=LLMServerClient([AsyncServer(backend)]), codec=codec, limits=AgentConfig(), max_model_len=1000
+    )
+    recorder = ChatRecorder(context, session_id="s")
+    sampling = SamplingParams(max_tokens=9, seed=0)
+
+    def said(text):
+        return {"role": "assistant", "content": text}
+
+    asked = [{"role": "user", "content": "q"}]
+    more = {"role": "user", "content": "more"}
+    await recorder.chat(asked, sampling=sampling)
+    await recorder.chat([*asked, said("one"), more], sampling=sampling)
+    await recorder.chat([{"role": "user", "content": "another"}], sampling=sampling)
+    edited = await recorder.chat([*asked, said("one"), more, said("2"), more], sampling=sampling)
+    assert edited.parent is recorder.turns[0]
+    assert "has '2' where the recorded one (assistant) has 'two'" in edited.note

@@ -132,7 +132,7 @@ async def test_sub_agents_at_the_same_time_are_segments_and_each_turn_is_trained
     assert trajectory.messages[0]["content"] == "sum it up" and trajectory.metrics["segments"] == 3
 
 
-async def test_a_rejected_alternative_is_not_trained_on_but_votes_are():
+async def test_all_samples_of_a_request_are_trained_on_whichever_is_continued():
     async def agent(base_url, api_key, row):
         async with client_of(base_url, api_key) as client:
             messages = [dict(m) for m in row["prompt"]]
@@ -144,9 +144,11 @@ async def test_a_rejected_alternative_is_not_trained_on_but_votes_are():
     async with tiny_context() as context:
         trajectory = await trajectory_of(agent, context)
         assert_exact(trajectory, context.client.servers[0].backend)
-    assert trajectory.metrics["abandoned_turns"] == 2
-    assert [s.num_turns for s in trajectory.sequences] == [1, 2]
-    assert trajectory.segments[0].prompt_ids[: len(trajectory.prompt_ids)] == trajectory.prompt_ids
+        sampled = sum(len(output.token_ids) for _, output in context.client.servers[0].backend.seen)
+    assert sum(t.num_sampled for t in trajectory.sequences) == sampled, "each id once"
+    assert sorted(s.num_turns for s in trajectory.sequences) == [1, 1, 1, 2] and trajectory.num_turns == 2
+    assert trajectory.metrics["segments"] == 3 and trajectory.metrics["lost_requests"] == 0
+    assert all(s.prompt_ids[: len(trajectory.prompt_ids)] == trajectory.prompt_ids for s in trajectory.segments)
 
 
 async def test_a_function_that_is_not_async_runs_in_a_thread():

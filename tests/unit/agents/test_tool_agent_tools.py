@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from jax_agent_rl.agents import AgentContext, ToolAgent
+from jax_agent_rl.chat.reply import Reply
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.observe.run_dir import trajectory_record
@@ -16,7 +17,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import BaseTool, ToolRegistry, ToolResponse
 from jax_agent_rl.types import SamplingParams
-from tests.fakes import FakeCodec, FakeReply, ScriptedBackend
+from tests.fakes import FakeCodec, ScriptedBackend
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
@@ -202,10 +203,10 @@ class IdCodec(FakeCodec):
         super().__init__()
         self.appended = []
 
-    def parse_reply(self, sampled_ids, tools=()):
+    def parse_reply(self, sampled_ids, tools=(), *, context_ids=None):
         reply = super().parse_reply(sampled_ids)
         calls = (dataclasses.replace(call, id=f"call-{n}") for n, call in enumerate(reply.tool_calls))
-        return FakeReply(content=reply.content, tool_calls=tuple(calls), malformed=reply.malformed)
+        return Reply(reply.content, tool_calls=calls, malformed=reply.malformed)
 
     def encode_append(self, sampled_ids, messages, *, tools=()):
         self.appended.append(messages)

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS
 from jax_agent_rl.chat.special_tokens import ControlTokens, unused_word
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS
 from jax_agent_rl.errors import TemplateError
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
 

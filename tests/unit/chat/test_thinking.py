@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, ends_thinking, outside_thinking
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking, outside_thinking
 
 TAGS = [tag for tags in ALL_THINK_TAGS for tag in tags]
 texts = st.lists(st.sampled_from([*TAGS, "a", "<tool>", "</tool>", "\n", " "]), max_size=12).map("".join)
@@ -27,9 +27,14 @@ def test_a_block_that_was_cut_reaches_to_the_end(begin, end):
 
 
 @pytest.mark.parametrize(("begin", "end"), ALL_THINK_TAGS)
-def test_a_closing_tag_that_nothing_opened_hides_everything_before_it(begin, end):
+def test_a_first_closing_tag_that_nothing_opened_hides_everything_before_it(begin, end):
     assert outside_thinking(f"<tool>x</tool>{end}y").split() == ["y"]
-    assert outside_thinking(f"{begin}a{end}b<tool>x</tool>{end}y").split() == ["y"]
+
+
+@pytest.mark.parametrize(("begin", "end"), ALL_THINK_TAGS)
+def test_a_later_closing_tag_that_nothing_opened_is_text(begin, end):
+    assert outside_thinking(f"{begin}a{end}b<tool>x</tool>{end}y").split() == [f"b<tool>x</tool>{end}y"]
+    assert outside_thinking(f"a{end}b {end}y", thinking=True).split() == ["b", f"{end}y"]
 
 
 def test_a_text_that_begins_in_a_block_is_thinking_until_a_closing_tag():

@@ -14,8 +14,8 @@ import pytest
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import FORMATS
-from jax_agent_rl.chat.formats.base import ALL_THINK_TAGS, ends_thinking
 from jax_agent_rl.chat.grammar import MAX_COMPILED, GrammarCompiler, GrammarError
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, ends_thinking
 from tests.unit.chat.test_formats_vs_templates import FORMAT_OF, written
 from tests.unit.chat.test_template_families import FAMILIES, tokenizer_with
 from tests.unit.chat.test_template_families import codec_of as any_codec

@@ -89,6 +89,7 @@ EFFECTS = {
     "agent.max_response_length":
         "unit/agents/test_server_tool_settings.py::test_val_settings_hold_in_evaluations_only",
     "agent.module": "unit/deploy/doctor/test_config_checks.py::test_several_faults_are_told_together_and_hide_no_other",
+    "agent.chat_template_kwargs": "unit/agents/test_template_kwargs.py::test_arguments_reach_the_template_and_add_up",
     "agent.role_models": "e2e/test_roles_run.py::test_a_frozen_role_is_on_record_and_not_trained",
     "agent.role_adapters":
         "unit/collect/test_roles.py::test_an_adapter_plays_its_role_and_the_model_below_it_is_frozen",
@@ -116,6 +117,8 @@ EFFECTS = {
         "test_a_judge_nobody_asks_for_is_not_started_and_one_that_is_missing_is_named",
     "reward.judge.max_tokens": "unit/runtime/test_scoring_services.py::test_the_policy_may_be_the_judge",
     "reward.judge.temperature": "unit/runtime/test_scoring_services.py::test_the_policy_may_be_the_judge",
+    "reward.judge.chat_template_kwargs":
+        "unit/agents/test_template_kwargs.py::test_a_judge_has_arguments_of_its_own",
     "reward.judge.max_in_flight": "unit/rewards/test_judge.py::test_only_so_many_questions_are_in_flight",
     "algorithm.adv_estimator":
         "unit/learner/test_algorithms.py::test_gradients_do_not_depend_on_packing_sharing_or_splitting",

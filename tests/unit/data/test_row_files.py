@@ -351,7 +351,9 @@ def twins(draw: st.DrawFn) -> tuple[list[dict[str, Any]], pa.Schema]:
         {"role": st.just("assistant"), "content": text},
         optional={"tool_calls": st.lists(call.map(lambda a: {"function": {"name": "f", "arguments": a}}), max_size=1)},
     )  # fmt: skip
-    silent = call.map(lambda a: {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": a}}]})
+    silent = call.map(
+        lambda a: {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": a}}]}
+    )
     user = st.fixed_dictionaries({"role": st.just("user"), "content": text}, optional={"tool_calls": st.none()})
     row = st.fixed_dictionaries(
         {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.chat.formats.base import Reply, ToolCall
+from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.environments import EnvironmentPool, get_environment
 from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.errors import EnvironmentFailedError

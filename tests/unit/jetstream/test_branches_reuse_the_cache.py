@@ -3,6 +3,7 @@
 import contextlib
 
 from jax_agent_rl.agents import AgentContext
+from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import TreeGrpo, TreeRL
 from jax_agent_rl.config import AgentConfig
@@ -13,7 +14,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import SamplingParams
-from tests.fakes import FakeCodec, FakeReply, FakeToolCall
+from tests.fakes import FakeCodec
 from tests.tiny import TINY, logprobs_of, tiny_params
 
 SHAPES = EngineShapes(
@@ -33,8 +34,8 @@ class AlwaysCalls(FakeCodec):
     def decode(self, ids, *, skip_special_tokens=True) -> str:
         return " ".join(map(str, ids))
 
-    def parse_reply(self, sampled_ids, tools=()):
-        return FakeReply(content="", tool_calls=(FakeToolCall(name="look", arguments={}),))
+    def parse_reply(self, sampled_ids, tools=(), *, context_ids=None):
+        return Reply(tool_calls=(ToolCall(name="look", arguments={}),))
 
 
 def to_letters(ids) -> str:

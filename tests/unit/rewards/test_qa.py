@@ -42,7 +42,7 @@ def test_squads_normalisation(text, normal):
         ("dog dog", ["dog"], 2 * (0.5 * 1.0) / 1.5),  # a repeated word counts once
         ("dog", ["cat", "big dog"], 2 * (1.0 * 0.5) / 1.5),  # the best truth counts
         ("", ["cat"], 0.0),
-        ("the", ["a"], 1.0),  # both are empty after normalisation
+        ("the", ["a"], 0.0),  # both are empty after normalisation, and nothing equals nothing
     ],
 )
 def test_f1(answer, truths, expected):

@@ -41,11 +41,23 @@ def test_the_last_tag_counts():
 def test_arguments_may_be_json_text_or_missing_and_a_server_named():
     assert parse_tool_call('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>') == ("f", {"a": 1})
     assert parse_tool_call('<tool_call>{"name": "f", "arguments": null}</tool_call>') == ("f", {})
+    assert parse_tool_call('<tool_call>{"name": "f", "arguments": ""}</tool_call>') == ("f", {})
     assert parse_tool_call('<tool_call>{"name": "f", "server": "s"}</tool_call>') == ("s.f", {})
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "1", '{"name": 1}', '{"name": "x", "arguments": []}', "[" * 100_000, '{"arguments": {}}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "1",
+        '{"name": 1}',
+        '{"name": "x", "arguments": []}',
+        '{"name": "x", "arguments": {"a": 1e999}}',
+        "[" * 100_000,
+        '{"arguments": {}}',
+    ],
 )
 def test_what_is_no_tool_call_is_none(text):
     assert parse_tool_call(f"<tool_call>{text}</tool_call>") is None

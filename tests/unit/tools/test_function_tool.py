@@ -109,6 +109,28 @@ def test_annotated_text_describes_a_parameter():
     assert greet.parameters["properties"]["name"] == {"type": "string", "description": "Who."}
 
 
+@pytest.mark.parametrize("ending", ["Returns: its price.", "Raises: ValueError: none.", "Returns:\n    its price."])
+def test_a_section_after_the_arguments_may_stand_on_one_line(ending):
+    def price(item: str) -> str:
+        return item
+
+    price.__doc__ = f"Price of an item.\n\nArgs:\n    item: its name.\n\n{ending}"
+    tool = function_tool(price)
+    assert tool.description == "Price of an item."
+    assert tool.parameters["properties"] == {"item": {"type": "string", "description": "its name."}}
+
+
+def test_a_sentence_of_the_description_may_look_like_a_section():
+    def price(item: str) -> str:
+        """Price of an item.
+
+        Note: in euros.
+        """
+        return item
+
+    assert function_tool(price).description == "Price of an item.\n\nNote: in euros."
+
+
 def test_name_and_description_can_be_given():
     @function_tool(name="sum", description="Adds.")
     def add(a: int, b: int) -> int:

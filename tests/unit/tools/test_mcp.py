@@ -224,3 +224,43 @@ def test_a_wrong_server_entry_is_refused(settings, message):
 def test_a_token_becomes_a_bearer_header():
     server = MCPServerConfig.from_mapping({"url": "http://x/mcp", "auth_token": "abc"}, where="here")
     assert server.headers == {"Authorization": "Bearer abc"}
+
+
+# --- what a result says ---------------------------------------------------------------------------------------------
+
+
+def result_of(*content, **more):
+    from mcp.types import CallToolResult
+
+    return CallToolResult(content=list(content), **more)
+
+
+def contents():
+    from mcp.types import (
+        BlobResourceContents,
+        EmbeddedResource,
+        ResourceLink,
+        TextContent,
+        TextResourceContents,
+    )
+
+    text = TextResourceContents(uri="file:///a", text="THE FILE")
+    blob = BlobResourceContents(uri="file:///b", blob="AAAA", mime_type="application/pdf")
+    return [
+        TextContent(type="text", text="downloaded"),
+        EmbeddedResource(type="resource", resource=text),
+        EmbeddedResource(type="resource", resource=blob),
+        ResourceLink(type="resource_link", name="report", uri="file:///c", description="of the year"),
+    ]
+
+
+def test_the_text_of_embedded_resources_is_shown_and_the_rest_is_named():
+    text = as_tool_response(result_of(*contents())).text
+    assert text.splitlines()[:2] == ["downloaded", "THE FILE"]
+    assert "application/pdf" in text and "report" in text and "of the year" in text and "AAAA" not in text
+
+
+def test_the_gateway_of_the_tool_server_says_what_a_tool_here_says():
+    from jax_agent_rl.tool_server.plugins.mcp_gateway import _observation
+
+    assert as_tool_response(result_of(*contents())).text in _observation(result_of(*contents())).text

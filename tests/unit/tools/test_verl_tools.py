@@ -144,7 +144,7 @@ async def test_the_documented_life_of_a_tool_with_its_step_rewards(write):
 
 async def test_a_trajectory_on_an_engine_with_a_real_tokenizer(write):
     class Grading(TinyCodec):
-        def parse_reply(self, sampled_ids, tools=()):
+        def parse_reply(self, sampled_ids, tools=(), *, context_ids=None):
             calls = (ToolCall(name="grade", arguments={"answer": str(len(sampled_ids))}),)
             return Reply(content=self.decode(sampled_ids).strip(), tool_calls=calls)
 

@@ -15,6 +15,7 @@ from jax_agent_rl.environments.users import (
     InteractionRegistry,
     ModelUserInteraction,
 )
+from jax_agent_rl.environments.users.builtin import GREETING
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.tracing import Tracer
@@ -258,6 +259,7 @@ async def test_a_model_behind_an_endpoint_plays_the_user(monkeypatch):
     assert headers["authorization"] == "Bearer k"
     assert body["messages"] == [
         {"role": "system", "content": "be brief, end with ###DONE###\n\nThe user's goal: learn the sum"},
+        {"role": "user", "content": GREETING},
         {"role": "assistant", "content": "what is 1 + 2 ?"},
         {"role": "user", "content": "3"},
         {"role": "assistant", "content": "sure ?"},

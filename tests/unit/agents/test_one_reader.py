@@ -1,0 +1,355 @@
+"""Whoever reads a sampled turn reads the same: agents, the endpoint and its streams, LangGraph, judges, users, rewards.
+
+The engine is scripted; the tokenizer and the chat template are those of SmolLM2, the calls are written as Hermes does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("langgraph")
+
+from langchain_core.messages import HumanMessage  # noqa: E402
+
+from jax_agent_rl.agents import AgentContext, EnvironmentAgent, InteractionAgent, ReactAgentLoop, ToolAgent  # noqa: E402
+from jax_agent_rl.agents.conversation import TextStream, read_reply, visible_text  # noqa: E402
+from jax_agent_rl.agents.langgraph import ChatModel  # noqa: E402
+from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
+from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
+from jax_agent_rl.config import AgentConfig  # noqa: E402
+from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, register_environment  # noqa: E402
+from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry  # noqa: E402
+from jax_agent_rl.environments.users.builtin import EngineChat, ModelUserInteraction  # noqa: E402
+from jax_agent_rl.errors import InteractionError, RewardError  # noqa: E402
+from jax_agent_rl.rewards import ModelJudge, solution_text  # noqa: E402
+from jax_agent_rl.rewards.rules import boxed, gsm8k, has_format, last_number, marked_number, qa_f1, tagged  # noqa: E402
+from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
+from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
+from jax_agent_rl.tools import ToolRegistry, function_tool  # noqa: E402
+from jax_agent_rl.types import SamplingParams, StopReason  # noqa: E402
+from jax_agent_rl.utils.files import cache_root  # noqa: E402
+from tests.fakes import ScriptedBackend  # noqa: E402
+
+SAMPLING = SamplingParams(max_tokens=1000, seed=0)
+ASK = [{"role": "user", "content": "q"}]
+SEEN: list = []
+"""What the environment and the user of these tests were told."""
+
+
+@function_tool(name="set")
+def set_it(on: bool, n: int = 0) -> str:
+    """Set something."""
+    return f"{on} {n}"
+
+
+@register_environment("listener")
+class Listener(Environment):
+    """Keeps what it was told."""
+
+    async def reset(self) -> Observation:
+        return Observation.say("go")
+
+    async def step(self, reply) -> Observation:
+        SEEN.append(reply)
+        return Observation(done=True)
+
+
+class Hearer(BaseInteraction):
+    """Keeps what it was told."""
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        SEEN.append([dict(message) for message in messages])
+        return True, "", 0.0, {}
+
+
+@functools.cache
+def codec() -> ChatCodec:
+    return ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_format="hermes")
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return (*codec().encode_text(text), codec().eos_token_ids[0])
+
+
+def context(text: str, **fields) -> AgentContext:
+    """An engine that says this in every turn."""
+    backend = ScriptedBackend(codec(), lambda request: ids_of(text))
+    return AgentContext(
+        client=LLMServerClient([AsyncServer(backend)]),
+        codec=codec(),
+        limits=AgentConfig(max_assistant_turns=1, max_parallel_calls=4, default_agent="tool_agent"),
+        max_model_len=4000,
+        **fields,
+    )
+
+
+def output_of(text: str, stop_reason=StopReason.EOS):
+    return SimpleNamespace(token_ids=ids_of(text), stop_reason=stop_reason, stop_match=None, context_digest="d")
+
+
+PIECES = {
+    "text": "said {} ",
+    "call": '<tool_call>\n{{"name": "set", "arguments": {{"on": "false", "n": {}}}}}\n</tool_call>',
+    "broken": "<tool_call>bad {}</tool_call>",
+}
+plans = st.lists(st.sampled_from(sorted(PIECES)), max_size=4)
+thoughts = st.sampled_from([None, "plan", 'I could <tool_call>{"name": "set", "arguments": {}}</tool_call>'])
+
+
+def written(plan: list[str], thought: str | None) -> str:
+    body = "".join(PIECES[kind].format(number) for number, kind in enumerate(plan))
+    return body if thought is None else f"<think>{thought}</think>{body}"
+
+
+def said(plan: list[str], *kinds: str) -> str:
+    return "".join(PIECES[kind].format(number) for number, kind in enumerate(plan) if kind in kinds).strip()
+
+
+def called(plan: list[str]) -> list[int]:
+    return [number for number, kind in enumerate(plan) if kind == "call"]
+
+
+every_turn = given(plan=plans, thought=thoughts)
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+
+
+@few
+@every_turn
+async def test_the_endpoint_and_its_streams_give_text_once_and_without_thoughts(plan, thought):
+    text = written(plan, thought)
+    for tools in ((), (set_it.schema,)):
+        heard: list[str] = []
+        recorder = ChatRecorder(context(text), session_id="s")
+        listen = None if tools else lambda new, reasoning, heard=heard: heard.append(new)
+        turn = await recorder.chat(ASK, tools=tools, sampling=SAMPLING, on_text=listen)
+        shown = ("text", "broken") if tools else ("text", "call", "broken")
+        assert turn.reply.content == said(plan, *shown) and turn.reply.reasoning == thought
+        if not tools:
+            assert "".join(heard) == turn.reply.content
+        assert [call.arguments["n"] for call in turn.reply.tool_calls] == (called(plan) if tools else [])
+        assert all(call.arguments["on"] is False for call in turn.reply.tool_calls), "typed by the tool's schema"
+
+
+@few
+@every_turn
+def test_a_text_stream_of_its_own_adds_up_to_the_whole_reply(plan, thought):
+    text = written(plan, thought)
+    stream = TextStream(lambda ids: visible_text(codec(), ids), ())
+    sent = "".join(stream.add([i]) for i in ids_of(text))
+    reply = read_reply(codec(), output_of(text), tools=(), stop=())
+    rest, _ = stream.finish(reply)
+    assert sent + rest == reply.content == said(plan, *PIECES)
+
+
+@few
+@every_turn
+async def test_langgraph_gives_what_the_endpoint_gives(plan, thought):
+    text = written(plan, thought)
+    for tools in ((), (set_it.schema,)):
+        recorders = [ChatRecorder(context(text), session_id=name) for name in ("whole", "streamed")]
+        models = [ChatModel(recorder=recorder, sampling=SAMPLING) for recorder in recorders]
+        whole = await models[0].ainvoke([HumanMessage("q")], tools=tools)
+        chunks = [chunk async for chunk in models[1].astream([HumanMessage("q")], tools=tools)]
+        reply = recorders[0].turns[0].reply
+        assert whole.content == "".join(str(chunk.content) for chunk in chunks) == reply.content
+        assert [call["args"] for call in whole.tool_calls] == [dict(call.arguments) for call in reply.tool_calls]
+        assert whole.additional_kwargs.get("reasoning_content") == thought
+
+
+@few
+@every_turn
+async def test_an_agent_answers_calls_in_the_order_in_which_they_were_written(plan, thought):
+    limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4)
+    shared = context(written(plan, thought), tools=ToolRegistry([set_it]))
+    agent = ToolAgent(replace(shared, limits=limits))
+    trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    first = trajectory.turns[0]
+    wanted = [f"False {n}" if kind == "call" else "Error" for n, kind in enumerate(plan) if kind != "text"]
+    assert [call.observation[: len(want)] for call, want in zip(first.tool_calls, wanted, strict=True)] == wanted
+    results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert [result[: len(want)] for result, want in zip(results, wanted, strict=True)] == wanted
+
+
+@few
+@every_turn
+async def test_environments_and_users_hear_no_thoughts(plan, thought):
+    text = written(plan, thought)
+    SEEN.clear()
+    row = {"prompt": ASK, "extra_info": {"environment_kwargs": {"name": "listener"}}}
+    pools = EnvironmentPools()
+    await EnvironmentAgent(context(text, environments=pools)).run(
+        row, trajectory_id="t", group_id="g", sampling=SAMPLING
+    )
+    assert SEEN[0].content == said(plan, "text") and SEEN[0].reasoning == thought
+    if "call" not in plan and "broken" not in plan:
+        users = InteractionRegistry({"hearer": Hearer({})})
+        await InteractionAgent(context(text, interactions=users)).run(
+            {"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING
+        )
+        assert SEEN[1][-1] == {"role": "assistant", "content": said(plan, "text")}
+
+
+@few
+@every_turn
+async def test_the_text_of_a_turn_is_what_was_sampled(plan, thought):
+    text = written(plan, thought)
+    shared = context(text, tools=ToolRegistry([set_it]))
+    trajectory = await ToolAgent(shared).run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    assert solution_text(trajectory) == text
+
+
+# --- judges and simulated users -------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Says one thing, and keeps what it was asked."""
+
+    def __init__(self, text: str, stop_reason=StopReason.EOS):
+        self._output = output_of(text, stop_reason)
+        self.prompts: list[str] = []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
+        self.prompts.append(codec().decode(prompt_ids, skip_special_tokens=False))
+        return self._output
+
+
+async def grade(text, answer="4", **engine):
+    judge = ModelJudge(Engine(text, **engine), codec(), sampling=SAMPLING)
+    return await judge.grade(question="q", answer=answer)
+
+
+async def test_a_judge_grades_with_what_it_says_and_not_with_what_it_thinks():
+    assert await grade("<think>It says [[10]], hm.</think>Weak. [[3]]") == 0.3
+    with pytest.raises(RewardError):
+        await grade("<think>It says [[10]], hm.</think>I cannot tell.")
+
+
+@pytest.mark.parametrize("text", ["<think>It claims [[10]], but", "It claims [[10]], but"])
+async def test_a_judge_that_is_cut_gives_no_grade(text):
+    with pytest.raises(RewardError, match=r"reward\.judge\.max_tokens"):
+        await grade(text, stop_reason=StopReason.LENGTH)
+
+
+async def test_a_judge_does_not_read_what_the_policy_only_thought():
+    engine = Engine("[[5]]")
+    judge = ModelJudge(engine, codec(), sampling=SAMPLING)
+    await judge.grade(question="q", answer="<think>SECRET</think>four")
+    assert "four" in engine.prompts[0] and "SECRET" not in engine.prompts[0]
+
+
+async def ask_user(text, **engine):
+    user = ModelUserInteraction({})
+    user.attach(EngineChat(Engine(text, **engine), codec(), max_model_len=4000))
+    talk = [{"role": "user", "content": "Book a flight"}, {"role": "assistant", "content": "Where to?"}]
+    return await user.generate_response("i", talk, goal="Rome")
+
+
+async def test_the_thoughts_of_a_simulated_user_end_nothing_and_are_not_said():
+    reply = await ask_user("<think>I write ###DONE### once I have a ticket. Not yet.</think>To Rome, please.")
+    assert (reply.terminate, reply.text, reply.score) == (False, "To Rome, please.", 0.0)
+    reply = await ask_user("<think>Now.</think>###DONE###")
+    assert (reply.terminate, reply.score) == (True, 1.0)
+
+
+async def test_a_simulated_user_that_only_thinks_is_named():
+    with pytest.raises(InteractionError, match="max_tokens"):
+        await ask_user("<think>hm ###DONE###", stop_reason=StopReason.LENGTH)
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+EXTRACT = {
+    "tagged": (tagged, "<answer>18</answer>"),
+    "boxed": (boxed, r"\boxed{18}"),
+    "last_number": (last_number, "18"),
+    "marked_number": (marked_number, "#### 18"),
+}
+
+
+@pytest.mark.parametrize("name", EXTRACT)
+def test_an_answer_that_was_only_thought_of_is_none(name):
+    extract, answer = EXTRACT[name]
+    assert extract(answer) is not None
+    for text in (f"<think>maybe {answer}</think>I cannot tell.", f"<think>{answer}", f"maybe {answer}</think>no idea"):
+        assert extract(text) is None, text
+    assert str(extract(f"<think>maybe not</think>{answer}")) == "18"
+
+
+def test_an_answer_that_was_only_thought_of_is_not_paid():
+    thought = "<think>maybe #### 18 <answer>18</answer></think>I cannot tell."
+    assert gsm8k("gsm8k", thought, "18", {}) == 0.0 and gsm8k("gsm8k", "<think>x</think>#### 18", "18", {}) == 1.0
+    assert qa_f1("nq", thought, "18")["score"] == 0.0
+
+
+def test_a_block_that_the_prompt_opened_passes_the_format():
+    assert has_format("2+2</think> <answer>4</answer>")
+    assert not has_format("2+2 <answer>4</answer>") and not has_format("<answer>4</answer>")
+
+
+def test_calls_are_json_that_a_client_can_read():
+    reply = read_reply(codec(), output_of(written(["call"], None)), tools=[set_it.schema], stop=())
+    json.dumps([dict(call.arguments) for call in reply.tool_calls], allow_nan=False)
+    broken = '<tool_call>{"name": "set", "arguments": {"n": 1e999}}</tool_call>'
+    assert read_reply(codec(), output_of(broken), tools=[set_it.schema], stop=()).malformed == 1
+
+
+# --- the order of results -------------------------------------------------------------------------------------------
+
+
+class FirstEndsLast:
+    """Calls of one turn, of which a later one ends first."""
+
+    def __init__(self) -> None:
+        self.second_ended = asyncio.Event()
+
+    @property
+    def tool(self):
+        @function_tool
+        async def step(n: int) -> str:
+            """Take a step."""
+            if n == 1:
+                await self.second_ended.wait()
+            else:
+                self.second_ended.set()
+            return f"step {n}"
+
+        return step
+
+
+TWO_CALLS = "".join(f'<tool_call>{{"name": "step", "arguments": {{"n": {n}}}}}</tool_call>' for n in (1, 2))
+ONE_BROKEN = TWO_CALLS.replace("</tool_call><tool_call>", "</tool_call><tool_call>broken</tool_call><tool_call>")
+
+
+@pytest.mark.parametrize("loop", [ToolAgent, ReactAgentLoop])
+async def test_results_come_back_in_the_order_of_the_calls(loop):
+    says = iter([TWO_CALLS, "done"])
+    backend = ScriptedBackend(codec(), lambda request: ids_of(next(says)))
+    shared = AgentContext(
+        client=LLMServerClient([AsyncServer(backend)]),
+        codec=codec(),
+        limits=AgentConfig(max_parallel_calls=4, max_response_length=1000),
+        max_model_len=4000,
+        tools=ToolRegistry([FirstEndsLast().tool]),
+    )
+    trajectory = await loop(shared).run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    assert [call.observation for call in trajectory.turns[0].tool_calls] == ["step 1", "step 2"]
+    results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert results == ["step 1", "step 2"]
+
+
+async def test_a_broken_call_between_two_is_answered_between_them():
+    shared = context(ONE_BROKEN, tools=ToolRegistry([FirstEndsLast().tool]))
+    limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4, max_response_length=1000)
+    agent = ToolAgent(replace(shared, limits=limits))
+    trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+    calls = trajectory.turns[0].tool_calls
+    assert [call.error for call in calls] == [None, "malformed", None]
+    assert [call.observation for call in (calls[0], calls[2])] == ["step 1", "step 2"]
