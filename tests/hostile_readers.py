@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
 from jax_agent_rl.agents.text_tool import bare_result
+from jax_agent_rl.chat.formats import FORMATS
 from jax_agent_rl.chat.special_tokens import unused_word
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.environments.adapters import parse_command
 from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
@@ -33,6 +35,12 @@ _PLACEHOLDERS = re.compile(any_of(f"<unused{number}>" for number in range(6000))
 """As many as Gemma's tokenizer has."""
 _TOOL = SimpleNamespace()
 READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
+    "answer_of": (answer_of, ("<think>", "</think>", "[THINK]", "<", "a")),
+    "hermes": (FORMATS["hermes"].parse, ("<think>", "</think>", "<tool_call>", "</tool_call>", "{", "a")),
+    "qwen3_coder": (
+        FORMATS["qwen3_coder"].parse,
+        ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>", "\n"),
+    ),
     "marked_number": (marked_number, ("####", " ", "$", "-", "1", ",", ".")),
     "last_number": (last_number, ("1", ",", ".", "-", "e", ",111", "1e1")),
     "tagged": (tagged, ("<answer>", "</answer>", "<", "a")),

@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.errors import RewardError, UnusableTestsError
 from jax_agent_rl.rewards.registry import register_reward
 from jax_agent_rl.utils.fences import fenced_blocks
@@ -61,7 +62,7 @@ async def code_tests(
 
 
 def extract_program(text: str) -> str | None:
-    r"""Return the last block that is tagged as Python, else the last one without a tag, or None.
+    r"""Return the last block of an answer that is tagged as Python, else the last one without a tag, or None.
 
     Beside a tagged block, those without a tag show what it prints. A block that is not closed is no program: the model
     was cut off.
@@ -71,7 +72,7 @@ def extract_program(text: str) -> str | None:
     """
     tagged = None
     untagged = None
-    for block in fenced_blocks(text):
+    for block in fenced_blocks(answer_of(text)):
         if not block.is_closed:
             continue
         if block.language in PROGRAM_LANGUAGES:

@@ -30,6 +30,7 @@ from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry
 from jax_agent_rl.environments.users.builtin import EngineChat, ModelUserInteraction  # noqa: E402
 from jax_agent_rl.errors import InteractionError, RewardError  # noqa: E402
 from jax_agent_rl.rewards import ModelJudge, solution_text  # noqa: E402
+from jax_agent_rl.rewards.code import extract_program  # noqa: E402
 from jax_agent_rl.rewards.rules import boxed, gsm8k, has_format, last_number, marked_number, qa_f1, tagged  # noqa: E402
 from jax_agent_rl.rollout.client import LLMServerClient  # noqa: E402
 from jax_agent_rl.rollout.server import AsyncServer  # noqa: E402
@@ -271,6 +272,7 @@ EXTRACT = {
     "boxed": (boxed, r"\boxed{18}"),
     "last_number": (last_number, "18"),
     "marked_number": (marked_number, "#### 18"),
+    "extract_program": (extract_program, "```python\n18\n```\n"),
 }
 
 
@@ -280,7 +282,7 @@ def test_an_answer_that_was_only_thought_of_is_none(name):
     assert extract(answer) is not None
     for text in (f"<think>maybe {answer}</think>I cannot tell.", f"<think>{answer}", f"maybe {answer}</think>no idea"):
         assert extract(text) is None, text
-    assert str(extract(f"<think>maybe not</think>{answer}")) == "18"
+    assert str(extract(f"<think>maybe not</think>{answer}")).strip() == "18"
 
 
 def test_an_answer_that_was_only_thought_of_is_not_paid():
