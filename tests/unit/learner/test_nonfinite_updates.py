@@ -12,9 +12,11 @@ from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.filters import Selection
 from jax_agent_rl.config import AlgorithmConfig, CriticConfig, LearnerConfig, LoraConfig
 from jax_agent_rl.errors import NonFiniteError
+from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.multi_adapter import MultiAdapterLearner
+from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.trainer.record import account
 from jax_agent_rl.types import DropReason, Group
 from tests.tiny import TINY, tiny_params
@@ -258,3 +260,25 @@ def test_a_trajectory_without_a_free_token_leaves_the_kl_to_the_others(where: st
     steps = [made.update(groups, masked={constrained.trajectory_id}).metrics for _ in range(3)]
     assert all(np.isfinite(step["kl_reference"]) for step in steps)
     assert len({step["kl_coef"] for step in steps}) == 3
+
+
+# --- learners of given sequences ------------------------------------------------------------------------------------
+
+
+def test_each_learner_of_sequences_counts_its_own_steps_and_a_state_holds_them():
+    config = LearnerConfig(pack_length=64, remat="none", lora=LoraConfig(rank=2))
+    first = SequenceLearner(TINY, tiny_params(), config=config)
+    second = first.twin()
+    data = [TrainingSequence(token_ids=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True]))]
+    poisoned_data = [replace(data[0], weight=np.array([np.inf, np.inf]))]
+    for _ in range(2):
+        first.forward_backward(poisoned_data)
+        assert not first.optim_step(AdamParams()).finite
+        second.forward_backward(data)
+        assert second.optim_step(AdamParams()).finite
+    second.require_finite(1)
+
+    second.state = jax.tree.map(jnp.copy, first.state)
+    second.require_finite(3)
+    with pytest.raises(NonFiniteError):
+        second.require_finite(2)
