@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 import shutil
 import tempfile
@@ -52,12 +53,14 @@ from jax_agent_rl.agents.command.workspace import (
 from jax_agent_rl.config.agent import CommandConfig
 from jax_agent_rl.errors import ConfigError, TrajectoryError
 
+logger = logging.getLogger(__name__)
 OUTPUT_BYTES = 2 * MAX_HEADER_BYTES  # of a command of the runtime
 _LABEL = "jax_agent_rl"
 # What package managers and servers need of root's rights; the rest is dropped.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL")
 _PULL_SECONDS, _PROBE_SECONDS, _COMMIT_SECONDS, _CALL_SECONDS = 600.0, 120.0, 300.0, 60.0
 _BYTECODE = f"{LOGS}/bytecode"
+_SAFE_PATH = (3, 11)  # knows PYTHONSAFEPATH
 _NO_WORKSPACE = WorkspaceLimits(max_bytes=0, max_entries=0)
 
 
@@ -75,18 +78,32 @@ def paths(name):
     return [path for path in os.environ.get(name, "").split(":") if os.path.isabs(path)]
 def both(paths):
     return sorted({found for path in paths for found in (os.path.normpath(path), os.path.realpath(path))})
-found = {"python": sys.executable, "commands": both(paths("PATH")), "names": []}
-for folder in found["commands"]:
-    if os.path.isdir(folder):
-        found["names"] += os.listdir(folder)
+def inside(path):
+    return any(path.startswith(folder + "/") for folder in found["libraries"] + found["commands"])
+def follow(path):
+    for _ in range(40):
+        if not os.path.islink(path):
+            return
+        path = os.path.normpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.readlink(path)))
+        if not inside(path):
+            found["targets"].append(path)
+found = {"python": sys.executable, "version": sys.version_info[:2], "commands": both(paths("PATH")), "names": []}
 libraries = json.loads(sys.argv[1])
 for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "RUBYLIB"):
     libraries += paths(name)
 found["libraries"] = both(libraries + [path for path in sys.path if path])
 found["folders"] = list(found["libraries"])
+found["targets"] = []
+for folder in found["commands"]:
+    if os.path.isdir(folder):
+        found["names"] += os.listdir(folder)
+        for name in os.listdir(folder):
+            follow(os.path.join(folder, name))
 for library in found["libraries"]:
-    for place, folders, _ in os.walk(library):
+    for place, folders, files in os.walk(library):
         found["folders"] += [os.path.join(place, folder) for folder in folders]
+        for name in folders + files:
+            follow(os.path.join(place, name))
 print(json.dumps(found))
 """
 
@@ -96,19 +113,23 @@ class ImagePlaces(BaseModel):
 
     Attributes:
         python: path of ``python3``.
+        version: its version.
         commands: folders of ``PATH``.
         names: commands in them.
         libraries: folders of libraries and of Python's modules.
         folders: all folders in ``libraries``.
+        targets: where links among the commands and libraries lead, if that is elsewhere.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     python: str
+    version: tuple[int, int]
     commands: frozenset[str]
     names: frozenset[str]
     libraries: frozenset[str]
     folders: frozenset[str]
+    targets: frozenset[str]
 
     def forbidden(self, changes: str, workdir: str) -> list[str]:
         """Return the changes after which tests would prove nothing.
@@ -123,6 +144,7 @@ class ImagePlaces(BaseModel):
         inside_workdir = f"{workdir.rstrip('/')}/"
         is_root = workdir == "/"
         libraries = tuple(f"{library}/" for library in self.libraries)
+        targets = tuple(f"{target}/" for target in self.targets)
         found = []
         for line in changes.splitlines():
             kind, _, path = line.partition(" ")
@@ -135,7 +157,7 @@ class ImagePlaces(BaseModel):
                 is_forbidden = _COMPILED not in path.split("/")
             elif folder in self.commands:
                 is_forbidden = kind != "A" or name in self.names or name == "pyvenv.cfg"
-            elif path.startswith(_LOADER_FILES):
+            elif path.startswith(_LOADER_FILES) or path in self.targets or path.startswith(targets):
                 is_forbidden = True
             elif name == "pyvenv.cfg":  # beside the folder of an interpreter, it says where modules are
                 is_forbidden = any(command.startswith(f"{folder}/") for command in self.commands)
@@ -233,6 +255,13 @@ class ContainerRuntime:
                     raise TrajectoryError(
                         f"container of {image} (it needs python3): {answer.stderr.strip()[-2000:]}"
                     ) from None
+                version = self._places[image].version
+                if version < _SAFE_PATH:
+                    logger.warning(
+                        "python3 of %s is %d.%d: what a verifier runs by `python3 -m` imports modules of the working "
+                        "folder; use an image with %d.%d or newer",
+                        *(image, *version, *_SAFE_PATH),
+                    )
             return self._places[image]
 
     async def run(
@@ -427,8 +456,9 @@ class ContainerTask(TaskMachine):
 
     async def aclose(self) -> None:
         """Remove the containers and the image of what the program left."""
-        for command in (("rm", "--force", self._name, f"{self._name}-tests"), ("rmi", "--force", f"{self._name}:left")):
-            await self._runtime.call(*command, seconds=_CALL_SECONDS)
+        # One by one: Podman removes none of several if one of them was never made.
+        for command in (("rm", self._name), ("rm", f"{self._name}-tests"), ("rmi", f"{self._name}:left")):
+            await self._runtime.call(command[0], "--force", command[1], seconds=_CALL_SECONDS)
 
 
 _FOLDERS = ("logs/verifier", "tests")

@@ -43,10 +43,9 @@ import sys
 import tempfile
 import time
 
-HOME = os.getcwd()
 OUTPUT_CHARACTERS = 16_000
 FILE_BYTES = 4096  # of the file that is returned
-MAX_CONNECTIONS = 64  # of the command to the endpoint at the same time; further ones are closed
+MAX_CONNECTIONS = 40  # of the command to the endpoint at the same time; further ones are closed
 CHUNK = 1 << 16
 ENTRY_BYTES = 512  # that an entry counts besides its name and its contents
 MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_DEPTH = 255, 2048, 64
@@ -113,7 +112,7 @@ class Relay:
 async def run(job, out, err):
     """Run the command to its end; return its exit status, None after a timeout."""
     if job["port"] is not None:
-        socket = job.get("socket", f"{HOME}/endpoint.sock")
+        socket = job.get("socket", os.path.abspath("endpoint.sock"))
         relay = Relay(lambda: asyncio.open_unix_connection(socket))
         await asyncio.start_server(relay.serve, "127.0.0.1", job["port"])
     process = await asyncio.create_subprocess_exec(

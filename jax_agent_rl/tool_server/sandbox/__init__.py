@@ -68,7 +68,8 @@ class Sandbox:
         self.python = str(isolation.python)
         self._isolation = isolation
         self._slots = asyncio.Semaphore(max_running)
-        self._tried: OrderedDict[bytes, str | None] = OrderedDict()
+        self._tried: OrderedDict[bytes, str | None] = OrderedDict()  # digest of tests -> why they are none
+        self._trying: dict[bytes, asyncio.Lock] = {}
 
     async def run(
         self,
@@ -141,18 +142,23 @@ class Sandbox:
             UnusableTestsError: they are none.
         """
         digest = hashlib.sha256(tests.encode("utf-8", "surrogatepass")).digest()
-        if digest not in self._tried:
-            files = {**_side_files("tests", tests)}
-            argv = [self.python, "tests_side.py", "trial"]
-            result = await self.run(argv, files=files, limits=_patient(self.limits))
-            # Any other end is no proof: the trial itself may have been too much for a limit.
-            reason = result.stderr.strip().rpartition("\n")[2] if result.exit_code in _UNUSABLE else None
-            self._tried[digest] = reason
-            if len(self._tried) > _MAX_TRIED:
-                self._tried.popitem(last=False)
+        async with self._trying.setdefault(digest, asyncio.Lock()):
+            if digest not in self._tried:
+                self._tried[digest] = await self._trial(tests)
+        self._trying.pop(digest, None)
         reason = self._tried[digest]
+        if len(self._tried) > _MAX_TRIED:
+            self._tried.popitem(last=False)
         if reason is not None:
             raise UnusableTestsError(f"the tests {reason}: {tests[:200]!r}")
+
+    async def _trial(self, tests: str) -> str | None:
+        """Return why tests are none; None if they are some, or were too much for a limit, which proves nothing."""
+        argv = [self.python, "tests_side.py", "trial"]
+        result = await self.run(argv, files=_side_files("tests", tests), limits=_patient(self.limits))
+        if result.exit_code not in _UNUSABLE:
+            return None
+        return result.stderr.strip().rpartition("\n")[2]
 
     async def _start_side(self, side: Literal["program", "tests"], source: str, *pipe_ends: int) -> SandboxProcess:
         argv = [self.python, f"{side}_side.py", *map(str, pipe_ends)]

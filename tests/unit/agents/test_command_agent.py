@@ -248,6 +248,27 @@ async def test_rows_without_a_folder_run_in_the_configured_image(tmp_path: Path,
     assert output["exit_code"] is None and output["reward"] == 1.0, output  # its files are judged
 
 
+@pytest.mark.parametrize(
+    ("change", "is_forbidden"),
+    [
+        ("os.link(sys.executable, '/usr/local/bin/bash')", True),
+        ("open(os.path.dirname(os.__file__) + '/pytest.py', 'w').close()", True),
+        ("open('/etc/ld.so.preload', 'w').close()", True),
+        ("shutil.rmtree('/tests'); os.symlink('/work', '/tests'); os.mkfifo('/tmp/stdout.txt')", False),
+    ],
+)
+async def test_what_a_program_changed_of_its_image_decides_no_test(
+    tmp_path: Path, container: str, change: str, is_forbidden: bool
+):
+    task = row(files={"number.txt": "7"}, tests=TESTS, verifier="python3 -P /tests/check.py")
+    settings = {"container": container, "image": CONTAINER_IMAGE}
+    _, output = await run(f"{URLLIB_CHAT}\nimport os, shutil, sys\n{change}", task, tmp_path, **settings)
+    assert output["reward"] == (0.0 if is_forbidden else 1.0), output
+    assert ("changed what its tests run on" in output["verifier"]) == is_forbidden
+    left = [container, "ps", "--all", "--quiet", "--filter", "label=jax_agent_rl"]
+    assert subprocess.run(left, capture_output=True, text=True, check=True).stdout == ""
+
+
 async def test_a_container_runtime_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     async with tiny_context(command={"argv": ["true"], "container": "podman"}) as context:

@@ -10,10 +10,12 @@ from jax_agent_rl.agents.command.containers import _LIBRARIES, _PROBE, ImagePlac
 
 PLACES = ImagePlaces(
     python="/usr/bin/python3.12",
+    version=(3, 12),
     commands=frozenset({"/usr/bin", "/usr/local/bin"}),
     names=frozenset({"python3", "bash", "pytest"}),
     libraries=frozenset({"/usr/lib", "/usr/lib/python3/dist-packages", "/opt/modules"}),
     folders=frozenset({"/usr/lib", "/usr/lib/python3", "/usr/lib/python3/dist-packages"}),
+    targets=frozenset({"/etc/python3.12/sitecustomize.py", "/etc/alternatives/awk", "/opt/node"}),
 )
 
 
@@ -38,6 +40,9 @@ PLACES = ImagePlaces(
         "C /etc/ld.so.cache",
         "A /etc/ld.so.conf.d/x.conf",
         "C /etc/ssl/openssl.cnf",
+        "A /etc/python3.12/sitecustomize.py",
+        "C /etc/alternatives/awk",
+        "A /opt/node/module.js",
         "A /conftest.py",
         "A /pytest.ini",
     ],
@@ -83,10 +88,16 @@ def test_a_name_with_a_line_break_hides_nothing():
 
 def test_the_probe_finds_the_interpreter_its_modules_and_commands(tmp_path):
     (tmp_path / "own" / "inside").mkdir(parents=True)
+    (tmp_path / "own" / "first").symlink_to("../second")
+    (tmp_path / "second").symlink_to(tmp_path / "third")
+    (tmp_path / "own" / "stays").symlink_to("inside")
     env = {"PATH": f"{os.path.dirname(sys.executable)}:/usr/bin", "PYTHONPATH": f"relative:{tmp_path / 'own'}"}
     command = [sys.executable, "-I", "-c", _PROBE, f'["{_LIBRARIES[0]}"]']
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     places = ImagePlaces.model_validate_json(found)
+    assert places.version == sys.version_info[:2]
     assert places.python == sys.executable and "/usr/bin" in places.commands and "ls" in places.names
     assert {str(tmp_path / "own"), os.path.dirname(os.__file__)} <= places.libraries
+    assert {str(tmp_path / "second"), str(tmp_path / "third")} <= places.targets
+    assert str(tmp_path / "own" / "inside") not in places.targets
     assert str(tmp_path / "own" / "inside") in places.folders and "relative" not in places.libraries
