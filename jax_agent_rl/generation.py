@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 ID_BOUND = 2**31
+MAX_STOPS = 1024
+MAX_STOP_LENGTH = 1024
+"""Limits of stop strings and ids: all are looked for after each id."""
+MAX_GRAMMAR_LENGTH = 1_000_000
 """Exclusive bound of ids and counts: engines store them as int32."""
 
 
@@ -226,18 +230,24 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1] (0 is off)")
         if self.seed is not None:
-            check_int("seed", self.seed)
-        check_collection("stop", self.stop, of="strings")
+            check_int("seed", self.seed, least=-(2**63), below=2**64)
+        for name, values in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            check_collection(name, values, of="strings" if name == "stop" else "ids")
+            if len(values) > MAX_STOPS:
+                raise ValueError(f"{name} has {len(values)} entries: there may be {MAX_STOPS}")
         for text in self.stop:
             check_str("stop string", text)
+            if len(text) > MAX_STOP_LENGTH:
+                raise ValueError(f"a stop string has {len(text)} characters: it may have {MAX_STOP_LENGTH}")
         if not all(self.stop):
             raise ValueError("stop contains an empty string, which would end every generation at once")
-        check_collection("stop_token_ids", self.stop_token_ids, of="ids")
         for token in self.stop_token_ids:
             check_int("stop token id", token, least=0, below=ID_BOUND)
         check_bool("ignore_eos", self.ignore_eos)
         if self.grammar is not None:
             check_str("grammar", self.grammar)
+            if len(self.grammar) > MAX_GRAMMAR_LENGTH:
+                raise ValueError(f"a grammar has {len(self.grammar)} characters: it may have {MAX_GRAMMAR_LENGTH}")
             if self.ignore_eos:
                 raise ValueError("ignore_eos=True: nothing may follow the EOS that ends a grammar; leave it out")
 

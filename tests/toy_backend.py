@@ -223,6 +223,8 @@ class ToyBackend(BatchingEngine):
         self.cache.clear()
 
     async def score(self, token_ids: Sequence[int], *, start: int = 1, top_k: int = 0) -> TokenScores:
+        if max(token_ids) >= VOCAB:
+            raise BackendError(f"id {max(token_ids)} is not one of the model's {VOCAB}")
         logs = log_softmax(self.model.logits(token_ids[:-1]))[start - 1 :]
         order = np.argsort(-logs, axis=-1)[:, :top_k]
         return TokenScores(

@@ -20,12 +20,24 @@ from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.requests import (
+    MAX_BODY_BYTES,
+    CreateModelRequest,
+    CreateSamplerRequest,
+    FutureRequest,
+    LoadRequest,
+    ModelRequest,
+    OptimStepRequest,
+    SampleRequest,
+    SaveRequest,
+    SessionRequest,
+)
 from jax_agent_rl.tinker_server.rest import RestRoutes, expiry
 from jax_agent_rl.tinker_server.retention import Retention
 from jax_agent_rl.tinker_server.sampling import Sampler
 from jax_agent_rl.tinker_server.training import Models
-from jax_agent_rl.tinker_server.wire import MOST_IDS, STABLE_REINFORCE, BadRequest, parse_batch
-from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.tinker_server.wire import STABLE_REINFORCE, BadRequest, parse_batch
+from jax_agent_rl.utils.http_server import HttpServer, Refused, read_body, read_bytes
 from jax_agent_rl.utils.network import token_from
 
 logger = logging.getLogger(__name__)
@@ -34,7 +46,14 @@ POLL_SECONDS = 30.0
 """How long a request for a result waits before the client asks again."""
 PROTOBUF = "application/x-protobuf"
 _BINARY = ("forward", "forward_backward", "sample")
-_TRAINING = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights", "unload_model")
+_TRAINING = {
+    "create_model": CreateModelRequest,
+    "optim_step": OptimStepRequest,
+    "save_weights": SaveRequest,
+    "save_weights_for_sampler": SaveRequest,
+    "load_weights": LoadRequest,
+    "unload_model": ModelRequest,
+}
 
 
 class TinkerServer:
@@ -158,7 +177,8 @@ class TinkerServer:
             await self._finish(request, lambda one: loop.run_in_executor(self._training, self._models.run, one))
 
     async def _heartbeat(self, http: web.Request) -> web.Response:
-        self._database.hear(str((await read_json(http)).get("session_id")))
+        body = await read_body(http, SessionRequest, max_bytes=MAX_BODY_BYTES)
+        self._database.hear(body.session_id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request, run: Callable[[Request], Awaitable[bytes]]) -> None:
@@ -175,7 +195,7 @@ class TinkerServer:
         self._waiting.pop(request.id).set()
 
     async def _retrieve(self, http: web.Request) -> web.Response:
-        request_id = (await read_json(http))["request_id"]
+        request_id = (await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)).request_id
         if (event := self._waiting.get(request_id)) is not None:
             if self._restored and (known := self._database.request(request_id)) is not None:
                 self._resume(known.owner)
@@ -192,7 +212,7 @@ class TinkerServer:
         return web.Response(body=request.result, content_type=PROTOBUF if is_binary else "application/json")
 
     async def _cancel(self, http: web.Request) -> web.Response:
-        request_id = (await read_json(http))["request_id"]
+        request_id = (await read_body(http, FutureRequest, max_bytes=MAX_BODY_BYTES)).request_id
         if (task := self._samples.get(request_id)) is not None:
             task.cancel()
             if (request := self._database.request(request_id)) is not None:
@@ -203,47 +223,61 @@ class TinkerServer:
     # --- training -----------------------------------------------------------------------------------------------
 
     def _accept(self, kind: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+        schema = _TRAINING[kind]
+
         async def accept(http: web.Request) -> web.Response:
-            body = await read_json(http)
-            if kind == "create_model":
+            body = await read_body(http, schema, max_bytes=MAX_BODY_BYTES)
+            if isinstance(body, CreateModelRequest):
                 return self._create_model(body)
-            if kind == "load_weights" and body.get("session_id"):
-                self._rest.checkpoint(body["path"])
-                return self._add_model(body, kind=kind)
-            model = self._rest.known(body.get("model_id"))
-            expiry(body.get("ttl_seconds"))
-            number = body.get("seq_id")
-            request_id = f"{model}:{uuid.uuid4().hex if number is None else number}"
-            return self._submit(request_id, model, kind, json.dumps(body).encode())
+            if isinstance(body, LoadRequest) and body.session_id is not None:
+                if body.model_seq_id is None:
+                    raise Refused(422, "model_seq_id: a new model of a session needs one")
+                self._rest.checkpoint(body.path)
+                return self._add_model(body, body.session_id, body.model_seq_id, kind=kind)
+            if body.model_id is None:
+                raise Refused(422, "model_id: send the model's, or session_id and model_seq_id for a new one")
+            model = self._rest.known(body.model_id)
+            if isinstance(body, SaveRequest):
+                expiry(body.ttl_seconds)
+            number = uuid.uuid4().hex if body.seq_id is None else body.seq_id
+            return self._submit(f"{model}:{number}", model, kind, body.to_json())
 
         return accept
 
-    def _create_model(self, body: dict[str, Any]) -> web.Response:
-        lora, wanted = self._settings.lora, body.get("lora_config")
-        self._require_base(body.get("base_model"))
-        if body.get("optimizer_config", {}).get("type", "adamw") != "adamw":
+    def _create_model(self, body: CreateModelRequest) -> web.Response:
+        lora, wanted = self._settings.lora, body.lora_config
+        self._require_base(body.base_model)
+        if body.optimizer_config.type != "adamw":
             raise Refused(400, "only AdamW is computed")
         if (lora is None) != (wanted is None):
             asked, own = ("adapters", "whole models") if wanted else ("a whole model", "adapters")
             raise Refused(400, f"this server trains {own}, not {asked}; start one with another `lora`")
         if lora is None or wanted is None:
-            return self._add_model(body)
-        if wanted["rank"] != lora.rank:
-            raise Refused(400, f"this server trains adapters of rank {lora.rank}, not {wanted['rank']}")
-        if not (wanted.get("train_mlp", True) and wanted.get("train_attn", True)):
+            return self._add_model(body, body.session_id, body.model_seq_id)
+        if wanted.rank != lora.rank:
+            raise Refused(400, f"this server trains adapters of rank {lora.rank}, not {wanted.rank}")
+        if not (wanted.train_mlp and wanted.train_attn):
             raise Refused(400, f"this server's adapters cover {', '.join(lora.targets)}")
-        return self._add_model(body, seed=wanted.get("seed") or 0)
+        return self._add_model(body, body.session_id, body.model_seq_id, seed=wanted.seed or 0)
 
-    def _add_model(self, body: dict[str, Any], *, seed: int = 0, kind: str = "create_model") -> web.Response:
-        if not self._database.has_session(body["session_id"]):
-            raise Refused(404, f"there is no session {body['session_id']!r}")
-        model = f"{body['session_id']}:train:{body['model_seq_id']}"
-        settings = {"base_model": self._name, "seed": seed, "user_metadata": body.get("user_metadata")}
-        self._database.add_model(model, body["session_id"], settings)
-        return self._submit(f"{model}:0", model, kind, json.dumps(body).encode())
+    def _add_model(
+        self,
+        body: CreateModelRequest | LoadRequest,
+        session: str,
+        number: int,
+        *,
+        seed: int = 0,
+        kind: str = "create_model",
+    ) -> web.Response:
+        if not self._database.has_session(session):
+            raise Refused(404, f"there is no session {session!r}")
+        model = f"{session}:train:{number}"
+        settings = {"base_model": self._name, "seed": seed, "user_metadata": body.user_metadata}
+        self._database.add_model(model, session, settings)
+        return self._submit(f"{model}:0", model, kind, body.to_json())
 
     async def _forward_backward(self, http: web.Request) -> web.Response:
-        body = await http.read()
+        body = await read_bytes(http)
         try:
             message = parse_batch(body)
         except BadRequest as error:
@@ -259,33 +293,29 @@ class TinkerServer:
     # --- sampling -----------------------------------------------------------------------------------------------
 
     async def _create_sampler(self, http: web.Request) -> web.Response:
-        body = await read_json(http)
-        path = body.get("model_path")
-        if path is None:
-            self._require_base(body.get("base_model"))
+        body = await read_body(http, CreateSamplerRequest, max_bytes=MAX_BODY_BYTES)
+        if body.model_path is None:
+            self._require_base(body.base_model)
         else:
-            self._rest.checkpoint(path)
-        sampler = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
-        self._database.add_sampler(sampler, path)
+            self._rest.checkpoint(body.model_path)
+        sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        self._database.add_sampler(sampler, body.model_path)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def _sample(self, http: web.Request) -> web.Response:
-        body = await read_json(http)
-        if body.get("prompt_alt_tokens_k"):
+        body = await read_body(http, SampleRequest)
+        if body.prompt_alt_tokens_k:
             raise Refused(400, "prompt_alt_tokens_k is not computed by this server")
-        if body.get("record_stability_info"):  # recorded for that loss only: refuse it before anything is sampled
+        if body.record_stability_info:  # recorded for that loss only: refuse it before anything is sampled
             raise Refused(400, STABLE_REINFORCE)
-        for key in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-            if not 0 <= body.get(key, 0) <= MOST_IDS:
-                raise Refused(400, f"{key}={body[key]}; this server computes at most {MOST_IDS}")
-        sampler, number = body.get("sampling_session_id"), body.get("seq_id")
+        sampler = body.sampling_session_id
         if sampler is not None and self._database.sampler(sampler) is None:
             raise Refused(404, f"there is no sampling session {sampler!r}")
         owner = sampler or "sample"
-        request_id = f"{owner}:{uuid.uuid4().hex if number is None else number}"
-        count = int(body.get("num_samples", 1))
-        names = [f"{request_id}/{sample}" for sample in range(count)]
-        return self._submit(request_id, owner, "sample", json.dumps(body).encode(), sample_sequence_ids=names)
+        number = uuid.uuid4().hex if body.seq_id is None else body.seq_id
+        request_id = f"{owner}:{number}"
+        names = [f"{request_id}/{sample}" for sample in range(body.num_samples)]
+        return self._submit(request_id, owner, "sample", body.to_json(), sample_sequence_ids=names)
 
 
 def _always(body: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Response]]:

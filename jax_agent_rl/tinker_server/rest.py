@@ -14,8 +14,9 @@ from aiohttp import web
 
 from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.tinker_server.database import Database
+from jax_agent_rl.tinker_server.requests import MAX_BODY_BYTES, ModelRequest, TtlRequest, WeightsInfoRequest
 from jax_agent_rl.tinker_server.training import PREFIX, Models
-from jax_agent_rl.utils.http_server import Refused, read_json
+from jax_agent_rl.utils.http_server import Refused, read_body
 
 HOUR, TEN_YEARS = 3600, 10 * 366 * 24 * 3600
 
@@ -53,15 +54,15 @@ class RestRoutes:
             ("PUT", f"{checkpoint}/ttl", self._set_ttl),
         ]
 
-    def known(self, model: str | None) -> str:
+    def known(self, model: str) -> str:
         """Return the name of a model; refuse one that does not exist."""
-        if model is None or self._database.model(model) is None:
+        if self._database.model(model) is None:
             raise Refused(404, f"there is no model {model!r}")
         return model
 
-    def checkpoint(self, path: Any) -> dict[str, Any]:
+    def checkpoint(self, path: str) -> dict[str, Any]:
         """Return a checkpoint; refuse one that does not exist."""
-        found = self._database.checkpoint(str(path))
+        found = self._database.checkpoint(path)
         if found is None:
             raise Refused(404, f"there is no checkpoint {path!r}")
         return found
@@ -84,12 +85,12 @@ class RestRoutes:
     # --- models and samplers ------------------------------------------------------------------------------------
 
     async def _info(self, http: web.Request) -> web.Response:
-        model = self.known((await read_json(http)).get("model_id"))
+        model = self.known((await read_body(http, ModelRequest, max_bytes=MAX_BODY_BYTES)).model_id)
         data = {"model_name": self._name, "tokenizer_id": self._name}
         return web.json_response({"type": "get_info", "model_data": data, "model_id": model, **self._lora_fields()})
 
     async def _weights_info(self, http: web.Request) -> web.Response:
-        self.checkpoint((await read_json(http)).get("tinker_path"))
+        self.checkpoint((await read_body(http, WeightsInfoRequest, max_bytes=MAX_BODY_BYTES)).tinker_path)
         return web.json_response({"base_model": self._name, **self._lora_fields()})
 
     async def _sampler(self, http: web.Request) -> web.Response:
@@ -156,7 +157,7 @@ class RestRoutes:
 
     async def _set_ttl(self, http: web.Request) -> web.Response:
         path = self._named(http)
-        seconds = (await read_json(http)).get("ttl_seconds")
+        seconds = (await read_body(http, TtlRequest, max_bytes=MAX_BODY_BYTES)).ttl_seconds
         self._database.set_expiry(path, expiry(seconds))
         return web.json_response({})
 
@@ -166,7 +167,7 @@ def expiry(seconds: float | None) -> float | None:
     if seconds is None:
         return None
     if not HOUR <= seconds <= TEN_YEARS:
-        raise Refused(400, f"ttl_seconds={seconds}; it must be between {HOUR} (an hour) and {TEN_YEARS} (ten years)")
+        raise Refused(400, f"ttl_seconds={seconds:g}; it must be between {HOUR} (an hour) and {TEN_YEARS} (ten years)")
     return time.time() + seconds
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +21,7 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.lora import PeftAdapter, blank_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.requests import SampleRequest
 from jax_agent_rl.tinker_server.training import Models
 from jax_agent_rl.tinker_server.wire import (
     BadRequest,
@@ -100,9 +100,10 @@ class Sampler:
 
     async def run(self, request: Request) -> bytes:
         """Compute a request and return its result; raise BadRequest if that is the client's fault."""
-        body = json.loads(request.body or b"{}")
+        asked = SampleRequest.from_json(request.body)
+        body = asked.model_dump()
         session = self._database.sampler(request.owner)
-        path = session["path"] if session else body.get("model_path")
+        path = session["path"] if session else asked.model_path
         checkpoint = None
         if path is not None:
             if (found := self._database.checkpoint(path)) is None:
@@ -120,12 +121,13 @@ class Sampler:
                 "a larger max_model_len for more"
             )
         targets = read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=self._models.vocab_size)
-        count = range(int(body.get("num_samples", 1)))
-        params = [sampling_params(body["sampling_params"], number, longest=room) for number in count]
+        given = body["sampling_params"]
+        params = [sampling_params(given, number, longest=room) for number in range(asked.num_samples)]
         outputs = await self._sample(checkpoint, request.id, ids, params)
-        prompt_top, sample_top = body.get("topk_prompt_logprobs", 0), body.get("topk_sample_logprobs", 0)
+        prompt_top = asked.topk_prompt_logprobs
+        sample_top = asked.topk_sample_logprobs
         prompt, samples = None, []
-        if (body.get("prompt_logprobs") or prompt_top or targets is not None) and len(ids) > 1:
+        if (asked.prompt_logprobs or prompt_top or targets is not None) and len(ids) > 1:
             prompt = await self._score(checkpoint, ScoringRequest(ids=ids, top=prompt_top, targets=targets))
         if sample_top:
             whole = (ScoringRequest(ids=[*ids, *output.token_ids], top=sample_top) for output in outputs)

@@ -23,6 +23,7 @@ from jax_agent_rl.learner.sequence_learner import AdamParams, ForwardBackward, S
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.lora import PeftAdapter, scaled_adapter
 from jax_agent_rl.tinker_server.database import Database, Request
+from jax_agent_rl.tinker_server.requests import LoadRequest, OptimStepRequest, SaveRequest
 from jax_agent_rl.tinker_server.wire import (
     BadRequest,
     ContextScores,
@@ -161,10 +162,10 @@ class Models:
         return write_batch_result(result, columns)
 
     def _optim_step(self, model: str, request: Request) -> bytes:
-        body = _body(request)
-        if "adam_params" not in body:
+        given = OptimStepRequest.from_json(request.body).adam_params
+        if given is None:
             raise BadRequest("only AdamW is computed: send adam_params")
-        numbers = AdamParams(**{name: float(body["adam_params"][name]) for name in vars(AdamParams())})
+        numbers = AdamParams(**given.model_dump())
         applied = self._learners[model].optim_step(numbers)
         self._updates[model] += 1
         metrics = {"grad_norm:mean": applied.norm, "finite:mean": float(applied.finite)}
@@ -172,36 +173,37 @@ class Models:
 
     def _save(self, model: str, request: Request) -> bytes:
         self.remove_expired()  # room for the new one; a name that has expired is free again
-        body, for_sampler = _body(request), request.kind == "save_weights_for_sampler"
-        name = body.get("path") or f"{request.number:06}"
+        body = SaveRequest.from_json(request.body)
+        for_sampler = request.kind == "save_weights_for_sampler"
+        name = body.path or f"{request.number:06}"
         path = f"{PREFIX}{model}/{'sampler_weights' if for_sampler else 'weights'}/{name}"
         file = self._file(path)
-        if file.exists() and not (for_sampler or body.get("overwrite")):
+        if file.exists() and not (for_sampler or body.overwrite):
             raise BadRequest(f"{path} exists; choose another name, or send overwrite")
         self._write(file, model, optimizer=not for_sampler)
         settings = self._database.model(model) or {}
         kind = "sampler" if for_sampler else "training"
-        ttl = body.get("ttl_seconds")
+        ttl = body.ttl_seconds
         recorded = {
             "base_model": settings.get("base_model"),
-            "user_metadata": body.get("user_metadata") or settings.get("user_metadata"),
+            "user_metadata": body.user_metadata or settings.get("user_metadata"),
         }
-        if ttl is None and for_sampler and body.get("path") is None:
+        if ttl is None and for_sampler and body.path is None:
             # Nobody can ask for it by name: it stays as long as it is used.
             ttl = self._settings.sampler_ttl_seconds
             recorded["idle_seconds"] = ttl
         recorded["expires"] = None if ttl is None else time.time() + ttl
         self._database.add_checkpoint(path, model, kind, file.stat().st_size, recorded)
-        if for_sampler and body.get("sampling_session_seq_id") is not None:
-            session = f"{model}:sampler:{body['sampling_session_seq_id']}"
+        if for_sampler and body.sampling_session_seq_id is not None:
+            session = f"{model}:sampler:{body.sampling_session_seq_id}"
             self._database.add_sampler(session, path)
-            return _reply(request.kind, path=None if body.get("path") is None else path, sampling_session_id=session)
+            return _reply(request.kind, path=None if body.path is None else path, sampling_session_id=session)
         return _reply(request.kind, path=path)
 
     def _load(self, model: str, request: Request) -> bytes:
-        body = _body(request)
-        self._read(self._file(body["path"]), model, optimizer=bool(body.get("optimizer")))
-        return _reply("load_weights", path=body["path"], model_id=model)
+        body = LoadRequest.from_json(request.body)
+        self._read(self._file(body.path), model, optimizer=body.optimizer)
+        return _reply("load_weights", path=body.path, model_id=model)
 
     def _unload(self, model: str, request: Request) -> bytes:
         self._learners.pop(model, None)
@@ -228,15 +230,23 @@ class Models:
                 self._run_request[before.kind](model, before)
 
     def _snapshot_file(self, model: str) -> Path:
-        return self._folder / "models" / f"{model}.npz"
+        return self._below("models", model)
 
     def _file(self, path: str) -> Path:
         """Return the file of a checkpoint's path; raise BadRequest for what is none."""
         parts = path.removeprefix(PREFIX).split("/")
         is_named = path.startswith(PREFIX) and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
-        if not is_named or not all(part and part not in (".", "..") and "\0" not in part for part in parts):
+        if not is_named:
             raise BadRequest(f"{path!r} is no path of a checkpoint: {PREFIX}MODEL/weights/NAME")
-        return self._folder / "checkpoints" / parts[0] / parts[1] / f"{parts[2]}.npz"
+        return self._below("checkpoints", *parts)
+
+    def _below(self, *names: str) -> Path:
+        """Return a file of the server's folder, whose last name gets a suffix; raise BadRequest for one elsewhere."""
+        for name in names:
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise BadRequest(f"{name!r} is no name of a model or a checkpoint")
+        *folders, name = names
+        return self._folder.joinpath(*folders, f"{name}.npz")
 
     def _write(self, file: Path, model: str, *, optimizer: bool = True) -> None:
         learner = self._learners[model]
@@ -279,10 +289,6 @@ def _sequence(ids: list[int], at: np.ndarray, targets: np.ndarray | None = None)
     mask = np.zeros(at[-1] + 2, bool)
     mask[at + 1] = True
     return TrainingSequence(token_ids=np.array(ids[: len(mask)], np.int32), loss_mask=mask, targets=targets)
-
-
-def _body(request: Request) -> dict[str, Any]:
-    return json.loads(request.body or b"{}")
 
 
 def _reply(kind: str, **fields: Any) -> bytes:

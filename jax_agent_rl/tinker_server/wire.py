@@ -22,6 +22,8 @@ STABLE_REINFORCE = (
 )
 MOST_IDS = 64
 """Ids that a client may have scored at each token, chosen or the likeliest."""
+MOST_COLUMNS = 1024
+"""Columns of a tensor of a datum, which may be sparse: targets of one token."""
 EMPTY = -99999.0
 """The log-prob of a cell of top-k log-probs that holds nothing."""
 
@@ -187,9 +189,18 @@ def _dense(
         BadRequest: the indices do not fit the values or the shape.
     """
     counts = np.diff(crow)
-    fits = len(shape) == 2 and len(counts) == shape[0] and crow[0] == 0 and crow[-1] == len(columns) == len(values)
+    fits = (
+        len(shape) == 2
+        and len(crow) == shape[0] + 1 >= 1
+        and crow[0] == 0
+        and crow[-1] == len(columns) == len(values)
+        and 0 <= shape[1] <= MOST_COLUMNS
+    )
     if not fits or np.any(counts < 0) or np.any((columns < 0) | (columns >= shape[1])):
-        raise BadRequest(f"{name} is no sparse CSR tensor of shape {list(shape)}: its indices do not fit")
+        raise BadRequest(
+            f"{name} is no sparse CSR tensor of shape {list(shape)}: its indices do not fit, or it has more than "
+            f"{MOST_COLUMNS} columns"
+        )
     made = np.full(shape, fill, values.dtype)
     made[np.repeat(np.arange(shape[0]), counts), columns] = values
     return made

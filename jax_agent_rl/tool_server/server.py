@@ -26,12 +26,12 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.errors import WorkerDiedError
@@ -40,14 +40,15 @@ from jax_agent_rl.tool_server.service import CLOSED, OPENED
 from jax_agent_rl.tool_server.worker import WorkerProcess, assign_worker, raise_descriptor_limit
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
-from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.utils.http_server import HttpServer, Refused, read_body
 from jax_agent_rl.utils.process import on_forced_exit
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE
 
-_Body = TypeVar("_Body", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+MAX_QUERY = 65_536
+"""Characters of a query."""
 TrajectoryId = Annotated[
     str,
     Field(min_length=1, max_length=256),
@@ -97,7 +98,7 @@ class RetrieveRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    queries: list[str] = Field(min_length=1, max_length=1024)
+    queries: list[Annotated[str, Field(max_length=MAX_QUERY)]] = Field(min_length=1, max_length=1024)
     topk: int | None = Field(default=None, ge=1, le=1000)
     return_scores: bool = False
 
@@ -191,7 +192,7 @@ class ToolServer:
 
     async def _get_observation(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
-        body = await _read_body(request, ObservationRequest)
+        body = await read_body(request, ObservationRequest, lone_surrogates=True)
         if len(body.actions) > self._settings.max_batch:
             raise Refused(422, f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}")
         steps = body.steps()
@@ -218,7 +219,7 @@ class ToolServer:
     async def _retrieve(self, request: web.Request) -> web.Response:
         if "search" not in self._settings.tools:
             return _refuse(404, "tools does not name 'search'")
-        body = await _read_body(request, RetrieveRequest)
+        body = await read_body(request, RetrieveRequest, lone_surrogates=True)
         worker = self._workers[assign_worker(body.queries[0], len(self._workers))]
         try:
             found = await worker.retrieve(body.queries, body.topk or self._settings.search.topk)
@@ -279,18 +280,6 @@ class ToolServer:
                 self._lost.labels(tool).inc(count)
             file.rename(file.with_stem(f"{file.stem}-{next(self._deaths)}"))  # another process may get the same pid
         mark_process_dead(pid, path=str(self._metrics_folder))
-
-
-async def _read_body(request: web.Request, model: type[_Body]) -> _Body:
-    """Return the validated body; raise ``Refused`` (400, 408, 422) or ``HTTPException`` (413)."""
-    try:
-        return model.model_validate(await read_json(request, lone_surrogates=True))
-    except ValidationError as error:
-        lines = []
-        for item in error.errors(include_url=False)[:5]:
-            where = ".".join(map(str, item["loc"]))
-            lines.append((f"{where}: " if where else "") + item["msg"].removeprefix("Value error, "))
-        raise Refused(422, "; ".join(lines)) from error
 
 
 def _refuse(status: int, text: str) -> web.Response:

@@ -21,9 +21,10 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel, ValidationError
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
@@ -42,6 +43,7 @@ BODY_TIMEOUT_SECONDS = 60.0
 SHUTDOWN_TIMEOUT_SECONDS = 1.0
 """Time for running requests at shutdown."""
 
+Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Refuse = Callable[[web.Request, int, str], web.Response]
 """Converts a status and a message to the service's error format."""
@@ -234,13 +236,7 @@ async def read_json(
     Raises:
         Refused: 400: not JSON in UTF-8, nested too deep, or a lone surrogate; 408: too slow; web.HTTPException: 413.
     """
-    if (length := request.content_length or 0) > request.client_max_size:
-        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=length)
-    try:
-        async with asyncio.timeout(seconds):
-            body = await request.read()
-    except TimeoutError:
-        raise Refused(408, f"the body was not there within {seconds:g} seconds") from None
+    body = await read_bytes(request, seconds=seconds)
     try:
         value = decode_json(body)
     except TooDeepError as error:
@@ -250,6 +246,66 @@ async def read_json(
     if not lone_surrogates and _ESCAPED_SURROGATE.search(body) and not _is_text(value):
         raise Refused(400, r"the body is not text: a \ud800 to \udfff is half of a surrogate pair; send both halves")
     return value
+
+
+async def read_bytes(request: web.Request, *, seconds: float = BODY_TIMEOUT_SECONDS) -> bytes:
+    """Read a request's body.
+
+    Args:
+        request: the request.
+        seconds: time limit of the body.
+
+    Raises:
+        Refused: 408: too slow; web.HTTPException: 413.
+    """
+    length = request.content_length or 0
+    if length > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=length)
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(408, f"the body was not there within {seconds:g} seconds") from None
+
+
+async def read_body(
+    request: web.Request,
+    model: type[Body],
+    *,
+    max_bytes: int | None = None,
+    lone_surrogates: bool = False,
+) -> Body:
+    """Read a request's body and check it against the schema of its route.
+
+    Args:
+        request: its body is JSON.
+        model: the schema: types, and bounds of numbers and sizes.
+        max_bytes: limit of the body, where it is less than the server's.
+        lone_surrogates: see :func:`read_json`.
+
+    Raises:
+        Refused: as :func:`read_json`; 413: too large; 422: names the first fields that are wrong.
+    """
+    if max_bytes is not None and (request.content_length is None or request.content_length > max_bytes):
+        raise Refused(413, f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its length")
+    return check_body(await read_json(request, lone_surrogates=lone_surrogates), model)
+
+
+def check_body(value: Any, model: type[Body]) -> Body:
+    """Return a decoded body as its route's schema; raise Refused with 422 and the fields that are wrong."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise Refused(422, describe_problems(error)) from None
+
+
+def describe_problems(error: ValidationError) -> str:
+    """Return the first problems of a body, each with its field."""
+    lines = []
+    for item in error.errors(include_url=False, include_input=False, include_context=False)[:5]:
+        where = ".".join(map(str, item["loc"]))[:200]
+        lines.append((f"{where}: " if where else "") + item["msg"].removeprefix("Value error, "))
+    return "; ".join(lines)
 
 
 def _is_text(value: Any) -> bool:

@@ -19,6 +19,8 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")  # the SDK would send it to the server of a test that has ended
 pytest.importorskip("tinker")
@@ -26,6 +28,7 @@ pytest.importorskip("torch")
 
 import tinker  # noqa: E402
 import torch  # noqa: E402
+from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
 from tinker.types import GetInfoResponse  # noqa: E402
 
 from jax_agent_rl.config.commands import TinkerServerSettings  # noqa: E402
@@ -34,7 +37,19 @@ from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
 from jax_agent_rl.tinker_server.app import TinkerServer, open_server  # noqa: E402
 from jax_agent_rl.tinker_server.database import Database, Request  # noqa: E402
+from jax_agent_rl.tinker_server.requests import SampleRequest  # noqa: E402
+from jax_agent_rl.tinker_server.training import PREFIX, Models  # noqa: E402
+from jax_agent_rl.tinker_server.wire import (  # noqa: E402
+    INPUTS,
+    BadRequest,
+    parse_batch,
+    read_batch,
+    read_prompt,
+    read_targets,
+    sampling_params,
+)
 from tests.tiny_chat import CONFIG, params, tokenizer  # noqa: E402
+from tests.unit.test_routes import SAMPLE, VALUES, changed, places  # noqa: E402
 
 RANK = 4
 ADAM = tinker.AdamParams(learning_rate=0.02)
@@ -747,3 +762,63 @@ def test_a_model_that_is_not_served_is_named(service):
         service.create_lora_training_client(base_model="huge", rank=RANK).result()
     with pytest.raises(tinker.BadRequestError, match="adapters of rank 4, not 8"):
         service.create_lora_training_client(base_model="tiny", rank=8).result()
+
+
+# --- requests of hostile clients: routes are in tests/unit/test_routes.py, here what is read after them ---
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, -1, 10**12, 2**62]), max_size=3)
+NUMBERS = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62]), max_size=4).map(lambda x: np.array(x, np.int64).tobytes())
+CSR = st.builds(pb.SparseCsr, values=NUMBERS | st.binary(max_size=9), crow_indices=NUMBERS, col_indices=NUMBERS)
+TENSORS = st.one_of(
+    st.builds(
+        pb.Tensor,
+        dense=NUMBERS | st.binary(max_size=9),
+        dtype=st.sampled_from([pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_BFLOAT16]),
+        shape=SHAPES,
+    ),
+    st.builds(pb.Tensor, sparse_csr=CSR, dtype=st.sampled_from([pb.DTYPE_FLOAT32, pb.DTYPE_INT64]), shape=SHAPES),
+)
+CHUNKS = st.builds(
+    pb.Chunk, encoded_text=st.builds(pb.EncodedTextChunk, tokens=st.binary(max_size=9) | st.just(b"\1\0\0\0" * 2))
+)
+DATA = st.builds(
+    pb.Datum,
+    model_input=st.lists(CHUNKS, max_size=2),
+    loss_fn_inputs=st.dictionaries(st.sampled_from([*INPUTS, "other"]), TENSORS, max_size=3),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(DATA, max_size=2), st.sampled_from(["cross_entropy", "ppo", "gspo", "other"]))
+def test_a_batch_of_anything_is_read_or_refused(batch, loss):
+    message = pb.ForwardBackwardRequest(model_id="m", data=batch, loss_fn=loss)
+    with contextlib.suppress(BadRequest):
+        read_batch(parse_batch(message.SerializeToString()), pack_length=8)
+
+
+@given(st.binary(max_size=50))
+def test_a_body_that_is_no_batch_is_refused(body):
+    with contextlib.suppress(BadRequest):
+        read_batch(parse_batch(body), pack_length=8)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_request_for_samples_of_anything_is_read_or_refused(data):
+    place = data.draw(st.sampled_from(list(places(SAMPLE))))
+    asked = changed(SAMPLE, place, data.draw(VALUES | st.just(...)))
+    with contextlib.suppress(BadRequest):
+        body = SampleRequest.from_json(json.dumps(asked).encode()).model_dump()
+        ids = read_prompt(body["prompt"], vocab_size=400)
+        read_targets(body.get("target_prompt_logprobs"), len(ids), vocab_size=400)
+        sampling_params(body["sampling_params"], 0, longest=10)
+
+
+def test_a_model_of_any_name_has_no_file_elsewhere(tmp_path):
+    models: Any = object.__new__(Models)
+    models._folder = tmp_path
+    for name in ("../x", "a/../../x", "..", ".", "", "a\0b", "/x"):
+        with pytest.raises(BadRequest, match="no name|no path"):
+            models._snapshot_file(name)
+        with pytest.raises(BadRequest, match="no name|no path"):
+            models._file(f"{PREFIX}{name}/weights/a")

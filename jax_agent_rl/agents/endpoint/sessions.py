@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -22,11 +21,10 @@ from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, Complet
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.types import SamplingParams
+from jax_agent_rl.utils.ids import check_safe_id
 
 StoredResponses = dict[str, list[dict[str, Any]]]
 """Of the Responses API: the conversation up to and including each response, by the response's id."""
-
-_ID = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -69,7 +67,10 @@ class Session:
         """
         grammar = grammar_of(request, self.recorder.context.codec)
         limit = self.sampling.max_tokens if request.limit is None else min(request.limit, self.sampling.max_tokens)
-        sampling = replace(self.sampling, max_tokens=limit, stop=request.stops, grammar=grammar)
+        try:
+            sampling = replace(self.sampling, max_tokens=limit, stop=request.stops, grammar=grammar)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="stop") from None
         if not self.free_sampling:
             return sampling
         wanted: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
@@ -156,8 +157,10 @@ class SessionStore:
         """
         if (session := self.known(session_id, key)) is not None:  # another request was faster
             return session
-        if not _ID.fullmatch(session_id):
-            raise ApiError(400, f"session {session_id[:80]!r}: an id has 1 to 128 letters, digits and . _ : @ + -")
+        try:
+            check_safe_id(session_id)
+        except ValueError as error:
+            raise ApiError(400, f"session {error}") from None
         assert self._create is not None  # by known
         session = self._create(session_id, key or None)
         self.add(session)

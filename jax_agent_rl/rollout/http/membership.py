@@ -19,17 +19,17 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.pool import BackendFactory, ServerPool
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.files import replacing
-from jax_agent_rl.utils.http_server import HttpServer, Refused, read_json
+from jax_agent_rl.utils.http_server import HttpServer, Refused, read_body
 from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class MembershipServer:
         return web.json_response({"policy_version": self._pool.policy_version, "engines": engines})
 
     async def _add(self, request: web.Request) -> web.Response:
-        url = (await _body(request, url=str | None))["url"]
+        url = (await read_body(request, AddRequest)).url
         place = AsyncExitStack()
         try:
             name, make = await place.enter_async_context(self._open_engine(url))
@@ -136,15 +136,15 @@ class MembershipServer:
                     raise
 
     async def _remove(self, request: web.Request) -> web.Response:
-        body = await _body(request, name=str, drain=bool)
-        name = body["name"]
+        body = await read_body(request, RemoveRequest)
+        name = body.name
         staying = [server.name for server in self._pool.servers if server.name not in (name, *self._leaving)]
         if not staying:
             raise Refused(409, f"without {name!r} no engine would be left; add another one first")
         if name in self._leaving:
             raise Refused(409, f"{name!r} is leaving already")
         # A client that goes away does not leave the engine between in and out.
-        self._leaving[name] = task = asyncio.create_task(self._leave(name, body["drain"]), name=f"{name} leaves")
+        self._leaving[name] = task = asyncio.create_task(self._leave(name, body.drain), name=f"{name} leaves")
         try:
             await asyncio.shield(task)
         except KeyError:
@@ -161,14 +161,21 @@ class MembershipServer:
             del self._leaving[name]
 
 
-async def _body(request: web.Request, **fields: Any) -> dict[str, Any]:
-    """Return the body, an object with exactly these fields of these types."""
-    body = await read_json(request)
-    if not isinstance(body, dict) or body.keys() != fields.keys():
-        raise Refused(400, f"send a JSON object with {', '.join(fields)}")
-    if wrong := [name for name, kind in fields.items() if not isinstance(body[name], kind)]:
-        raise Refused(400, f"{wrong[0]}={body[wrong[0]]!r} has the wrong type")
-    return body
+class AddRequest(BaseModel):
+    """Which engine joins: one at an address, or None for one that the run places."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    url: Annotated[str, Field(max_length=2048)] | None
+
+
+class RemoveRequest(BaseModel):
+    """Which engine leaves, and whether it finishes its requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(max_length=2048)]
+    drain: bool
 
 
 class _Engine(BaseModel):

@@ -23,20 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from pydantic import BaseModel
 
-from jax_agent_rl.errors import BackendError, JaxAgentRLError, WeightUpdateError
-from jax_agent_rl.rollout.http import wire
+from jax_agent_rl.errors import BackendError, JaxAgentRLError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.rollout.http import requests, wire
 from jax_agent_rl.rollout.http.weight_files import SharedDir, Uploads
 from jax_agent_rl.rollout.http.wire import decode_request
 from jax_agent_rl.rollout.protocol import Health, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.server import engine_families
 from jax_agent_rl.types import PauseMode
-from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_json
+from jax_agent_rl.utils.http_server import HttpServer, Refused, counted, read_body, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 logger = logging.getLogger(__name__)
-Body = dict[str, Any]
+Message = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _METRICS = "/metrics"
 _KEEP_ALIVE_SECONDS = 600.0  # longer than the client's, so that the server never closes an idle connection first
@@ -127,18 +128,24 @@ class RolloutServer:
 
     def _routes(self) -> list[web.RouteDef]:
         backend = self._backend
-        calls: dict[str, Callable[[Body], Awaitable[Any]]] = {
-            "score": self._score,
-            "abort": lambda body: backend.abort(str(body["request_id"])),
-            "pause": lambda body: backend.pause(PauseMode(body["mode"])),
-            "resume": lambda body: backend.resume(),
-            "update_weights": self._update_weights,
-            "sees_files": lambda body: self._shared.sees({str(file["path"]): file["size"] for file in body["files"]}),
-            "holds_files": lambda body: self._uploads.holds([str(digest) for digest in body["digests"]]),
-            "apply_deltas": lambda body: self._uploads.apply_deltas(str(body["upload"]), body["digests"]),
-            "reset_prefix_cache": lambda body: backend.reset_prefix_cache(),
-            "sleep": lambda body: backend.sleep(),
-            "wake": lambda body: backend.wake(),
+        calls: dict[str, tuple[type[BaseModel], Callable[[Any], Awaitable[Any]]]] = {
+            "score": (requests.ScoreRequest, self._score),
+            "abort": (requests.AbortRequest, lambda body: backend.abort(body.request_id)),
+            "pause": (requests.PauseRequest, lambda body: backend.pause(PauseMode(body.mode))),
+            "resume": (requests.NoArguments, lambda body: backend.resume()),
+            "update_weights": (requests.UpdateRequest, self._update_weights),
+            "sees_files": (
+                requests.SeesFilesRequest,
+                lambda body: self._shared.sees({file.path: file.size for file in body.files}),
+            ),
+            "holds_files": (requests.HoldsFilesRequest, lambda body: self._uploads.holds(body.digests)),
+            "apply_deltas": (
+                requests.ApplyDeltasRequest,
+                lambda body: self._uploads.apply_deltas(body.upload, body.digests),
+            ),
+            "reset_prefix_cache": (requests.NoArguments, lambda body: backend.reset_prefix_cache()),
+            "sleep": (requests.NoArguments, lambda body: backend.sleep()),
+            "wake": (requests.NoArguments, lambda body: backend.wake()),
         }
         return [
             web.get(_METRICS, self._serve_metrics),  # Prometheus sends no headers of ours
@@ -150,7 +157,7 @@ class RolloutServer:
                     ("GET", "metrics", self._plain(backend.metrics)),
                     ("POST", "generate", self._generate),
                     ("PUT", "uploads/{upload}/{name}", self._receive),
-                    *(("POST", name, self._call(call)) for name, call in calls.items()),
+                    *(("POST", name, self._call(schema, call)) for name, (schema, call) in calls.items()),
                 )
             ),
         ]
@@ -207,13 +214,13 @@ class RolloutServer:
 
         return handler
 
-    def _call(self, call: Callable[[Body], Awaitable[Any]]) -> Callable:
+    def _call(self, schema: type[BaseModel], call: Callable[[Any], Awaitable[Any]]) -> Callable:
         """Return a handler that answers with one line, after as many heartbeats as it takes."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            body = await _body(request)
+            body = await read_body(request, schema)
 
-            async def lines() -> AsyncGenerator[Body, None]:
+            async def lines() -> AsyncGenerator[Message, None]:
                 yield {"result": await call(body), "policy_version": self._backend.policy_version}
 
             return await self._send(request, lines())
@@ -221,14 +228,21 @@ class RolloutServer:
         return handler
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await read_json(request)
+        if not isinstance(body, dict):
+            raise Refused(422, "the body is not a JSON object")
         chunked = body.pop("chunks", False)
-
-        async def lines() -> AsyncGenerator[Body, None]:
+        if not isinstance(chunked, bool):
+            raise Refused(422, "chunks: must be true or false")
+        try:
             if body.get("multi_modal"):  # images take time to decode
                 wanted = await asyncio.to_thread(decode_request, body)
             else:
                 wanted = decode_request(body)
+        except BackendError as error:
+            raise Refused(422, str(error)) from None
+
+        async def lines() -> AsyncGenerator[Message, None]:
             if not chunked:
                 yield {"final": wire.encode_output(await self._backend.generate(wanted))}
                 return
@@ -238,11 +252,13 @@ class RolloutServer:
 
         return await self._send(request, lines())
 
-    async def _score(self, body: Body) -> Body:
-        ids = [int(id_) for id_ in body["token_ids"]]
-        return asdict(await self._backend.score(ids, start=int(body["start"]), top_k=int(body["top_k"])))
+    async def _score(self, body: requests.ScoreRequest) -> Message:
+        longest = self._backend.capabilities.max_model_len
+        if len(body.token_ids) > longest:
+            raise PromptTooLongError(f"{len(body.token_ids)} ids are more than this engine's {longest}")
+        return asdict(await self._backend.score(body.token_ids, start=body.start, top_k=body.top_k))
 
-    async def _send(self, request: web.Request, lines: AsyncGenerator[Body, None]) -> web.StreamResponse:
+    async def _send(self, request: web.Request, lines: AsyncGenerator[Message, None]) -> web.StreamResponse:
         """Write lines as they come, heartbeats in between, and an error as the last line."""
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
@@ -284,39 +300,35 @@ class RolloutServer:
             return _refuse(507, WeightUpdateError(f"{where['name']} cannot be stored: {error}"))
         return web.json_response({"size": size})
 
-    async def _update_weights(self, body: Body) -> None:
-        upload = body.get("upload")
-        digests = {str(name): str(found) for name, found in body.get("digests", {}).items()}
+    async def _update_weights(self, body: requests.UpdateRequest) -> None:
         self._updating += 1
         try:
             payload: str | list[str] | None = None
-            if "folder" in body:
-                payload = await self._shared.address(body["folder"])
-            elif body["kind"] != "mesh":
-                payload = self._uploads.files(upload) if upload else await self._shared.files(body["paths"])
+            if body.folder is not None:
+                payload = await self._shared.address(body.folder)
+            elif body.upload:
+                payload = self._uploads.files(body.upload)
+            elif body.kind != "mesh":
+                payload = await self._shared.files(body.paths)
+            probe = None
+            if body.probe is not None:
+                probe = LogprobProbe.from_json(body.probe.model_dump())
             await self._backend.update_weights(
                 WeightUpdate(
-                    version=int(body["version"]),
-                    kind=str(body["kind"]),
+                    version=body.version,
+                    kind=body.kind,
                     payload=payload,
-                    partial=bool(body.get("partial", False)),
-                    digests=digests,
-                    probe=LogprobProbe.from_json(body["probe"]) if body.get("probe") else None,
+                    partial=body.partial,
+                    digests=body.digests,
+                    probe=probe,
                 )
             )
-            if upload and body.get("keep"):
-                self._uploads.keep(upload, digests)
+            if body.upload and body.keep:
+                self._uploads.keep(body.upload, body.digests)
         finally:
             self._updating -= 1
-            if upload:
-                self._uploads.drop(upload)
-
-
-async def _body(request: web.Request) -> Body:
-    body = await read_json(request)
-    if not isinstance(body, dict):
-        raise Refused(400, "the body is not a JSON object")
-    return body
+            if body.upload:
+                self._uploads.drop(body.upload)
 
 
 def _refuse(status: int, error: Exception) -> web.Response:
