@@ -1,14 +1,7 @@
-"""Pools of worker processes that handle one request at a time and are killed on timeout.
+"""Rewards in worker processes: functions of ``reward.path``, and math-verify.
 
-Some code cannot run in this process: it sets signal handlers (``SIGALRM``), or may never release the interpreter, like
-a backtracking regular expression. A worker is a Python program that reads one JSON object per line from standard input
-and writes one per line to standard output (:func:`serve`)::
-
-    ask({"solution": …})  ──► an idle worker (started on demand)  ──► {"score": 1.0}
-                              no answer within the timeout: killed, the next request starts another
-
-Workers end with their standard input, so none outlives this process. Unlike :mod:`multiprocessing`, this reads only
-JSON from them and does not import the caller's ``__main__`` again.
+Their code may set signal handlers (``SIGALRM``) or never release the interpreter, see
+:mod:`jax_agent_rl.utils.worker_pool`.
 """
 
 from __future__ import annotations
@@ -17,48 +10,25 @@ import asyncio
 import base64
 import faulthandler
 import inspect
-import json
 import logging
 import os
 import pickle
-import selectors
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from jax_agent_rl.errors import JaxAgentRLError, RewardError, RewardTimeoutError
 from jax_agent_rl.rewards.registry import RewardFunction, find_reward, load_rewards, split_score
+from jax_agent_rl.utils import worker_pool
 from jax_agent_rl.utils.failures import describe_error, user_code_error
 from jax_agent_rl.utils.threads import DaemonThreads
+from jax_agent_rl.utils.worker_pool import JsonWorkers, WorkerFailedError, WorkerTimeoutError
 
-_START_SECONDS = 120.0  # a user's file may import a lot
-MAX_ANSWER_BYTES = 16 << 20
 PROGRAM = "from jax_agent_rl.rewards.workers import serve; serve()"
 
 
-class WorkerPool:
-    """Pool of worker processes. Its calls block, so call it from threads.
-
-    Args:
-        program: Python source that each worker runs.
-        size: number of workers, and so of concurrent requests, >= 1.
-        purpose: description for messages.
-        hello: first request to each worker, answered when it is ready; the time limit of others begins then.
-    """
-
-    def __init__(self, program: str, *, size: int, purpose: str, hello: Mapping[str, Any] | None = None):
-        if size < 1:
-            raise ValueError(f"size={size}: must be >= 1")
-        self._program = program
-        self._purpose = purpose
-        self._hello = hello
-        self._free = threading.BoundedSemaphore(size)
-        self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+class WorkerPool(JsonWorkers):
+    """Workers of rewards, whose failures are RewardError."""
 
     def ask(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
         """Return the answer to one request; ``timeout`` seconds include waiting for an idle worker.
@@ -67,118 +37,17 @@ class WorkerPool:
             RewardTimeoutError: no answer in time; the worker is killed.
             RewardError: the worker ended, or answered ``{"error": …}``.
         """
-        deadline = time.monotonic() + timeout
-        if not self._free.acquire(timeout=timeout):
-            raise RewardTimeoutError(f"{self._purpose}: no worker was free within {timeout:g} seconds")
         try:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-                known = worker is not None
-                worker = worker or _Worker(self._program)
-                self._busy.add(worker)
-            try:
-                if not known and self._hello is not None:
-                    self._greet(worker, self._hello)
-                    deadline = time.monotonic() + timeout
-                answer = self._answer(worker, request, deadline, timeout)
-                with self._lock:
-                    self._idle.append(worker)
-            finally:
-                with self._lock:
-                    self._busy.discard(worker)
-        finally:
-            self._free.release()
+            answer = super().ask(request, timeout=timeout)
+        except WorkerTimeoutError as error:
+            raise RewardTimeoutError(str(error)) from None
+        except WorkerFailedError as error:
+            raise RewardError(str(error)) from None
         if "error" in answer:
-            error = RewardError(f"{self._purpose}: {answer['error']}")
+            error = RewardError(f"{self.purpose}: {answer['error']}")
             error.failed_at = answer.get("failed_at", "")
             raise error
         return answer
-
-    def close(self) -> None:
-        """End the workers; running requests fail, later ones start new workers."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-            for worker in self._busy:
-                worker.process.kill()  # the thread that waits for it cleans up
-        for worker in idle:
-            worker.kill()
-
-    def _greet(self, worker: _Worker, hello: Mapping[str, Any]) -> None:
-        try:
-            ready = self._answer(worker, hello, time.monotonic() + _START_SECONDS, _START_SECONDS)
-        except RewardTimeoutError as error:
-            raise RewardError(f"{error} to start a worker") from None
-        if "error" in ready:
-            worker.kill()
-            raise RewardError(f"{self._purpose}: {ready['error']}")
-
-    def _answer(self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
-        try:
-            return json.loads(worker.exchange(json.dumps(request).encode() + b"\n", deadline))
-        except TimeoutError:
-            worker.kill()
-            raise RewardTimeoutError(f"{self._purpose} took longer than {timeout:g} seconds") from None
-        except _TooLong:
-            worker.kill()
-            raise RewardError(f"{self._purpose}: a worker answered with more than {MAX_ANSWER_BYTES} bytes") from None
-        except (OSError, EOFError, ValueError) as error:
-            code = worker.kill()
-            raise RewardError(f"{self._purpose}: the worker ended ({error or f'exit code {code}'})") from None
-
-
-class _TooLong(Exception):
-    """A worker's answer has more than ``MAX_ANSWER_BYTES``."""
-
-
-class _Worker:
-    """One process and its two pipes, non-blocking so that no I/O outlasts the deadline."""
-
-    def __init__(self, program: str):
-        command = [sys.executable, "-c", program]
-        pipe = subprocess.PIPE
-        # Its own process group: Ctrl-C reaches only the parent, which decides.
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, process_group=0)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        for pipe in (self._stdin, self._stdout):
-            os.set_blocking(pipe.fileno(), False)
-
-    def exchange(self, line: bytes, deadline: float) -> bytes:
-        """Send a line and return one.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            EOFError: the process is gone.
-            _TooLong: the line is.
-        """
-        unsent = memoryview(line)
-        while unsent:
-            self._wait(self._stdin, selectors.EVENT_WRITE, deadline)
-            unsent = unsent[self._stdin.write(unsent) or 0 :]
-        received = bytearray()
-        while not received.endswith(b"\n"):
-            self._wait(self._stdout, selectors.EVENT_READ, deadline)
-            piece = self._stdout.read(1 << 16)
-            if not piece:
-                raise EOFError
-            received += piece
-            if len(received) > MAX_ANSWER_BYTES:
-                raise _TooLong
-        return bytes(received)
-
-    def kill(self) -> int:
-        """End the process and return its exit code."""
-        self.process.kill()
-        self._stdin.close()
-        self._stdout.close()
-        return self.process.wait()
-
-    @staticmethod
-    def _wait(pipe: Any, event: int, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
 
 
 class FunctionWorkers:
@@ -247,25 +116,20 @@ def serve() -> None:
 
     ``call`` is the pickled data source and arguments. math-verify limits its time with SIGALRM, which works only in the
     main thread of a process.
-
-    Output of the called code and of its subprocesses goes to standard error, so that it cannot be taken for an answer.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are the parent's
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    for line in requests:
-        try:
-            reply = _answer(json.loads(line))
-        except RewardError as error:
-            reply = {"error": str(error), "failed_at": error.failed_at}
-        except JaxAgentRLError as error:
-            reply = {"error": str(error)}
-        except BaseException as error:
-            reply = {"error": describe_error(error)}
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
+    worker_pool.serve(_answer_or_error)
+
+
+def _answer_or_error(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return _answer(request)
+    except RewardError as error:
+        return {"error": str(error), "failed_at": error.failed_at}
+    except JaxAgentRLError as error:
+        return {"error": str(error)}
+    except BaseException as error:
+        return {"error": describe_error(error)}
 
 
 def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
