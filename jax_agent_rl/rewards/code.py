@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.errors import RewardError, UnusableTestsError
 from jax_agent_rl.rewards.registry import register_reward
+from jax_agent_rl.tool_server.outputs import require_outputs, same_output
 from jax_agent_rl.utils.fences import fenced_blocks
 
 if TYPE_CHECKING:
@@ -47,18 +48,23 @@ async def code_tests(
     program = extract_program(solution_str)
     if program is None:
         return {"score": 0.0, "pass_rate": 0.0, "has_code": 0.0}
-    if "tests" in truth:
-        tests = truth["tests"] if isinstance(truth["tests"], str) else "\n".join(truth["tests"])
-        try:
-            passed = [(await sandbox.run_tests(program, tests)).ok]
-        except UnusableTestsError as error:
-            raise RewardError(f"ground_truth of a {data_source!r} row: {error}") from None
-    elif truth.get("fn_name"):
-        passed = await _run_function(program, truth, sandbox)
-    else:
-        passed = await _run_programs(program, truth, sandbox)
+    try:
+        passed = await _run(program, truth, sandbox)
+    except UnusableTestsError as error:
+        raise RewardError(f"ground_truth of a {data_source!r} row: {error}") from None
     rate = sum(passed) / len(passed)
     return {"score": rate if partial_credit else float(rate == 1.0), "pass_rate": rate, "has_code": 1.0}
+
+
+async def _run(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list[bool]:
+    """Run a program; return whether it passed each test."""
+    if "tests" in truth:
+        tests = truth["tests"] if isinstance(truth["tests"], str) else "\n".join(truth["tests"])
+        return [(await sandbox.run_tests(program, tests)).ok]
+    if truth.get("fn_name"):
+        return await _run_function(program, truth, sandbox)
+    require_outputs([str(output) for output in truth["outputs"]])
+    return await _run_programs(program, truth, sandbox)
 
 
 def extract_program(text: str) -> str | None:
@@ -82,15 +88,6 @@ def extract_program(text: str) -> str | None:
     return untagged if tagged is None else tagged
 
 
-def same_output(got: str, expected: str) -> bool:
-    """Compare line by line, ignoring white space at the ends of lines and of the text."""
-
-    def lines(text: str) -> list[str]:
-        return [line.rstrip() for line in text.strip().splitlines()]
-
-    return lines(got) == lines(expected)
-
-
 def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
     truth = ground_truth
     if isinstance(truth, str):
@@ -104,8 +101,6 @@ def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
             if tests:
                 return truth
         if not tests and inputs and outputs and len(inputs) == len(outputs):
-            if not truth.get("fn_name") and not any(str(output).strip() for output in outputs):
-                raise RewardError(f"ground_truth of a {data_source!r} row expects that programs print nothing")
             return {key: value for key, value in truth.items() if key != "tests"}
     raise RewardError(
         f"ground_truth of a {data_source!r} row must hold tests, or as many inputs as outputs; "

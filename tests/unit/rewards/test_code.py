@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jax_agent_rl.errors import RewardError
-from jax_agent_rl.rewards.code import code_tests, extract_program, same_output
+from jax_agent_rl.rewards.code import code_tests, extract_program
 from jax_agent_rl.tool_server.sandbox import SandboxLimits, open_sandbox
 
 SUM_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -138,9 +138,3 @@ async def test_an_error_of_the_program_does_not_end_a_comparison(error, sandbox)
 )
 def test_the_last_python_block_is_the_program(text, program):
     assert extract_program(text) == program
-
-
-def test_outputs_are_compared_line_by_line_without_trailing_space():
-    assert same_output("1 \n2\n\n", "1\n2")
-    assert not same_output("1\n\n2", "1\n2")
-    assert not same_output(" 1\n 2", "1\n2")

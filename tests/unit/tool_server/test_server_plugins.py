@@ -14,7 +14,6 @@ from PIL import Image
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tool_server.plugins import Failure, interpreters
-from jax_agent_rl.tool_server.plugins.interpreters import same_output
 from tests.capabilities import needs_bwrap
 from tests.ports import free_port
 from tests.tool_serving import agent, text_of
@@ -138,8 +137,11 @@ async def test_a_task_without_proper_tests_is_an_error_not_a_reward(tests):
         assert reply.error is Failure.TOOL and "public_tests" in text_of(reply)
 
 
-def test_outputs_are_compared_by_lines_but_for_spaces_at_their_ends():
-    assert same_output("1 \n2\n\n", "1\n2") and not same_output("1\n\n2", "1\n2") and not same_output("12", "1 2")
+@needs_bwrap
+async def test_tests_that_a_silent_program_passes_are_an_error():
+    async with agent("tools=[judge]") as act:
+        reply = await act(ADDS, public_tests={"inputs": ["a", "b"], "outputs": ["", "\n"]})
+        assert reply.error is Failure.TOOL and "print nothing" in text_of(reply)
 
 
 # --- sql ------------------------------------------------------------------------------------------------------------
@@ -298,12 +300,17 @@ async def test_large_crops_are_scaled_down(quarters):
 @pytest.mark.parametrize(
     "action",
     [zoom(5, 5, 5, 9), zoom(9, 9, 1, 1), zoom(1, 2, 3), zoom("a", 0, 1, 1), zoom(0, 0, 1, 1, target=2)]
-    + [zoom(0, 0, 1, 1, target="one"), zoom(50, 0, 60, 10), zoom(0, 0, 1, True), zoom(0, 0, 1, float("inf"))]
+    + [zoom(0, 0, 1, 1, target="one"), zoom(50, 0, 60, 10), zoom(0, 0, 1, True)]
     + [zoom(0, 10**400, 1, 10**401)],
 )
 async def test_boxes_that_make_no_sense_are_explained(quarters, action):
     async with agent("tools=[image_zoom]", images=[data_url(quarters)]) as act:
         assert (await act(action)).error is Failure.TOOL
+
+
+async def test_numbers_without_an_end_make_no_call(quarters):
+    async with agent("tools=[image_zoom]", images=[data_url(quarters)]) as act:
+        assert (await act(zoom(0, 0, 1, float("inf")))).error is Failure.INVALID
 
 
 @pytest.mark.parametrize(
