@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.media import KINDS
+from jax_agent_rl.utils.packages import package_folder
 from jax_agent_rl.validation import did_you_mean
 
 GIB = 1 << 30
@@ -212,10 +212,10 @@ def argument_names() -> frozenset[str]:
     They are read from its source: vLLM takes its logging from the environment of its first import, which is prepared
     when the engine starts.
     """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    folder = package_folder("vllm")
+    if folder is None:
         return frozenset()
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py").read_text())
+    tree = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return frozenset(
         part.target.id

@@ -29,7 +29,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from jax_agent_rl.data.reader import Row, located
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.media import KINDS, MAX_FRAMES, data_url_bytes, media_source
+from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.validation import did_you_mean
 
 Source = str | bytes | list[str | bytes]
@@ -234,7 +234,7 @@ def _usable(kind: str, item: Any, folder: Path) -> Source:
         if not 0 < len(item) <= MAX_FRAMES:
             raise ValueError(f"a video must have 1 to {MAX_FRAMES} frames, got {len(item)}")
         return [frame for one in item if isinstance(frame := _usable("image", one, folder), str | bytes)]
-    if kind == "video" and item and isinstance(item, str | bytes) and find_spec("av") is None:
+    if kind == "video" and item and isinstance(item, str | bytes) and not is_installed("av"):
         raise ValueError("a video file needs PyAV: pip install 'jax_agent_rl[video]', or give a list of its frames")
     if isinstance(item, bytes) and item:
         return item

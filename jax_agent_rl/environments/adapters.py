@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.environments.base import Environment, Observation, in_thread, register_environment
 from jax_agent_rl.errors import EnvironmentFailedError
 from jax_agent_rl.rewards.rules import tagged
+from jax_agent_rl.utils.packages import import_installed
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.reply import Reply
@@ -80,7 +81,7 @@ def _question(dataset: str, seed: int, settings: str, index: int) -> tuple[Any, 
 @functools.lru_cache(maxsize=64)
 def _open_dataset(name: str, seed: int, settings: str) -> Any:
     try:
-        import reasoning_gym
+        reasoning_gym = import_installed("reasoning_gym")
     except ImportError:
         raise EnvironmentFailedError(
             "reasoning-gym is not installed; install the extra: pip install 'jax_agent_rl[environments]'"
@@ -191,7 +192,7 @@ def parse_command(text: str) -> str:
 
 def _load(path: Path) -> Any:
     try:
-        import textworld
+        textworld = import_installed("textworld")
     except ImportError:
         raise EnvironmentFailedError(
             "textworld is not installed; install the extra: pip install 'jax_agent_rl[environments]'"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import importlib.util
 import sys
 import types
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
 from jax_agent_rl.jetstream.shapes import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.utils.packages import is_installed
 
 
 def _import_engine_api() -> types.ModuleType:
@@ -39,12 +39,12 @@ def _import_engine_api() -> types.ModuleType:
     Raises:
         ModelError: google-jetstream is not installed.
     """
-    if importlib.util.find_spec("jetstream") is None:
+    if not is_installed("jetstream"):
         raise ModelError(
             "google-jetstream is not installed; run ./launch/local.sh once, or: "
             "pip install --no-deps google-jetstream==0.2.2 && pip install grpcio prometheus_client shortuuid tiktoken"
         )
-    if importlib.util.find_spec("seqio") is None:
+    if not is_installed("seqio"):
         # With the two class names that JetStream's annotations use.
         seqio = types.ModuleType("seqio")
         vocabularies = types.ModuleType("seqio.vocabularies")

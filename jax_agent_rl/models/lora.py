@@ -28,6 +28,7 @@ from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.tensors import save_tensors
+from jax_agent_rl.utils.packages import import_installed
 
 TILE = 32  # values that share one scale
 
@@ -62,7 +63,7 @@ def quantize(weight: jax.Array, kind: Literal["int8", "nf4"]) -> Any:
         ConfigError: qwix is not installed, or ``in`` is not a multiple of 32.
     """
     try:
-        import qwix
+        qwix = import_installed("qwix")
     except ImportError:
         raise ConfigError(
             f"learner.lora.quantize={kind} needs the package qwix: pip install 'jax_agent_rl[qlora]'"

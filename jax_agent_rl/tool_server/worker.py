@@ -41,7 +41,7 @@ from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.loop_watch import watch_loop
 from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
-from jax_agent_rl.utils.process import quiet_logging
+from jax_agent_rl.utils.process import own_environment, own_python, quiet_logging
 from jax_agent_rl.utils.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -199,12 +199,10 @@ class WorkerProcess:
         self._socket.unlink(missing_ok=True)
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "jax_agent_rl.tool_server.worker",
+            *own_python("-m", "jax_agent_rl.tool_server.worker"),
             stdin=pipe,
             stdout=pipe,
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)},
+            env={**own_environment(), "PROMETHEUS_MULTIPROC_DIR": str(self._metrics)},
             process_group=0,  # Ctrl-C reaches only the server, which decides; also while a worker still imports
         )
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,6 +23,7 @@ from jax_agent_rl.errors import ConfigError, ToolError, ToolTimeoutError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
 from jax_agent_rl.tools.mcp_transport import http_transport, stdio_transport
 from jax_agent_rl.utils.media import read_images
+from jax_agent_rl.utils.threads import RateLimit
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -81,15 +83,23 @@ class MCPConnection:
         server: how to reach it.
         timeout: time limit of a call, in seconds.
         connect_timeout: time limit of connecting, in seconds; None: the same.
+        rate: how often calls start; None: as they come.
 
     Raises:
         ConfigError: entering: the package ``mcp`` is not installed, or the server cannot be reached.
     """
 
     def __init__(
-        self, name: str, server: MCPServerConfig, *, timeout: float, connect_timeout: float | None = None
+        self,
+        name: str,
+        server: MCPServerConfig,
+        *,
+        timeout: float,
+        connect_timeout: float | None = None,
+        rate: RateLimit | None = None,
     ) -> None:
         self.name = name
+        self.rate = rate
         self._server = server
         self._timeout = timeout
         self._connect_timeout = connect_timeout or timeout
@@ -246,11 +256,28 @@ class MCPTool(BaseTool):
     def __init__(self, connection: MCPConnection, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         super().__init__(name=name, description=description, parameters=parameters)
         self._connection = connection
+        self._waiting: Counter[str] = Counter()  # calls of a trajectory that have not started
 
     async def execute(self, instance_id: str, arguments: Mapping[str, Any], **execute_kwargs: Any) -> ToolResult:
         if execute_kwargs:
             raise TypeError(f"MCP tool {self.name!r} takes no execute_kwargs, got {sorted(execute_kwargs)}")
+        if self._connection.rate is not None:
+            self._waiting[instance_id] += 1
+            try:
+                await self._connection.rate.wait()
+            finally:
+                self._waiting[instance_id] -= 1
         return as_tool_response(await self._connection.call(self.name, arguments))
+
+    def waits_for(self, instance_id: str) -> str | None:
+        rate = self._connection.rate
+        if rate is None or not self._waiting[instance_id]:
+            return None
+        return f"config.rate_limit={rate.per_second:g} calls a second let it wait; raise it or agent.tool_timeout"
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        await super().release(instance_id, **release_kwargs)
+        self._waiting.pop(instance_id, None)
 
 
 def as_tool_response(result: CallToolResult) -> ToolResponse:

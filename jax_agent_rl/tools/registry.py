@@ -10,7 +10,7 @@
           function: {name: …, description: …, parameters: {type: object, properties: …}}
                                                         # verl's own classes run as they are, see tools.verl
       - class_name: weather                             # of an installed package, see utils.plugins
-      - config: {type: mcp, timeout: 20}                # every tool of some MCP servers, see tools.mcp
+      - config: {type: mcp, timeout: 20, rate_limit: 5} # every tool of some MCP servers, see tools.mcp; calls a second
         mcp:
           mcp_servers_config_path: mcp_servers.json     # or servers: {name: {url: …} | {command: …, args: […]}}
           tool_selected_list: [search]                  # optional
@@ -32,10 +32,15 @@ from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig
 from jax_agent_rl.tools.schema import check_parameters, unwrap_function
 from jax_agent_rl.tools.verl import VerlTool, is_verl_tool, verl_modules
 from jax_agent_rl.utils.plugins import find_class, load_user_module, read_entries
+from jax_agent_rl.utils.threads import RateLimit
+from jax_agent_rl.validation import is_number
 
 _KEY = "tools.tool_config_path"
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp"}
 _MCP_KEYS = {"mcp_servers_config_path", "servers", "tool_selected_list"}
+_MCP_CONFIG_KEYS = {"type", "timeout", "rate_limit"}
+_MCP_CLASSES = "verl.tools.mcp_"
+"""Beginning of the classes that verl's own MCP entries name; they only call a server, as is done here without them."""
 _MCP_TIMEOUT = 30.0
 
 
@@ -80,7 +85,10 @@ class ToolRegistry:
             module = load_user_module(path, key="tools.function_tool_path")
         tools = {id(value): value for value in vars(module).values() if isinstance(value, BaseTool)}
         if not tools:
-            raise ToolDefinitionError(f"{path} defines no tool; put @function_tool above a function")
+            raise ToolDefinitionError(
+                f"tools.function_tool_path={path!r}: {module.__file__} defines no tool; put @function_tool above a "
+                "function"
+            )
         for tool in tools.values():
             self.add(tool, place=path)
 
@@ -194,14 +202,24 @@ async def _add_servers(
     mcp = entry["mcp"]
     if unknown := sorted(mcp.keys() - _MCP_KEYS):
         raise ConfigError(f"{place}: mcp has unknown keys {unknown}; there are {sorted(_MCP_KEYS)}")
-    if unknown := sorted((entry.get("config") or {}).keys() - {"type", "timeout"}):
-        raise ConfigError(f"{place}: an MCP entry's config has unknown keys {unknown}; there are type and timeout")
-    timeout = float((entry.get("config") or {}).get("timeout", _MCP_TIMEOUT))
+    config = entry.get("config") or {}
+    if unknown := sorted(config.keys() - _MCP_CONFIG_KEYS):
+        raise ConfigError(
+            f"{place}: an MCP entry's config has unknown keys {unknown}; there are {sorted(_MCP_CONFIG_KEYS)}"
+        )
+    if not str(entry.get("class_name") or _MCP_CLASSES).startswith(_MCP_CLASSES):
+        raise ConfigError(
+            f"{place}: class_name={entry['class_name']!r} has no effect on an MCP entry, whose servers are called "
+            "directly; remove it, or write the tool as a class of its own (config.type: native)"
+        )
+    timeout = _positive(config, "timeout", place) or _MCP_TIMEOUT
+    limit = _positive(config, "rate_limit", place)
+    rate = None if limit is None else RateLimit(limit)
     wanted = mcp.get("tool_selected_list")
     missing = set(wanted or ())
     for name, settings in _read_servers(mcp, path, place).items():
         server = MCPServerConfig.from_mapping(settings, where=f"{place}, server {name!r}")
-        connection = await stack.enter_async_context(MCPConnection(name, server, timeout=timeout))
+        connection = await stack.enter_async_context(MCPConnection(name, server, timeout=timeout, rate=rate))
         for tool in await connection.tools():
             if wanted is None or tool.name in wanted:
                 check_parameters(tool.parameters, f"{place}, server {name!r}: the parameters of {tool.name!r}")
@@ -209,6 +227,16 @@ async def _add_servers(
                 missing.discard(tool.name)
     if missing:
         raise ConfigError(f"{place}: tool_selected_list names {sorted(missing)}, which no server has")
+
+
+def _positive(config: Mapping[str, Any], key: str, place: str) -> float | None:
+    """Return a number of an entry's config; None without one."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if not is_number(value) or value <= 0:
+        raise ConfigError(f"{place}: config.{key}={value!r} must be a positive number")
+    return float(value)
 
 
 def _read_servers(mcp: Mapping[str, Any], path: Path, place: str) -> Mapping[str, Any]:

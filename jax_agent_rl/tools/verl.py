@@ -1,29 +1,35 @@
 """Tool classes written for verl, unchanged: ``__init__(config, tool_schema)``, ``create() -> (id, ToolResponse)``.
 
-Where verl is not installed, :func:`verl_modules` answers what such classes import from it while they are loaded::
+:func:`verl_modules` lets such classes import what they need of verl while they are loaded. A verl that can be imported
+is used itself. Where there is none, or packages that all of verl needs are missing, these modules stand in::
 
     verl.tools.base_tool       BaseTool, and the schemas and ToolResponse it imports itself
     verl.tools.schemas         OpenAIFunctionToolSchema and its parts, ToolResponse
     verl.tools.function_tool   function_tool
     verl.utils.rollout_trace   rollout_trace_op, which traces nothing here: sessions trace every call
 
+and every other module comes from verl's own files, if they are there: its GSM8K tool needs neither Ray nor PyTorch. A
+folder that only has the name, such as a clone beside the configuration, is no verl: the package is the folder in it.
+
 :class:`VerlTool` runs an instance of such a class, for all trajectories.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import importlib.machinery
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jax_agent_rl.errors import ToolDefinitionError
+from jax_agent_rl.errors import ConfigError, ToolDefinitionError
 from jax_agent_rl.tools.base import BaseTool, ToolResponse, ToolResult
 from jax_agent_rl.tools.function_tool import function_tool
 from jax_agent_rl.validation import is_number
@@ -154,24 +160,77 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 
 @contextmanager
 def verl_modules() -> Iterator[type[BaseModel]]:
-    """Make ``verl``'s tool interface importable within the context; yield its ``OpenAIFunctionToolSchema``.
+    """Make ``verl`` importable within the context, at least its tool interface; yield its ``OpenAIFunctionToolSchema``.
 
-    A verl that is installed is used itself. Other modules of verl are not there without it.
+    Raises:
+        ConfigError: leaving the context with one about a module of verl that is missing; says what to install.
     """
-    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
-        yield importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
+    before = set(sys.modules)
+    package = _find_package()
+    failure = _import_whole(package)
+    if failure is None:
+        yield sys.modules["verl.tools.schemas"].OpenAIFunctionToolSchema
         return
     made = {name: ModuleType(name) for name in _MODULES}
     for name, module in made.items():
-        vars(module).update(_MODULES[name], __path__=[])
+        vars(module).update(_MODULES[name], __path__=_own_files(package, name))
         parent, _, leaf = name.rpartition(".")
         if parent:
             setattr(made[parent], leaf, module)
     sys.modules.update(made)
     try:
         yield OpenAIFunctionToolSchema
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] == "verl":
+            raise ConfigError([f"{problem}; {failure}" for problem in error.problems]) from cause
+        raise
     finally:
-        for name in made:
+        _forget_modules(before)
+
+
+def _find_package() -> Path | None:
+    """Return the folder of a verl that is installed or on the path; None for a folder without ``__init__.py``."""
+    spec = importlib.machinery.PathFinder.find_spec("verl")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent
+
+
+def _import_whole(package: Path | None) -> str | None:
+    """Import verl itself; return why it cannot be used, as advice, or None if it can."""
+    if "verl.tools.schemas" in sys.modules:
+        return None
+    if package is None:
+        clone = Path("verl")
+        found = ""
+        if (clone / "verl" / "__init__.py").is_file():
+            found = f"The folder {clone.resolve()} is a clone of it, so PYTHONPATH={clone} has it. "
+        return (
+            f"verl is not installed, only its tool interface is built in. {found}Of its versions, 0.7.1 is the last "
+            "with tool classes of its own: pip install --no-deps verl==0.7.1"
+        )
+    before = set(sys.modules)
+    try:
+        importlib.import_module("verl.tools.schemas")
+    except Exception as error:  # whatever is raised where a part of what verl needs is missing
+        _forget_modules(before)
+        return f"{package} has no such module (as a whole it cannot be imported: {type(error).__name__}: {error})"
+    return None
+
+
+def _own_files(package: Path | None, module: str) -> list[str]:
+    """Return where further modules of a module that stands in are looked for."""
+    if package is None:
+        return []
+    folder = package.joinpath(*module.split(".")[1:])
+    return [str(folder)] if folder.is_dir() else []
+
+
+def _forget_modules(before: set[str]) -> None:
+    """Forget the modules of verl that were imported since."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "verl" and name not in before:
             del sys.modules[name]
 
 
@@ -188,7 +247,7 @@ class VerlTool(BaseTool):
 
     verl calls ``create`` in two ways, with the row's ``create_kwargs`` as keyword arguments or as one argument of
     that name; the class gets those that its signature takes. It may return ``(id, ToolResponse)`` or the id alone, and
-    the id may be its own. Metrics that are no numbers are left out.
+    the id may be its own. Metrics and rewards that are no numbers are left out.
 
     Args:
         tool: the instance, kept as ``wrapped``.
@@ -245,7 +304,9 @@ class VerlTool(BaseTool):
         return response, reward, numbers
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
-        return await self.wrapped.calc_reward(self._ids[instance_id], **calc_reward_kwargs)
+        score = await self.wrapped.calc_reward(self._ids[instance_id], **calc_reward_kwargs)
+        # verl's own search tool returns what it found; verl's loop asks no tool for this.
+        return float(score) if isinstance(score, bool) or is_number(score) else None
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         if (name := self._ids.pop(instance_id, None)) is not None:  # None: create failed

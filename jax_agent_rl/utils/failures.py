@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+INSTALLED_FOLDERS = (f"{os.sep}site-packages", f"{os.sep}dist-packages")
 _MAX_MESSAGE = 1000  # characters
 _MAX_ERROR = 300
 _MAX_KINDS = 64
@@ -40,7 +40,9 @@ def is_user_file(name: str) -> bool:
     """Return whether a file with code is the user's: not of this package, of Python or of an installed package."""
     if name.startswith("<"):  # <frozen importlib._bootstrap>, <string>
         return False
-    return not name.startswith((_PACKAGE, _STANDARD_LIBRARY)) and not any(part in name for part in _INSTALLED)
+    if name.startswith((_PACKAGE, _STANDARD_LIBRARY)):
+        return False
+    return not any(folder + os.sep in name for folder in INSTALLED_FOLDERS)
 
 
 def place(file: str, line: int) -> str:

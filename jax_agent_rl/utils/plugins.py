@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
+from jax_agent_rl.utils.failures import describe_error, error_place
 from jax_agent_rl.validation import did_you_mean
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def load_installed(kind: Kind, name: str, *, fits: Callable[[Any], bool] = calla
     try:
         found = entry.load()
     except Exception as error:  # whatever a package raises when it is imported
-        problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{_origin(entry)} cannot be imported ({problem}); repair or uninstall it") from error
+        raise ConfigError(
+            f"{_origin(entry)} cannot be imported ({describe_error(error)}); repair or uninstall it"
+        ) from error
     if not fits(found):
         raise ConfigError(f"{_origin(entry)} must be {expected}, got {found!r:.100}; repair or uninstall it")
     return found
@@ -151,22 +153,44 @@ def load_user_module(where: str, *, key: str) -> ModuleType:
             declared tool, say) pass through.
     """
     is_path = where.endswith(".py") or os.sep in where
-    folders = [str(Path(where).expanduser().resolve().parent)] if is_path else []
+    named = f"{key}={where!r}"
+    path = Path(where).expanduser()
+    if is_path and not path.is_file():
+        raise ConfigError(f"{named}: no such file (relative to {os.getcwd()})")
+    if not is_path:
+        _refuse_standard_module(where, named)
+    folders = [str(path.resolve().parent)] if is_path else []
     sys.path += [folder for folder in (*folders, os.getcwd()) if folder not in sys.path]
     try:
-        return _import_file(Path(where)) if is_path else importlib.import_module(where)
+        module = _import_file(path) if is_path else importlib.import_module(where)
     except JaxAgentRLError:
         raise
-    except FileNotFoundError:
-        raise ConfigError(f"{key}={where!r}: no such file (relative to {os.getcwd()})") from None
     except ModuleNotFoundError as error:
         if error.name and (where == error.name or where.startswith(error.name + ".")):
             raise ConfigError(
-                f"{key}={where!r}: no such module in {os.getcwd()} or the environment; a file must end with .py"
-            ) from None
-        raise ConfigError(f"{key}={where!r}: it imports {error.name!r}, which is not installed") from error
+                f"{named}: no such module in {os.getcwd()} or the environment; a file must end with .py"
+            ) from error
+        raise ConfigError(f"{named}: it imports {error.name!r}, which is not installed") from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{named}: importing it exits, with {error.code!r}; remove that ({error_place(error)})"
+        ) from None
     except Exception as error:
-        raise ConfigError(f"{key}={where!r}: importing it raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{named}: importing it raised {describe_error(error)}") from error
+    if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+        folder = next(iter(module.__path__), "")
+        raise ConfigError(
+            f"{named}: {folder} is a folder without __init__.py, so nothing is imported; name a file in it"
+        )
+    return module
+
+
+def _refuse_standard_module(where: str, named: str) -> None:
+    """Refuse a module of Python's own whose name a file in the working directory has, too: that one was meant."""
+    top = where.partition(".")[0]
+    for mine in (Path(f"{top}.py"), Path(top)):
+        if top in sys.stdlib_module_names and mine.exists():
+            raise ConfigError(f"{named}: this name is that of a module of Python's own; name the file, {mine}")
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import logging
 import os
 import signal
@@ -30,7 +29,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
+from jax_agent_rl.utils.failures import INSTALLED_FOLDERS
 from jax_agent_rl.utils.files import remove_temp_folders
+from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.utils.text import printable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,6 +42,24 @@ SERVER_EXIT_SECONDS = 10.0  # from the end of a server to the end of its process
 EXIT_CODE = 130
 
 ExitWithin = Callable[[float], None]
+
+
+def own_python(*arguments: str) -> list[str]:
+    """Return a command of this interpreter that does not look into the working directory for Python's own modules.
+
+    Otherwise a file of the user's called ``random.py`` or ``types.py`` would take the place of Python's. Where this
+    package is not installed, the process needs :func:`own_environment`.
+    """
+    return [sys.executable, "-P", *arguments]
+
+
+def own_environment() -> dict[str, str]:
+    """Return the environment of a process that imports this package, from wherever this process has it."""
+    folder = str(Path(__file__).resolve().parents[2])
+    if any(part in folder for part in INSTALLED_FOLDERS):
+        return dict(os.environ)
+    inherited = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited}" if inherited else folder}
 
 
 class InterruptStage(Enum):
@@ -258,7 +277,7 @@ def ignore_absent_tpus(devices: Path = Path("/dev")) -> None:
     libtpu may be installed only to compile for absent TPUs (``jax-agent-rl plan``); JAX would look for them and
     complain in every command. Call this before JAX is imported.
     """
-    if "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
+    if "JAX_PLATFORMS" in os.environ or not is_installed("libtpu"):
         return
     accelerators = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*")
     if not any(any(devices.glob(pattern)) for pattern in accelerators):

@@ -4,7 +4,7 @@ A hanging thread of a pool is lost for good and keeps the process from exiting. 
 thread (starting one takes tens of microseconds). When the caller stops waiting, the thread is *abandoned*: counted,
 left alone, and forgotten when it ends. With too many abandoned threads, further calls are refused.
 
-:class:`PrioritySemaphore` bounds what runs at once.
+:class:`PrioritySemaphore` bounds what runs at once, :class:`RateLimit` how often something starts.
 """
 
 from __future__ import annotations
@@ -158,6 +158,39 @@ async def _no_exit(call: Callable[[], Awaitable[T]], what: str, error: Callable[
             return await call()
     except SystemExit as left:
         raise error(f"tried to exit with {left.code!r}") from None
+
+
+class RateLimit:
+    """At most so many starts a second, those of one second at once if none came before; first come, first served.
+
+    Args:
+        per_second: positive.
+        clock: seconds, monotonic.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    ):
+        self.per_second = per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._most = max(1.0, per_second)
+        self._left = self._most  # negative: starts that wait have been promised
+        self._counted = clock()
+
+    async def wait(self) -> None:
+        """Wait for a turn."""
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._counted) * self.per_second)
+        self._counted = now
+        self._left -= 1
+        if self._left < 0:
+            await self._sleep(-self._left / self.per_second)
 
 
 class PrioritySemaphore:

@@ -17,13 +17,13 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from jax_agent_rl.utils.bounded_json import decode_json
+from jax_agent_rl.utils.process import own_environment, own_python
 
 START_SECONDS = 120.0
 """Time limit of a worker's start: what it imports may be a lot."""
@@ -134,10 +134,12 @@ class _Worker:
     """One process and its two pipes, non-blocking so that no I/O outlasts the deadline."""
 
     def __init__(self, program: str):
-        command = [sys.executable, "-c", program]
+        command = own_python("-c", program)
         pipe = subprocess.PIPE
         # Its own process group: Ctrl-C reaches only the parent, which decides.
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, process_group=0)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=own_environment(), bufsize=0, process_group=0
+        )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
         for stream in (self._stdin, self._stdout):

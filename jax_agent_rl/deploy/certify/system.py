@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import importlib.util
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from jax_agent_rl.runtime.build import follow_run
 from jax_agent_rl.runtime.engines import backend_factories
 from jax_agent_rl.runtime.train import train
 from jax_agent_rl.types import SamplingParams, TokenOutput
+from jax_agent_rl.utils.packages import is_installed
 
 COLLECTIVES = Claim(page="docs/training.md", text="Any mesh computes the gradient of one device")
 AGREEMENT = Claim(
@@ -158,10 +158,10 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
         from jax_agent_rl.testing.conformance.runner import run_suite
     except (ImportError, ConfigError) as error:
         raise NotRunError(str(error)) from None
-    if not _installed("torch"):
+    if not is_installed("torch"):
         raise NotRunError("the suite's reference runs on torch: pip install 'jax_agent_rl[conformance]'")
     exact = product_precision("float32", machine.platform) == "float32"
-    missing = {name: package for name, package in {"ray": "ray", "vllm": "vllm"}.items() if not _installed(package)}
+    missing = {name: package for name, package in {"ray": "ray", "vllm": "vllm"}.items() if not is_installed(package)}
     for name in ("jetstream", "remote", "ray", "vllm"):
         if name in missing:
             record.leave_out(name, f"the package {missing[name]} is not installed")
@@ -176,10 +176,6 @@ def check_conformance(machine: Machine, record: CheckResult) -> None:
         ran = len(report.results) - report.count("skipped")
         detail = f"of {ran} that apply{': ' if failed else ''}{'; '.join(failed)}"
         record(f"{name}: broken rules", len(failed), high=0, detail=detail)
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def check_agreement(machine: Machine, record: CheckResult) -> None:

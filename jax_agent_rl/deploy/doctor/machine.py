@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
+from jax_agent_rl.utils.process import own_python
 
 
 class Status(StrEnum):
@@ -345,7 +346,7 @@ async def find_jax_devices() -> Devices | str:
     A process of its own queries them: a device held by another process makes it wait, or fail.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PROBE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *own_python("-c", _PROBE), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(_PROBE_SECONDS):

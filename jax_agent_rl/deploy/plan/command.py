@@ -30,9 +30,9 @@ from rich.console import Console
 from jax_agent_rl.errors import CompilerError, ConfigError, ModelError
 from jax_agent_rl.observe.progress import print_line
 from jax_agent_rl.utils.files import replacing
-from jax_agent_rl.utils.process import quiet_logging
+from jax_agent_rl.utils.process import own_environment, own_python, quiet_logging
 
-PLANNER = (sys.executable, "-m", "jax_agent_rl.deploy.plan.command")
+PLANNER = own_python("-m", "jax_agent_rl.deploy.plan.command")
 # Settings of libtpu that avoid a fault, by a function on its stack. Seen on v5p with libtpu 0.0.42.1: gradients of a
 # 1.5B model with fsdp=4.
 _REMEDIES = {"EmitAllReduceScatterFusion": "LIBTPU_INIT_ARGS=--xla_tpu_enable_all_reduce_scatter_fusion=false"}
@@ -260,7 +260,7 @@ def _started(command: Sequence[str], task: PlanTask, errors: IO[str]) -> Iterato
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},  # it looks for no chips, and compiles for those described
+        env=own_environment() | {"JAX_PLATFORMS": "cpu"},  # it looks for no chips, and compiles for those described
     )
     try:
         assert process.stdin is not None

@@ -6,7 +6,6 @@ Chips are as Cloud TPU's documentation states them (docs.cloud.google.com/tpu, 2
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import os
 import re
@@ -30,6 +29,7 @@ from jax_agent_rl.runtime.engine_devices import (
     resolve_engine_mesh,
     with_engine_mesh,
 )
+from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.validation import did_you_mean
 
 GIB = 1 << 30
@@ -193,7 +193,7 @@ class Slice:
         Raises:
             ConfigError: ``libtpu`` is not installed, or knows no such slice.
         """
-        if importlib.util.find_spec("libtpu") is None:
+        if not is_installed("libtpu"):
             raise ConfigError("plan compiles with libtpu, which is not installed: pip install 'jax_agent_rl[plan]'")
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)

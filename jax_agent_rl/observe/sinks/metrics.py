@@ -8,7 +8,6 @@ imported only where they are used.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 import threading
@@ -23,6 +22,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.utils.fences import fenced
 from jax_agent_rl.utils.files import write_atomically
+from jax_agent_rl.utils.packages import import_installed
 from jax_agent_rl.utils.plugins import load_installed
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def check_sinks(names: Sequence[str]) -> None:
             load_installed("metric_sinks", name)
             continue
         try:
-            importlib.import_module(PACKAGES[name])
+            import_installed(PACKAGES[name])
         except ImportError:
             missing.append(name)
     if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
+from jax_agent_rl.utils.packages import import_installed
 from jax_agent_rl.utils.plugins import load_installed
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def shortened(value: Any, max_length: int) -> Any:
 
 def _import(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return import_installed(name)
     except ImportError as error:
         raise ConfigError(
             f"trace.sinks: {name} is not installed ({error}); pip install 'jax_agent_rl[trace]', or leave it out"

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import re
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax_agent_rl.errors import ConfigError, ToolDefinitionError, ToolError
 from jax_agent_rl.tools import ToolSession
 from jax_agent_rl.tools.mcp import MCPConnection, MCPServerConfig, as_tool_response
 from jax_agent_rl.tools.registry import open_tools
+from jax_agent_rl.utils.threads import RateLimit
 from tests.fakes import FakeCodec
 from tests.ports import free_port
 
@@ -96,6 +98,15 @@ async def test_a_call_that_hangs_is_left_and_others_go_on(kind):
         after = await session.call("add", {"a": 2, "b": 2})
     assert hung.error == "timeout" and "did not answer within 1 seconds" in hung.observation
     assert (fine.observation, after.observation) == ("3", "4")
+
+
+async def test_calls_that_wait_for_their_turn_say_so_when_they_are_late():
+    async with connection("stdio") as opened, await session_of(opened, timeout=1.0) as session:
+        opened.rate = RateLimit(0.01)
+        records = await asyncio.gather(*(session.call("add", {"a": n, "b": 1}) for n in range(2)))
+    assert sorted(record.error or "" for record in records) == ["", "timeout"]
+    (late,) = [record for record in records if record.error]
+    assert "config.rate_limit=0.01" in late.observation
 
 
 async def test_the_servers_own_timeout_is_an_observation_too():
@@ -194,6 +205,38 @@ async def test_tools_of_a_server_are_selected_in_the_config(tmp_path):
         assert sorted(registry) == ["add", "count"]
     with pytest.raises(ConfigError, match=r"\['sub'\], which no server has"):
         async with open_tools(write_config(tmp_path, tool_selected_list=["sub"])):
+            raise AssertionError("never reached")
+
+
+async def test_an_entry_of_verls_is_taken_as_it_is_written_there(tmp_path):
+    config = write_config(tmp_path)
+    tree = json.loads((tmp_path / "tools.yaml").read_text())
+    tree["tools"][0] |= {"class_name": "verl.tools.mcp_search_tool.MCPSearchTool"}
+    tree["tools"][0]["config"] |= {"rate_limit": 120, "timeout": 120}
+    (tmp_path / "tools.yaml").write_text(json.dumps(tree))
+    async with open_tools(config) as registry:
+        assert set(registry) == NAMES
+        connections = {id(tool._connection): tool._connection for tool in registry.select().values()}
+    (opened,) = connections.values()
+    assert opened.rate.per_second == 120
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"config": {"type": "mcp", "rate_limit": 0}}, "config.rate_limit=0"),
+        ({"config": {"type": "mcp", "timeout": "long"}}, "config.timeout='long'"),
+        ({"config": {"type": "mcp", "retries": 3}}, "retries"),
+        ({"class_name": "my_tools.Own"}, "class_name='my_tools.Own' has no effect"),
+    ],
+)
+async def test_an_entry_that_says_what_has_no_effect_is_refused(tmp_path, changes, named):
+    config = write_config(tmp_path)
+    tree = json.loads((tmp_path / "tools.yaml").read_text())
+    tree["tools"][0] |= changes
+    (tmp_path / "tools.yaml").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        async with open_tools(config):
             raise AssertionError("never reached")
 
 

@@ -296,6 +296,101 @@ async def test_a_verl_that_is_installed_is_used_itself(write, tmp_path, monkeypa
             del sys.modules[name]
 
 
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A working directory of its own, on the path, as modules beside a configuration are."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in [m for m in sys.modules if m.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+def files(folder, **contents):
+    for path, content in contents.items():
+        file = folder / path.replace("__in__", "/").replace("__dot__", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+
+
+INIT = "verl__in____init____dot__py"
+LAYOUTS = {
+    "an empty folder": {"verl__in__README__dot__md": ""},
+    "a clone": {f"verl__in__{INIT}": "", "verl__in__verl__in__tools__in__base_tool__dot__py": "import not_there"},
+    "a package that needs what is missing": {INIT: "import not_there"},
+    "a package of another kind": {INIT: "x = 1", "verl__in__tools__dot__py": "raise RuntimeError('not for you')"},
+}
+
+
+@needs_no_verl
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_whatever_is_called_verl_in_the_working_directory_the_interface_is_there(write, alone, layout):
+    files(alone, **LAYOUTS[layout])
+    async with open_tools(write()) as tools, session(tools.select()) as opened:
+        assert (await opened.call("grade", {"answer": "3"})).observation == "score=1.0"
+    assert not [name for name in sys.modules if name.startswith("verl")], "nothing of it stays imported"
+
+
+OWN = """
+from verl.utils.score import score
+
+from .base_tool import BaseTool
+from .schemas import ToolResponse
+
+class Own(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text=score(parameters["answer"])), 0.0, {}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return ["what", "it", "found"]
+"""
+
+
+@needs_no_verl
+async def test_verls_own_classes_run_from_its_files_without_all_that_verl_needs(write, alone):
+    files(
+        alone,
+        **{
+            INIT: "import not_there",
+            "verl__in__tools__in____init____dot__py": "",
+            "verl__in__tools__in__own_tool__dot__py": OWN,
+            "verl__in__utils__in____init____dot__py": "import not_there",
+            "verl__in__utils__in__score__dot__py": "def score(answer):\n    return f'scored {answer}'\n",
+        },
+    )
+    async with open_tools(write(class_name="verl.tools.own_tool.Own")) as tools:
+        async with session(tools.select()) as opened:
+            assert (await opened.call("grade", {"answer": "3"})).observation == "scored 3"
+            assert await opened.calc_rewards() == {}, "what is no number is no reward"
+
+
+@needs_no_verl
+@pytest.mark.parametrize(
+    ("layout", "class_name", "named"),
+    [
+        ({}, "verl.tools.gsm8k_tool.Gsm8kTool", ["pip install --no-deps verl==0.7.1"]),
+        ({f"verl__in__{INIT}": ""}, "verl.tools.gsm8k_tool.Gsm8kTool", ["verl is not installed", "PYTHONPATH=verl"]),
+        ({INIT: "import not_there"}, "verl.tools.gsm8k_tool.Gsm8kTool", ["cwd/verl", "No module named 'not_there'"]),
+        (
+            {INIT: "", "verl__in__tools__in__own_tool__dot__py": "import ray_or_so"},
+            "verl.tools.own_tool.Own",
+            ["it imports 'ray_or_so', which is not installed"],
+        ),
+    ],
+)
+async def test_a_class_that_cannot_be_imported_is_told_with_its_key_its_cause_and_what_to_install(
+    write, alone, layout, class_name, named
+):
+    files(alone, **layout)
+    with pytest.raises(ConfigError) as refused:
+        async with open_tools(write(class_name=class_name)):
+            pass
+    message = str(refused.value)
+    assert "tools.yaml (tools[0]).class_name" in message and all(words in message for words in named)
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
