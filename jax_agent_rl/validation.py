@@ -6,7 +6,6 @@ JSON can spell one half of a surrogate pair (``"\ud83d"``), and models do, but n
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -207,8 +206,83 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return up to three similar known names, the most similar first."""
-    return difflib.get_close_matches(name, known)
+    """Return up to three known names that may have been meant, the nearest first; none for what is far from all.
+
+    A name is near if few letters have been inserted, left out, replaced or swapped with their neighbour (one in a name
+    of up to seven letters, two up to eleven, three in longer ones), or if it has all words of the other and few more.
+    Upper case and hyphens do not count.
+
+    >>> nearest("prompt_length", ["max_prompt_length", "max_response_length"]), nearest("optimizer", ["steps"])
+    (['max_prompt_length'], [])
+    """
+    found = [(_distance(name, other), other) for other in known]
+    return [other for distance, other in sorted(found, key=lambda pair: pair[0]) if distance < math.inf][:3]
+
+
+def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
+    """Return keys ``section.leaf`` that may have been meant by another path, the nearest first.
+
+    Section and leaf have to be near, each by itself: long paths of one section look alike although their leaves have
+    nothing in common. A leaf alone may be in any section; one in a wrong section is found if only one other has it: a
+    section inside the same one, or one that is no deeper.
+
+    >>> nearest_keys("trainer.step", ["trainer.steps", "learner.stop"])
+    ['trainer.steps']
+    """
+    section, _, leaf = path.rpartition(".")
+    near: list[tuple[float, str]] = []
+    beside, elsewhere = [], []
+    for key in keys:
+        its_section, _, its_leaf = key.rpartition(".")
+        between_leaves = _distance(leaf, its_leaf)
+        between_sections = _distance(section, its_section) if section else 0.0
+        if between_leaves + between_sections < math.inf:
+            near.append((between_leaves + between_sections, key))
+        elif leaf == its_leaf and key.partition(".")[0] == section.partition(".")[0]:
+            beside.append(key)
+        elif leaf == its_leaf and key.count(".") <= path.count("."):
+            elsewhere.append(key)
+    for misplaced in (beside, elsewhere):
+        if not near and len(misplaced) == 1:
+            return misplaced
+    return [key for _, key in sorted(near, key=lambda pair: (pair[0], abs(pair[1].count(".") - path.count("."))))]
+
+
+_MORE_LETTERS = 0.5
+"""Letters that a name may have besides all words of another one, by that one's."""
+
+
+def _distance(name: str, other: str) -> float:
+    """Return how far two names are apart, infinite if they are not near."""
+    one, two = (text.casefold().replace("-", "_") for text in (name, other))
+    shorter, longer = sorted((one, two), key=len)
+    allowed = 1 if len(longer) <= 7 else 2 if len(longer) <= 11 else 3
+    if len(longer) < 3:
+        allowed = 0
+    if len(longer) - len(shorter) <= allowed:
+        edits = _edits(one, two)
+        if edits <= allowed:
+            return float(edits)
+    words_of_shorter, words_of_longer = set(shorter.split("_")), set(longer.split("_"))
+    more = len(longer) - len(shorter)
+    if words_of_shorter < words_of_longer and more <= _MORE_LETTERS * len(shorter):
+        return float(more)
+    return math.inf
+
+
+def _edits(one: str, two: str) -> int:
+    """Return the number of letters inserted, left out, replaced or swapped: optimal string alignment."""
+    before: list[int] = []
+    row = list(range(len(two) + 1))
+    for i, letter in enumerate(one, 1):
+        next_row = [i]
+        for j, other in enumerate(two, 1):
+            edits = min(row[j] + 1, next_row[j - 1] + 1, row[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == two[j - 2] and one[i - 2] == other:
+                edits = min(edits, before[j - 2] + 1)
+            next_row.append(edits)
+        before, row = row, next_row
+    return row[-1]
 
 
 def has_lone_surrogate(text: str) -> bool:

@@ -200,6 +200,8 @@ def graph_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 class ReactAgentLoop(AgentLoop):
     """Runs a LangGraph graph over the policy and the run's tools; needs the extra ``langgraph``."""
 
+    describes_tools = True
+
     def build_graph(self, model: ChatModel, tools: Sequence[TrajectoryTool]) -> Runnable:
         """Build the graph of one trajectory; its state has ``messages``. The default is ReAct."""
         from langgraph.graph import START, MessagesState, StateGraph

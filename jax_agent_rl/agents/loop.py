@@ -39,6 +39,8 @@ class AgentLoop(ABC):
     """The name it is registered under."""
     roles: ClassVar[tuple[str, ...]] = ()
     """The roles it plays, if there are several: each has a conversation, a reward and a baseline of its own."""
+    describes_tools: ClassVar[bool] = False
+    """Whether its prompts describe the run's tools, unless ``agent.tool_prompt`` is ``none``."""
 
     def __init__(self, context: AgentContext):
         self.context = context

@@ -158,6 +158,8 @@ class ToolResponder(Responder):
 class ToolAgent(TurnLoopAgent):
     """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
 
+    describes_tools = True
+
     async def play(self, start: StartEpisode, row: Mapping[str, Any], trajectory_id: str) -> Trajectory:
         context = self.context
         tools = context.tools.select((row.get("extra_info") or {}).get("tool_selection"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from jax_agent_rl.config.reference import list_keys
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.yaml_text import load_yaml
+from jax_agent_rl.validation import nearest_keys
 
 Tree = TypeVar("Tree", bound=BaseModel)
 _keys = functools.cache(list_keys)
@@ -132,14 +132,8 @@ def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
 
 
 def _nearest(path: str, model: type[BaseModel]) -> str | None:
-    """Return the key most likely meant: one that ends in ``path``, a similar path, or a similar leaf elsewhere."""
+    """Return the key or section most likely meant; None if none is near."""
     keys = list(valid_keys(model))
-    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first of several sections wins
-    if path in by_leaf:
-        return by_leaf[path]
     sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
-    if close := difflib.get_close_matches(path, keys + sections, n=1, cutoff=0.75):
-        return close[0]
-    leaf = path.rpartition(".")[2]
-    close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
-    return by_leaf[close[0]] if close else None
+    near = nearest_keys(path, [*keys, *sections])
+    return near[0] if near else None

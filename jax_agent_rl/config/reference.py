@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from jax_agent_rl.config.base import INSTALLED_FORMAT, SCHEMA_KEY
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.validation import nearest
+from jax_agent_rl.validation import nearest_keys
 
 Schema = Mapping[str, Any]
 _NUMBER_LIMITS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
@@ -110,9 +110,7 @@ def find(name: str, keys: Mapping[str, KeyInfo]) -> list[KeyInfo]:
         return [keys[name]]
     if ends := [key for path, key in keys.items() if path.endswith(f".{name}")]:
         return ends
-    leaves = {path.rpartition(".")[2] for path in keys}
-    near = nearest(name.rpartition(".")[2], leaves)
-    guesses = [path for leaf in near for path in keys if path.rpartition(".")[2] == leaf] or nearest(name, keys)
+    guesses = nearest_keys(name, keys)
     guess = f"did you mean {', '.join(guesses[:4])}? " if guesses else ""
     raise ConfigError(f"there is no key {name!r}; {guess}'jax-agent-rl config explain' lists the sections")
 

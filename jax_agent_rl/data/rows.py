@@ -40,6 +40,10 @@ from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.validation import did_you_mean
 
 Source = str | bytes | list[str | bytes]
+_COLUMN_HINTS = {
+    "prompt": "; write the messages that the policy gets, [{'role': 'user', 'content': …}]",
+    "data_source": "; write the name of the task, by which the reward function is chosen",
+}
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
@@ -74,6 +78,7 @@ class RowChecks:
         return {key: row[key] for key in row if key not in ("images", "videos")} | {"prompt": prompt}
 
     def _check(self, row: Row) -> None:
+        require_columns(row, ("prompt", "data_source"))
         prompt = row.get("prompt")
         extra_info = row.get("extra_info")
         # An environment provides a prompt.
@@ -97,6 +102,19 @@ class RowChecks:
             _check_object(row, section)
         _check_tools(extra_info or {}, self.tools)
         _check_object(extra_info or {}, "interaction_kwargs")
+
+
+def require_columns(row: Row, names: Sequence[str]) -> None:
+    """Check that a row has all columns of these names; raise DataError, which names those it has."""
+    for name in names:
+        if row.get(name) is None:
+            guess = did_you_mean(name, [column for column in row if column not in names])
+            raise DataError(f"has no {name!r}; {guess}{describe_columns(row)}{_COLUMN_HINTS.get(name, '')}")
+
+
+def describe_columns(row: Row) -> str:
+    """Return ``it has the columns 'question', 'answer'``."""
+    return f"it has the columns {', '.join(map(repr, row))}" if row else "it has no columns"
 
 
 def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:

@@ -34,8 +34,8 @@ from jax_agent_rl.rewards.registry import (
     RewardFunction,
     Score,
     Solution,
+    describe_unknown,
     find_reward,
-    known_data_sources,
     load_rewards,
     register_reward,
     require_rewards,
@@ -98,7 +98,7 @@ async def score(
     data_source = str(trajectory.row.get("data_source"))
     reward = find_reward(data_source)
     if reward is None:
-        raise RewardError(f"no reward function for data_source {data_source!r}; there are {known_data_sources()}")
+        raise RewardError(describe_unknown([data_source]))
 
     def late() -> RewardError:
         limit = f"did not return within reward.timeout={timeout:g} seconds"

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar
 from jax_agent_rl.errors import ConfigError, RewardError
 from jax_agent_rl.utils.failures import is_user_file, place
 from jax_agent_rl.utils.plugins import installed, load_installed, load_user_module
-from jax_agent_rl.validation import as_score, looks_like_number, shown
+from jax_agent_rl.validation import as_score, did_you_mean, looks_like_number, shown
 
 Score = float | Mapping[str, Any]
 ComputeScore = Callable[..., Score | Awaitable[Score]]
@@ -128,6 +128,7 @@ def row_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return ChainMap(dict(row), dict(row.get("extra_info") or {}), dict(row.get("reward_model") or {}))
 
 
+_MAX_NAMED = 20
 _REWARDS: dict[str, RewardFunction] = {}
 _ALL_ROWS = ""
 """Data source of a function that scores every row: that of a file written for verl, see :func:`load_rewards`."""
@@ -264,14 +265,25 @@ def require_rewards(rows: Iterable[Mapping[str, Any]], *, services: Collection[s
             requested.update(reward.required, reward.optional)
     problems = [_describe_missing(data_source, name) for data_source, name in sorted(lacking)]
     if unknown:
-        problems.insert(
-            0,
-            f"no reward function for data_source {', '.join(map(repr, sorted(unknown)))}; there are "
-            f"{known_data_sources()}; register one with @register_reward in the file named by reward.path",
-        )
+        problems.insert(0, describe_unknown(unknown))
     if problems:
         raise ConfigError(problems)
     return requested.intersection(services)
+
+
+def describe_unknown(data_sources: Collection[str]) -> str:
+    """Say that no function scores rows of these data sources, with the ones that may have been meant."""
+    known = known_data_sources()
+    named = []
+    for data_source in sorted(data_sources)[:_MAX_NAMED]:
+        guess = did_you_mean(data_source, known).strip()
+        named.append(f"{data_source!r} ({guess})" if guess else repr(data_source))
+    if len(data_sources) > _MAX_NAMED:
+        named.append("…")
+    return (
+        f"no reward function for data_source {', '.join(named)}; there are {known}; register one with @register_reward "
+        "in the file named by reward.path"
+    )
 
 
 def _describe_missing(data_source: str, name: str) -> str:

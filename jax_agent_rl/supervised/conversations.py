@@ -31,6 +31,7 @@ from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.dataset import find_files
 from jax_agent_rl.data.reader import Row, located, read_row_file
+from jax_agent_rl.data.rows import describe_columns
 from jax_agent_rl.errors import DataError, TemplateError
 from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.observe.run_dir import restore_trajectory
@@ -123,15 +124,14 @@ class Encoder:
         if "prompt" in row and "completion" in row:
             return self._encode(row, [*row["prompt"], *row["completion"]], begin=len(row["prompt"]))
         raise DataError(
-            f"has {', '.join(map(repr, row)) or 'no columns'}; a row needs messages, prompt and completion, or a "
-            "trajectory's prompt_ids and response_ids"
+            f"{describe_columns(row)}; a row needs messages, prompt and completion, or a trajectory's prompt_ids and "
+            "response_ids"
         )
 
     def _pair(self, row: Row) -> Pair:
         if "chosen" not in row or "rejected" not in row:
             raise DataError(
-                f"has {', '.join(map(repr, row)) or 'no columns'}; a preference needs chosen and rejected, each a list "
-                "of messages"
+                f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of messages"
             )
         chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
         if prompt is None:

@@ -7,8 +7,8 @@ Python takes any folder of that name on its path for a package without content, 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 from jax_agent_rl.utils.failures import is_user_file
@@ -40,7 +40,7 @@ def import_installed(name: str) -> ModuleType:
 
 def _real_spec(name: str) -> ModuleSpec | None:
     try:
-        spec = find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # ValueError: imported by hand, without a spec
         return None
     if spec is None or spec.origin is not None:

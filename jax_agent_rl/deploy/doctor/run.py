@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_agent_rl.agents import EnvironmentAgent, ToolAgent, load_agents, select_agents
+from jax_agent_rl.agents import EnvironmentAgent, get_agent, load_agents, select_agents
 from jax_agent_rl.agents.prompt import codec_of_row, encode_prompt
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config import Config
@@ -208,8 +208,14 @@ class RunChecks:
         sources = Counter(str(row["data_source"]) for row in rows)
         files, counts = ", ".join(map(str, source[0])), machine.format_counts
         report.ok(f"{files}: {len(rows)} rows; agents {counts(agents)}; data sources {counts(sources)}")
+        misplaced = sum(row.get("ground_truth") is not None for row in rows)
         if unlabelled := sum((row.get("reward_model") or {}).get("ground_truth") is None for row in rows):
             report.warn(f"{unlabelled} of {len(rows)} rows have no reward_model.ground_truth")
+        if misplaced:
+            report.warn(
+                f"{misplaced} of {len(rows)} rows have a column ground_truth, which no reward function is given as "
+                "ground_truth: write it into reward_model, {'ground_truth': …}"
+            )
         if idle := report_idle_tools(self.config, rows):
             report.warn("; ".join(idle))
 
@@ -227,7 +233,8 @@ class RunChecks:
         tools = self.opened_tools if self.config.agent.tool_prompt != "none" else None
 
         def length(row: Row) -> int:
-            uses_tools = (row.get("agent_name") or self.config.agent.default_agent) == ToolAgent.name
+            agent = row.get("agent_name") or default_agent(self.config.agent, self.config.tool_config)
+            uses_tools = get_agent(agent).describes_tools
             selection = (row.get("extra_info") or {}).get("tool_selection")
             schemas = list_schemas(tools.select(selection)) if tools is not None and uses_tools else ()
             continues = bool(row.get("continue_final_message"))
@@ -239,7 +246,8 @@ class RunChecks:
             report.ok("environments write them")
             return
         share, longest = sum(n > limit for n in lengths) / len(lengths), max(lengths)
-        text = f"{len(lengths)} counted, the longest has {longest} ids; agent.max_prompt_length={limit}"
+        described = ", with the tools they describe" if tools is not None and len(tools) else ""
+        text = f"{len(lengths)} counted{described}, the longest has {longest} ids; agent.max_prompt_length={limit}"
         if share:
             text += f": {share:.1%} are longer and would be dropped; raise it to {longest}, or leave them out"
         (report.fail if share > 0.5 else report.warn if share else report.ok)(text)

@@ -27,7 +27,17 @@ def write(path: Path, *rows: object) -> Path:
         ("{oops", "not valid JSON"),
         ("[" * 10**5, "not valid JSON"),
         ([1], "must be an object"),
-        ({"data_source": "x"}, "'prompt'"),
+        ({"data_source": "x"}, "has no 'prompt'; it has the columns 'data_source'"),
+        (
+            {"data_source": "x", "question": "2 + 2?", "answer": "4"},
+            "has no 'prompt'; it has the columns 'data_source', 'question', 'answer'",
+        ),
+        (
+            {"data_source": "x", "Prompt": GOOD["prompt"]},
+            "has no 'prompt'; did you mean 'Prompt'? it has the columns 'data_source', 'Prompt'",
+        ),
+        ({"prompt": GOOD["prompt"], "source": "x"}, "has no 'data_source'; it has the columns 'prompt', 'source'"),
+        ({}, "has no 'prompt'; it has no columns"),
         ({"data_source": "x", "prompt": [{"content": "hi"}]}, "every message"),
         (GOOD | {"prompt": [{"role": "user"}]}, "every message of 'prompt' needs a 'content'"),
         (GOOD | {"prompt": [{"role": "user", "content": None}]}, "every message of 'prompt' needs a 'content'"),

@@ -156,6 +156,20 @@ async def test_a_file_written_for_verl_scores_every_row(tmp_path):
         rewards.require_rewards([{"data_source": "mine"}, {"data_source": "own"}])
 
 
+@pytest.mark.parametrize(
+    ("data_source", "guess"), [("gsm8k_", "gsm8k"), ("gsmk8", "gsm8k"), ("Calculator", "calculator"), ("chats", None)]
+)
+async def test_a_data_source_that_is_not_known_gets_a_guess(data_source, guess):
+    with pytest.raises(ConfigError) as refused:
+        rewards.require_rewards([{"data_source": data_source}])
+    with pytest.raises(RewardError) as dropped:
+        await rewards.score(trajectory(data_source))
+    for error in (refused, dropped):
+        assert f"data_source {data_source!r}" in str(error.value)
+        assert ("did you mean" in str(error.value)) == (guess is not None)
+        assert guess is None or f"did you mean {guess!r}?" in str(error.value)
+
+
 async def test_a_later_run_of_the_process_gets_the_functions_of_its_own_file(tmp_path):
     """A file is imported once; another file replaced its function since, or ``agent.module`` had imported it before."""
     first, second = tmp_path / "first.py", tmp_path / "second.py"

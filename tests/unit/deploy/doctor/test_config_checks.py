@@ -1,6 +1,7 @@
 """A configuration under examination: everything that is wrong is told in one go, each with what to do."""
 
 import json
+import re
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -69,6 +70,36 @@ async def test_several_faults_are_told_together_and_hide_no_other(recipe, tmp_pa
 async def test_prompts_over_the_limit_are_told_by_their_share(recipe):
     status, text = only(await findings(recipe, "agent.max_prompt_length=13"), "prompts")
     assert status == "fail" and "agent.max_prompt_length=13" in text and "%" in text and "raise it to" in text
+
+
+TOOLS = """
+from jax_agent_rl.tools import function_tool
+
+@function_tool
+def add(a: int, b: int) -> str:
+    '''Add two numbers and write the sum out as a word of the English language.'''
+"""
+
+
+@pytest.mark.parametrize("agent", ["tool_agent", "interaction_agent", "react_agent"])
+async def test_prompts_are_counted_with_the_tools_that_they_describe(recipe, tmp_path, agent):
+    tools = tmp_path / "tools.py"
+    tools.write_text(TOOLS)
+    told = {}
+    for prompt in ("template", "none"):
+        overrides = [f"tools.function_tool_path={tools}", f"agent.default_agent={agent}", f"agent.tool_prompt={prompt}"]
+        found = await findings(recipe, *overrides, of=("tools", "tokenizer", "prompts", *SCORING))
+        told[prompt] = int(re.search(r"the longest has (\d+) ids", only(found, "prompts")[1])[1])
+    assert told["template"] > told["none"]
+
+
+async def test_a_truth_in_a_column_of_its_own_is_told(recipe, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"data_source": "noise", "prompt": [{"role": "user", "content": "add"}], "ground_truth": "4"}
+    rows.write_text(json.dumps(row) + "\n")
+    found = await findings(recipe, f"data.train={rows}", "data.eval=null", of=SCORING)
+    (told,) = [text for status, text in found["data.train"] if status == "warn" and "column ground_truth" in text]
+    assert "reward_model" in told and "1 of 1" in told
 
 
 async def test_a_reward_function_that_fails_on_the_ground_truth_is_told(recipe, tmp_path):
