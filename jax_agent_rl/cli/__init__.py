@@ -183,20 +183,35 @@ def fetch_model() -> None:
     print(fetch_quickstart_model())
 
 
-@command(app, Panel.MODELS, "prepare shop", "prepare calculator --out data/mine --seed 1")
+@command(
+    app,
+    Panel.MODELS,
+    "prepare shop",
+    "prepare shop --calls json --out data/shop_json",
+    "prepare calculator --out data/mine --seed 1",
+)
 def prepare(
     task: Annotated[str, typer.Argument(help="shop (the quickstart's task) or calculator.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default data/TASK.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 0,
     agent: Annotated[str, typer.Option(help="The rows' agent_name.")] = "tool_agent",
+    calls: Annotated[
+        Literal["python", "json"],
+        typer.Option(help="With shop: how its prompts write calls, for agent.tool_format pythonic or hermes."),
+    ] = "python",
 ) -> None:
     """Write the training and held-out rows of a built-in task."""
     from jax_agent_rl.data.tasks import prepare_calculator, prepare_shop
     from jax_agent_rl.errors import ConfigError
+    from jax_agent_rl.validation import did_you_mean
 
-    tasks = {"shop": prepare_shop, "calculator": prepare_calculator}
+    tasks = {"shop": functools.partial(prepare_shop, calls=calls), "calculator": prepare_calculator}
     if task not in tasks:
-        raise ConfigError(f"no built-in task is called {task!r}; choose one of {sorted(tasks)}")
+        raise ConfigError(f"no built-in task is called {task!r}; {did_you_mean(task, tasks)}there are {sorted(tasks)}")
+    if task != "shop" and calls != "python":
+        raise ConfigError(
+            f"--calls {calls} is of the task shop; the calculator's prompts write calls as JSON; remove it"
+        )
     for file in tasks[task](out or Path("data") / task, seed=seed, agent_name=agent):
         print(file)
 

@@ -16,7 +16,8 @@ The prompt shows one addition and one question of each lookup. The policy has to
 after a lookup instead of answering with its result, and to write ``*`` where the question has ``×``, which the
 calculator refuses. Held-out questions ask about items that no training question names.
 
-The calls are written as Python, ``[price(item="clock")]``, a third of the tokens of the same call as JSON in tags.
+The calls are written as Python, ``[price(item="clock")]``, a third of the tokens of the same call as JSON in tags,
+``<tool_call>{"name": "price", …}</tool_call>``, which a grammar can constrain (``agent.constrain_tool_calls``).
 
 The calculator task's prompt shows two worked additions, each with its tool call, result and answer. Its questions ask
 for sums, differences and products of larger numbers: the policy has to generalize the call to other operations, and to
@@ -44,16 +45,30 @@ HELDOUT_SHARE = 0.25
 Message = dict[str, str]
 
 
+class Call(NamedTuple):
+    """A tool call and its result."""
+
+    tool: str
+    arguments: dict[str, str]
+    result: int
+
+
 class Question(NamedTuple):
-    """A question about the shop; ``calls`` are those that answer it, each with its result, the last with the answer."""
+    """A question about the shop; ``calls`` are those that answer it, the last one's result is the answer."""
 
     kind: str
     text: str
-    calls: tuple[tuple[str, int], ...]
+    calls: tuple[Call, ...]
 
 
 def prepare_shop(
-    out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
+    out: Path,
+    *,
+    train: int = 2000,
+    heldout: int = 200,
+    seed: int = 0,
+    agent_name: str = "tool_agent",
+    calls: str = "python",
 ) -> tuple[Path, Path, Path]:
     """Write ``train.jsonl``, ``heldout.jsonl`` (disjoint questions) and ``demonstrations.jsonl``; return their paths.
 
@@ -65,7 +80,9 @@ def prepare_shop(
         heldout: number of held-out rows.
         seed: seeds the questions.
         agent_name: agent loop of the rows.
+        calls: how prompts and demonstrations write calls, a name in :data:`CALL_FORMATS`.
     """
+    write = CALL_FORMATS[calls]
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     items = [item for item in PRICES if item not in SHOWN]
@@ -76,9 +93,10 @@ def prepare_shop(
     for file, count, named in zip(files, (heldout, train), (items[:kept], items[kept:]), strict=True):
         questions = _questions(rng, named, seen)
         chosen = [next(questions) for _ in range(count)]
-        write_rows(file, [_row(question, agent_name) for question in chosen])
+        write_rows(file, [_row(question, agent_name, write) for question in chosen])
     demonstrations = out / "demonstrations.jsonl"
-    write_rows(demonstrations, [{"prompt": _prompt(one), "completion": _answered(one)} for one in chosen])
+    rows = [{"prompt": _prompt(one, write), "completion": _answered(one, write)} for one in chosen]
+    write_rows(demonstrations, rows)
     return files[1], files[0], demonstrations
 
 
@@ -108,18 +126,28 @@ def _question(rng: random.Random, kind: str, items: Sequence[str]) -> Question:
 
 
 def _arithmetic(kind: str, text: str, expression: str, result: int) -> Question:
-    return Question(kind, text, ((_call("calculator", expression=expression), result),))
+    return Question(kind, text, (Call("calculator", {"expression": expression}, result),))
 
 
 def _lookup(kind: str, count: int, item: str) -> Question:
     one = TABLES[kind][item]
-    calls = (_call(kind, item=item), one), (_call("calculator", expression=f"{count} * {one}"), count * one)
-    return Question(kind, f"What is the {kind} of {count} × {item}?", calls)
+    lookup = Call(kind, {"item": item}, one)
+    product = Call("calculator", {"expression": f"{count} * {one}"}, count * one)
+    return Question(kind, f"What is the {kind} of {count} × {item}?", (lookup, product))
 
 
-def _call(name: str, **argument: str) -> str:
+def _python_call(call: Call) -> str:
     """Format a call in agent.tool_format ``pythonic``."""
-    return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in argument.items())})]"
+    return f"[{call.tool}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})]"
+
+
+def _json_call(call: Call) -> str:
+    """Format a call in agent.tool_format ``hermes``."""
+    return f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}\n</tool_call>"
+
+
+WriteCall = Callable[[Call], str]
+CALL_FORMATS: dict[str, WriteCall] = {"python": _python_call, "json": _json_call}
 
 
 _WORKED = (
@@ -129,19 +157,19 @@ _WORKED = (
 )
 
 
-def _row(question: Question, agent_name: str) -> dict[str, Any]:
-    results = [str(result) for _, result in question.calls]
+def _row(question: Question, agent_name: str, write: WriteCall) -> dict[str, Any]:
+    results = [str(call.result) for call in question.calls]
     return {
         "data_source": f"shop/{question.kind}",
         "agent_name": agent_name,
-        "prompt": _prompt(question),
+        "prompt": _prompt(question, write),
         "reward_model": {"ground_truth": results[-1]},
         "extra_info": {"results": results},
     }
 
 
-def _prompt(question: Question) -> list[Message]:
-    worked = [message for one in _WORKED for message in (_asked(one), *_answered(one))]
+def _prompt(question: Question, write: WriteCall) -> list[Message]:
+    worked = [message for one in _WORKED for message in (_asked(one), *_answered(one, write))]
     return [{"role": "system", "content": SYSTEM}, *worked, _asked(question)]
 
 
@@ -149,12 +177,12 @@ def _asked(question: Question) -> Message:
     return {"role": "user", "content": question.text}
 
 
-def _answered(question: Question) -> list[Message]:
+def _answered(question: Question, write: WriteCall) -> list[Message]:
     """Return the calls that answer a question, each with its result, and the answer, as the policy should."""
     messages = []
-    for call, result in question.calls:
-        messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}]
-    return [*messages, {"role": "assistant", "content": f"= {question.calls[-1][1]}"}]
+    for call in question.calls:
+        messages += [{"role": "assistant", "content": write(call)}, {"role": "tool", "content": str(call.result)}]
+    return [*messages, {"role": "assistant", "content": f"= {question.calls[-1].result}"}]
 
 
 # --- calculator -------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ends=0.15,
             message="{value:.0%} of the tool calls ended in an error",
             advice="tool_errors_by_kind in metrics.jsonl says which, 'jax-agent-rl view RUN --sort worst' shows them; "
-            "malformed: set agent.tool_format; timeout: raise agent.tool_timeout, or give the tool server more workers",
+            f"{_call_advice(config)}; timeout: raise agent.tool_timeout, or give the tool server more workers",
         ),
         Rule(
             name="clipped",
@@ -259,6 +259,18 @@ def _idle_rule(config: Config) -> Rule:
         ends=0.3,
         message="the learner waits {value:.0%} of the time and could compute",
         advice=advice,
+    )
+
+
+def _call_advice(config: Config) -> str:
+    """Return what helps against calls that are not as the tools want them."""
+    follows_grammars = config.rollout.backend == "jetstream" and not config.rollout.deterministic
+    if config.agent.constrain_tool_calls or not follows_grammars:
+        return "malformed: set agent.tool_format"
+    return (
+        "malformed, unknown_tool, bad_arguments: agent.constrain_tool_calls=true lets the policy write only calls that "
+        "fit the tools (with a tool format whose calls have an opening tag, such as hermes); if it writes calls in "
+        "another format, set agent.tool_format"
     )
 
 

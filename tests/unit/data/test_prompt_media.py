@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from jax_agent_rl.data import rows as row_module
 from jax_agent_rl.data.dataset import open_dataset
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.media import MAX_FRAMES, read_media, text_message, without_sources
@@ -188,7 +187,7 @@ def test_what_cannot_be_shown_is_named_with_file_row_and_field(tmp_path: Path, b
 
 
 def test_a_video_file_without_its_decoder_says_what_to_install(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(row_module, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"videos\[0\]: a video file needs PyAV: pip install 'jax_agent_rl\[video\]'"):
         load_rows(written(tmp_path, row("<video>", videos=["clip.mp4"])))
 

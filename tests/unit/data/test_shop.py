@@ -93,3 +93,19 @@ async def test_demonstrations_answer_the_training_questions_with_calls_that_give
         for message, result in zip(calls[::2], results, strict=True):
             (call,) = get_format("pythonic").parse(message["content"], ()).tool_calls
             assert await getattr(shop, call.name).execute("", call.arguments) == result
+
+
+@pytest.mark.parametrize(("calls", "tool_format"), [("python", "pythonic"), ("json", "hermes")])
+def test_worked_calls_are_written_in_the_format_that_is_asked_for(tmp_path: Path, calls: str, tool_format: str):
+    rows = [load_rows(file) for file in prepare_shop(tmp_path / calls, train=8, heldout=4, calls=calls)[:2]]
+    plain = [load_rows(file) for file in prepare_shop(tmp_path / "plain", train=8, heldout=4)[:2]]
+    reader = get_format(tool_format)
+    for row, as_python in zip(rows[0] + rows[1], plain[0] + plain[1], strict=True):
+        said = [m["content"] for m in row["prompt"] if m["role"] == "assistant"]
+        expected = [m["content"] for m in as_python["prompt"] if m["role"] == "assistant"]
+        read = [[(c.name, dict(c.arguments)) for c in reader.parse(text, ()).tool_calls] for text in said]
+        assert read == [
+            [(c.name, dict(c.arguments)) for c in get_format("pythonic").parse(text, ()).tool_calls]
+            for text in expected
+        ]
+        assert sum(map(len, read)) == 5 and question(row) == question(as_python)

@@ -137,10 +137,7 @@ async def test_a_tracer_writes_what_was_traced_before_it_closes(tmp_path: Path):
 
 
 def test_a_sink_whose_package_is_missing_is_a_message(tmp_path: Path, monkeypatch):
-    def missing(name):
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(sinks.importlib, "import_module", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"weave is not installed.*pip install 'jax_agent_rl\[trace\]'"):
         sinks.open_sinks(TraceConfig(sinks=("weave",)), RunDir(tmp_path))
 

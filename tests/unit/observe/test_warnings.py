@@ -154,6 +154,19 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
     assert line.startswith(f"  warning ({name}): ") and advice in line.partition("What to do: ")[2]
 
 
+@pytest.mark.parametrize(
+    ("sections", "is_named"),
+    [
+        ({}, True),
+        ({"agent": {"constrain_tool_calls": True, "default_agent": "tool_agent"}}, False),
+        ({"rollout": {"deterministic": True}}, False),
+    ],
+)
+def test_the_key_against_wrong_calls_is_named_where_it_helps(sections: dict, is_named: bool):
+    said, _ = watched(conf(**{**TOOLS, **sections}), *[{"tool_error_share": 0.6}] * 3)
+    assert any("agent.constrain_tool_calls=true" in line for line in said) == is_named
+
+
 def test_the_limit_that_cuts_most_off_is_named():
     ends = {"answer": 2, "max_user_turns": 1, "response_length": 3}
     said, _ = watched(conf(), *[{"truncated_share": 0.6, "finish_reasons": ends}] * 3)

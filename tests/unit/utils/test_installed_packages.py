@@ -159,7 +159,7 @@ def fake_package(folder: Path, *, name: str, module: str, code: str, entries: st
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("import not_there", "cannot be imported \\(ModuleNotFoundError: No module named 'not_there'\\)"),
+        ("import not_there", "cannot be imported \\(ModuleNotFoundError: No module named 'not_there' \\(.*py:1"),
         ("Agent = 3", "must be a subclass of AgentLoop, got 3"),
         ("", "cannot be imported \\(AttributeError: .*'Agent'"),
     ],

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 from rich.console import Console
@@ -31,7 +32,8 @@ def test_jax_is_kept_from_tpus_only_where_there_are_none(device, installed, alre
     if device:
         (tmp_path / device).parent.mkdir(exist_ok=True)
         (tmp_path / device).touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    found = ModuleSpec("libtpu", None, origin="libtpu/__init__.py") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     monkeypatch.setenv("JAX_PLATFORMS", already or "")  # set, so that the test's end puts back what was there
     if not already:
         monkeypatch.delenv("JAX_PLATFORMS")
