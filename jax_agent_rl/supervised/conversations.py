@@ -130,9 +130,7 @@ class Encoder:
 
     def _pair(self, row: Row) -> Pair:
         if "chosen" not in row or "rejected" not in row:
-            raise DataError(
-                f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of messages"
-            )
+            raise DataError(f"{describe_columns(row)}; a preference needs chosen and rejected, each a list of messages")
         chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
         if prompt is None:
             shared = sum(

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from jax_agent_rl.errors import TrajectoryError
 from jax_agent_rl.utils.text import printable
@@ -26,6 +26,8 @@ from jax_agent_rl.utils.text import printable
 logger = logging.getLogger(__name__)
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_OWN_FOLDERS = (_PACKAGE, str(Path(__file__).resolve().parents[2] / "gpu_backend") + os.sep)
+_SCRIPTS = os.path.realpath(sysconfig.get_path("scripts"))
 _STANDARD_LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
 INSTALLED_FOLDERS = (f"{os.sep}site-packages", f"{os.sep}dist-packages")
 _MAX_MESSAGE = 1000  # characters
@@ -40,9 +42,16 @@ def is_user_file(name: str) -> bool:
     """Return whether a file with code is the user's: not of this package, of Python or of an installed package."""
     if name.startswith("<"):  # <frozen importlib._bootstrap>, <string>
         return False
-    if name.startswith((_PACKAGE, _STANDARD_LIBRARY)):
+    if is_own_file(name) or name.startswith(_STANDARD_LIBRARY):
+        return False
+    if os.path.realpath(os.path.dirname(name)) == _SCRIPTS:  # jax-agent-rl, pytest: they only start what is installed
         return False
     return not any(folder + os.sep in name for folder in INSTALLED_FOLDERS)
+
+
+def is_own_file(name: str) -> bool:
+    """Return whether a file with code is of this package."""
+    return name.startswith(_OWN_FOLDERS)
 
 
 def place(file: str, line: int) -> str:
@@ -61,18 +70,6 @@ def error_place(error: BaseException) -> str:
         return ""
     of_user = [line for line in lines if is_user_file(line[0])]
     return place(*(of_user or lines)[-1])
-
-
-def frame_place(innermost: FrameType | None) -> tuple[str, bool]:
-    """Return the innermost line of the user's code in a stack, and whether there is one; else the innermost line."""
-    if innermost is None:
-        return "", False
-    frame: FrameType | None = innermost
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return place(frame.f_code.co_filename, frame.f_lineno), True
-        frame = frame.f_back
-    return place(innermost.f_code.co_filename, innermost.f_lineno), False
 
 
 def describe_error(error: BaseException) -> str:

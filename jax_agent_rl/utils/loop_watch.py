@@ -8,6 +8,10 @@ no time limit can end it: limits are kept by the same loop. A thread sees what t
                                           ▼
                        the task at work and the line it is at ──► a warning that names both, once for each hold
 
+Whose code it is, the stack says: the frames inside the loop, from the innermost out, up to the first coroutine of this
+package. This package's own work (a compilation, say) is nobody's fault, and neither is what called the loop: the
+command, or a script of the user's.
+
 The thread counts its own rounds, not seconds, so a machine that was suspended is no false alarm. A call that never
 releases the interpreter (a backtracking regular expression) stops this thread, too.
 """
@@ -15,20 +19,24 @@ releases the interpreter (a backtracking regular expression) stops this thread, 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from jax_agent_rl.utils.failures import frame_place
+from jax_agent_rl.utils.failures import is_own_file, is_user_file, place
 
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5.0
 _ROUNDS = 5
+_LOOP_MODULES = frozenset({"asyncio.base_events", "asyncio.events", "asyncio.runners"})
+_COROUTINE = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _REMEDY = (
     "nothing else can run until it returns, and no time limit can end it. Declare it `def` instead of `async def` "
     "where that is allowed (tools, rewards: they then run in a thread), or call what blocks with "
@@ -108,13 +116,41 @@ class _Watch:
     def _name_holder(self) -> None:
         task = asyncio.current_task(self._loop)
         what = None if task is None else _at_work.get(task)
-        line, is_users = frame_place(sys._current_frames().get(self._loop_thread))
-        if what is None and not is_users:  # this program's own work, which it does not bring to an end by waiting
+        line = line_of_others(sys._current_frames().get(self._loop_thread), is_named=what is not None)
+        if line is None:  # this program's own work, which it does not bring to an end by waiting
             return
         what = what or "code"
         self._report(
             f"{what} held the event loop", f"{what} holds the event loop for {self._patience:g} s, at {line}: {_REMEDY}"
         )
+
+
+def line_of_others(innermost: FrameType | None, *, is_named: bool) -> str | None:
+    """Return the line at which code that is not this package's holds the loop; None if it is this package's own work.
+
+    Args:
+        innermost: frame of the loop's thread.
+        is_named: others' code is at work in this task, so an installed package's coroutine that this package awaits is
+            theirs, and no dependency's.
+    """
+    frame = innermost
+    inner = None
+    while frame is not None and frame.f_globals.get("__name__") not in _LOOP_MODULES:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return place(file, frame.f_lineno)
+        if is_own_file(file):
+            if is_named and inner is not None and _is_coroutine(inner) and not is_own_file(inner.f_code.co_filename):
+                return place(inner.f_code.co_filename, inner.f_lineno)
+            if _is_coroutine(frame):  # the code of others further out awaits it, and waits itself
+                return None
+        inner = frame
+        frame = frame.f_back
+    return None
+
+
+def _is_coroutine(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & _COROUTINE)
 
 
 class OwnTime:
