@@ -1,12 +1,17 @@
-"""``reward.judge.model`` names a folder: a model of its own is loaded, asked, and shut down again."""
+"""``reward.judge.model`` names a folder: a model of its own is loaded, asked, and shut down again.
+
+The small random model never ends a reply, so what it said is read from the error that says it was cut off.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
+import pytest
 
 from jax_agent_rl import config
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.errors import RewardError
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rewards import register_reward
@@ -18,12 +23,14 @@ from tests.fakes import FakeCodec, ScriptedBackend
 from tests.trajectories import trajectory
 
 QUESTION = [{"role": "user", "content": "Is 4 right?"}]
-REPLIES: list[str] = []
+ERRORS: list[str] = []
 
 
 @register_reward("frozen_judge_test")
 async def compute_score(judge):
-    REPLIES.append(await judge.reply(QUESTION))
+    with pytest.raises(RewardError) as cut:
+        await judge.reply(QUESTION)
+    ERRORS.append(str(cut.value))
     return 0.5
 
 
@@ -48,5 +55,7 @@ async def test_a_frozen_judge_answers_with_its_own_weights_and_is_gone_afterward
     client = LLMServerClient([AsyncServer(policy)])
     async with open_scorer(config.build(tree), {"judge"}, client=client, codec=codec) as score:
         assert (await score(scored)).reward == 0.5
-    assert REPLIES == [greedy_reply(small_model, 4)]
+    (error,) = ERRORS
+    assert repr(greedy_reply(small_model, 4))[1:-1] in error
+    assert "reward.judge.max_tokens" in error
     assert policy.requests == [] and before.added() == []

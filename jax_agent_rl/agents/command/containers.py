@@ -36,7 +36,7 @@ from jax_agent_rl.agents.command.machines import (
     RUNNER,
     TEST_SETTINGS,
     TESTS,
-    Job,
+    RunnerJob,
     TaskMachine,
     tests_of,
 )
@@ -268,7 +268,7 @@ class ContainerRuntime:
         self,
         image: str,
         name: str,
-        job: Job,
+        job: RunnerJob,
         trees: Sequence[tuple[str, Sequence[Entry]]],
         *,
         workdir: str,
@@ -414,7 +414,7 @@ class ContainerTask(TaskMachine):
             ("/tmp", file_entries(files)),
             (self._workdir, file_entries(self._task.files)),
         ]
-        job = Job(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
+        job = RunnerJob(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
         sockets = {endpoint: "/mnt/endpoint.sock"}
         return await self._runtime.run(image, self._name, job, trees, workdir=self._workdir, sockets=sockets)
 
@@ -434,7 +434,7 @@ class ContainerTask(TaskMachine):
         return await self._runtime.run(
             left,
             f"{self._name}-tests",
-            Job(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True),
+            RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True),
             trees,
             workdir=self._workdir,
             python=places.python,

@@ -91,7 +91,7 @@ def tests_of(task: CommandTask) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RunnerJob:
     """What the runner does; see there.
 
     Attributes:
@@ -145,7 +145,7 @@ class SandboxedTask(TaskMachine):
     async def run_program(
         self, argv: Sequence[str], env: Mapping[str, str], files: Mapping[str, bytes], endpoint: Path, *, seconds: float
     ) -> JobResult:
-        job = Job(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
+        job = RunnerJob(argv=argv, env={**self._task.env, **env}, seconds=seconds, port=PORT)
         trees = [(".", file_entries(files, folders=_FOLDERS)), ("app", file_entries(self._task.files))]
         self._left = await self._run(job, trees, {"endpoint.sock": endpoint})
         return self._left
@@ -155,7 +155,7 @@ class SandboxedTask(TaskMachine):
         if self._left.workspace is None:
             problem = self._left.pack_problem or "its sandbox was stopped"
             return JobResult(stopped=f"the program left no working folder that tests can run on: {problem}")
-        job = Job(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True)
+        job = RunnerJob(argv=self._task.verifier, env=self._task.env, seconds=seconds, verifies=True)
         trees = [
             (".", file_entries({}, folders=_FOLDERS)),
             ("app", self._left.workspace),
@@ -170,7 +170,7 @@ class SandboxedTask(TaskMachine):
         return replace(done, stderr=done.stderr + note)
 
     async def _run(
-        self, job: Job, trees: Sequence[tuple[str, Sequence[Entry]]], files: Mapping[str, Path]
+        self, job: RunnerJob, trees: Sequence[tuple[str, Sequence[Entry]]], files: Mapping[str, Path]
     ) -> JobResult:
         token = secrets.token_hex(32)
         links = {self._task.workdir: Link("app"), TESTS: Link("tests"), LOGS: Link("logs")}

@@ -141,6 +141,9 @@ class _Readings(RunDir):
     ) -> None:
         """Ignore them: their content is simulated."""
 
+    def finish_step(self, step: int) -> None:
+        """Remove nothing: no file was written."""
+
 
 def simulate(
     recipe: Config,
