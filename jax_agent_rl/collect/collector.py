@@ -42,7 +42,7 @@ from jax_agent_rl.collect.strategies import Chains, Growth, Outcome, Start, Stra
 from jax_agent_rl.errors import ReplayError, TrajectoryError
 from jax_agent_rl.tracing import NO_SPAN, NoSpan, OpenSpan, Tracer, span
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
-from jax_agent_rl.utils.failures import describe_error, error_place
+from jax_agent_rl.utils.failures import describe_error, error_place, raised_by_user
 from jax_agent_rl.utils.loop_watch import at_work
 from jax_agent_rl.utils.threads import PrioritySemaphore
 
@@ -311,9 +311,12 @@ class RolloutCollector:
             self._check_episode(trajectory_id, played)
             scored = [await self._scored(trajectory) for trajectory in played]
         except TrajectoryError as error:
-            self._tell_of_loss(
-                trajectory_id, error.drop_reason, str(error), place=error.failed_at, error=error.__cause__
-            )
+            message = str(error)
+            place = error.failed_at
+            if not place and (line := raised_by_user(error)):
+                place = line
+                message = f"{message} ({line})"
+            self._tell_of_loss(trajectory_id, error.drop_reason, message, place=place, error=error.__cause__)
             return error.drop_reason
         except asyncio.CancelledError as error:
             task = asyncio.current_task()

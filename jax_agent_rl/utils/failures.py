@@ -72,6 +72,14 @@ def error_place(error: BaseException) -> str:
     return place(*(of_user or lines)[-1])
 
 
+def raised_by_user(error: BaseException) -> str:
+    """Return the line that raised an exception, if it is a line of the user's code; else an empty text."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    if not lines or not is_user_file(lines[-1][0]):
+        return ""
+    return place(*lines[-1])
+
+
 def describe_error(error: BaseException) -> str:
     """Return ``ValueError: no such shop (my_tools.py:12)``."""
     text = f"{type(error).__name__}: {_brief(str(error), _MAX_ERROR)}".removesuffix(": ")

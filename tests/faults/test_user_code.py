@@ -22,6 +22,7 @@ from jax_agent_rl.config.commands import ToolServerSettings
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation
 from jax_agent_rl.environments import base as environments
 from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry
+from jax_agent_rl.errors import EnvironmentFailedError, InteractionError, RewardError, TrajectoryError
 from jax_agent_rl.rewards import registry as reward_registry
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
@@ -42,13 +43,14 @@ HERE = Path(__file__).name
 class UserCode:
     """What the user's code does when it is called: raise, or block the loop until somebody releases it."""
 
-    def __init__(self, *, raises: bool):
+    def __init__(self, *, raises: bool, make: type[Exception] = LookupError):
         self.raises = raises
+        self.make = make
         self.released = threading.Event()
 
     def act(self):
         if self.raises:
-            raise LookupError("no such thing")  # the line that has to be named
+            raise self.make("no such thing")  # the line that has to be named
         assert self.released.wait(60)
         return "done"
 
@@ -173,14 +175,24 @@ def releasing(code: UserCode, told: list):
         yield
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_one_warning_has_file_and_line_and_the_others_are_counted(kind, monkeypatch):
-    run = run_of(kind, UserCode(raises=True), 10.0, monkeypatch)
+OWN_ERRORS = {"reward": RewardError, "environment": EnvironmentFailedError, "user": InteractionError}
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [*((kind, LookupError) for kind in KINDS), *OWN_ERRORS.items(), ("agent", TrajectoryError)]
+)
+async def test_one_warning_has_file_and_line_and_the_others_are_counted(kind, make, monkeypatch):
+    """Whether it raises an exception of its own or one of this package's."""
+    run = run_of(kind, UserCode(raises=True, make=make), 10.0, monkeypatch)
     await run.play(count=5)
     run.failures.flush()
     first, summary = run.lines
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if 'raise LookupError("' in text)
-    assert f"{HERE}:{line}" in first and "LookupError: no such thing" in first
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "raise self.make(" in text and "if" not in text
+    )
+    assert f"{HERE}:{line}" in first and "no such thing" in first
     assert "4 x " in summary
 
 

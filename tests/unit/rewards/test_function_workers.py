@@ -63,6 +63,12 @@ async def asynchronous(solution_str):
 @register_reward("judged")
 def judged(solution_str, judge):
     return {"score": 1.0, "pid": os.getpid()}
+
+
+@register_reward("refuses")
+def refuses(solution_str):
+    from jax_agent_rl.errors import RewardError
+    raise RewardError("this row has no truth")
 """
 
 
@@ -104,6 +110,7 @@ async def test_scores_come_from_another_process_and_failures_cost_one_trajectory
                 "no_number",
                 r"'no_number' \(.*my_rewards.py:20\) .*its score must be a finite number, got 'much'",
             ),
+            ("refuses", r"this row has no truth \(.*my_rewards.py:\d+\)"),
             ("leaves", "'leaves' raised SystemExit: 3"),
         ):
             with pytest.raises(RewardError, match=message):
