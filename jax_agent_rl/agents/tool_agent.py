@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from jax_agent_rl.chat.reply import Reply
 
 _NOT_EXECUTED = frozenset({"malformed", "unknown_tool", "bad_arguments", "over_parallel_limit"})
-_MALFORMED_REMEDY = (
-    "if the model writes calls in another format, set agent.tool_format; if it only makes mistakes, "
-    "agent.constrain_tool_calls=true rules them out"
-)
+_FORMAT_REMEDY = "if the model writes calls in another format, set agent.tool_format"
+_GRAMMAR_REMEDY = "if it only makes mistakes, agent.constrain_tool_calls=true rules them out"
 _TOOL_REMEDY = "give the tool a seed, or set its `stateful` to False if trajectories share its state"
 
 
@@ -150,7 +148,10 @@ class ToolResponder(Responder):
         return [answer.result() if isinstance(answer, asyncio.Task) else answer for answer in answers]
 
     def _refuse_malformed(self, wrote: str, problem: str) -> ToolCallRecord:
-        self.context.report_malformed(wrote, problem, hint=_MALFORMED_REMEDY)
+        remedies = [_FORMAT_REMEDY]
+        if not self.limits.constrain_tool_calls:
+            remedies.append(_GRAMMAR_REMEDY)
+        self.context.report_malformed(wrote, problem, hint="; ".join(remedies))
         return _refused(self.session, f"Error: Failed to decode tool call: {problem:.200}", "malformed")
 
 

@@ -10,12 +10,12 @@ from tests.agent_testbed import AgentHarness
 FORMAT = ["agent.tool_format", "agent.constrain_tool_calls"]
 
 
-def stage(agent, script, lines):
+def stage(agent, script, lines, **limits):
     shared = {
         "tool_config": ToolClientConfig(server_url="http://localhost:1"),
         "failures": FailureLog(emit=lines.append),
     }
-    return AgentHarness(agent, script, shared=shared)
+    return AgentHarness(agent, script, shared=shared, **limits)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,13 @@ async def test_of_three_in_a_moment_one_is_told_and_how_to_mend_it(agent, said, 
     assert said[:10] in line and all(remedy in line for remedy in remedies)
     it.context.failures.flush()
     assert "2 x a tool call that could not be decoded" in lines[-1] and len(lines) == 2
+
+
+async def test_a_key_that_is_set_is_no_advice():
+    lines = []
+    await stage(ToolAgent, ["<call>add {oops</call>", "I see"], lines, constrain_tool_calls=True).run()
+    (line,) = lines
+    assert "agent.tool_format" in line and "constrain_tool_calls" not in line
 
 
 async def test_what_a_model_wrote_is_shown_escaped_and_short():
