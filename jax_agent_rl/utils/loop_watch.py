@@ -133,20 +133,26 @@ def line_of_others(innermost: FrameType | None, *, is_named: bool) -> str | None
         is_named: others' code is at work in this task, so an installed package's coroutine that this package awaits is
             theirs, and no dependency's.
     """
-    frame = innermost
+    users_line = None
     inner = None
+    frame = innermost
     while frame is not None and frame.f_globals.get("__name__") not in _LOOP_MODULES:
         file = frame.f_code.co_filename
         if is_user_file(file):
-            return place(file, frame.f_lineno)
-        if is_own_file(file):
+            if frame.f_code.co_name == "<module>":  # an import is the work of whose code imports the file
+                users_line = None
+            else:
+                users_line = users_line or place(file, frame.f_lineno)
+        elif is_own_file(file):
+            if users_line is not None:
+                return users_line
             if is_named and inner is not None and _is_coroutine(inner) and not is_own_file(inner.f_code.co_filename):
                 return place(inner.f_code.co_filename, inner.f_lineno)
             if _is_coroutine(frame):  # the code of others further out awaits it, and waits itself
                 return None
         inner = frame
         frame = frame.f_back
-    return None
+    return users_line
 
 
 def _is_coroutine(frame: FrameType) -> bool:

@@ -1,6 +1,7 @@
 """Whose code holds the event loop is read off the stack, and only code of others is named."""
 
 import asyncio
+import functools
 import sys
 import sysconfig
 from pathlib import Path
@@ -30,10 +31,16 @@ async def act():
 
 
 def called_by(layer: str, inner):
-    """Return a function of a file that calls ``inner``; ``async user``: a coroutine function that awaits it."""
-    owner = layer.removeprefix("async ")
-    source = CALL if layer.startswith("async") else "def act(): return inner()"
+    """Return a function of a file that calls ``inner``.
+
+    ``async user``: a coroutine function that awaits it. ``import user``: the import of the file, which calls it.
+    """
+    how, _, owner = layer.rpartition(" ")
     names = {"inner": inner, "__name__": owner}
+    if how == "import":
+        module = compile("inner()", FILES[owner], "exec")
+        return functools.partial(exec, module, names)
+    source = CALL if how == "async" else "def act(): return inner()"
     exec(compile(source, FILES[owner], "exec"), names)
     return names["act"]
 
@@ -73,6 +80,8 @@ def line_told(inside: str, *, outside: str = "script", is_named: bool = False) -
         "library > standard",
         "async user > async own > library",  # a script's main, or an agent that awaits the policy
         "async user > async own > own > standard",
+        "async own > own > import user > library",  # the start of a run
+        "own > standard > import user > user",
     ],
 )
 def test_own_work_is_never_told_of_whoever_called_the_loop(inside, outside):
@@ -87,6 +96,7 @@ def test_own_work_is_never_told_of_whoever_called_the_loop(inside, outside):
         "async user",
         "async own > async user > user > library",
         "async own > own > async user > standard",
+        "async own > async user > import user > library",
         "async user > own > library",  # a blocking function of this package, called by a coroutine of the user's
     ],
 )
