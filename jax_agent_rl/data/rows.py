@@ -44,6 +44,7 @@ _COLUMN_HINTS = {
     "prompt": "; write the messages that the policy gets, [{'role': 'user', 'content': …}]",
     "data_source": "; write the name of the task, by which the reward function is chosen",
 }
+_MAX_NAMED = 20  # columns
 _TOOLS_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
@@ -114,7 +115,12 @@ def require_columns(row: Row, names: Sequence[str]) -> None:
 
 def describe_columns(row: Row) -> str:
     """Return ``it has the columns 'question', 'answer'``."""
-    return f"it has the columns {', '.join(map(repr, row))}" if row else "it has no columns"
+    if not row:
+        return "it has no columns"
+    names = [f"{name!r:.80}" for name in list(row)[:_MAX_NAMED]]
+    if len(row) > _MAX_NAMED:
+        names.append(f"… ({len(row)} in all)")
+    return f"it has the columns {', '.join(names)}"
 
 
 def _check_tools(extra_info: Mapping[str, Any], tools: Collection[str] | None) -> None:

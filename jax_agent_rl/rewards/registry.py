@@ -277,7 +277,8 @@ def describe_unknown(data_sources: Collection[str]) -> str:
     named = []
     for data_source in sorted(data_sources)[:_MAX_NAMED]:
         guess = did_you_mean(data_source, known).strip()
-        named.append(f"{data_source!r} ({guess})" if guess else repr(data_source))
+        name = f"{data_source!r:.80}"
+        named.append(f"{name} ({guess})" if guess else name)
     if len(data_sources) > _MAX_NAMED:
         named.append("…")
     return (

@@ -67,6 +67,13 @@ def test_a_bad_row_is_named_with_what_is_wrong(tmp_path: Path, row: object, mess
         load_rows(file, agents=["single_turn_agent", "tool_agent"], tools=["add"])
 
 
+def test_what_is_told_of_a_row_is_short_whatever_its_columns_are_called(tmp_path: Path):
+    columns = {f"{number}" + "x" * 100_000: number for number in range(1000)}
+    with pytest.raises(DataError, match="has no 'prompt'.*1000 in all") as refused:
+        load_rows(write(tmp_path / "rows.jsonl", columns))
+    assert len(str(refused.value)) < 4000
+
+
 def test_a_line_that_is_no_text_is_named(tmp_path: Path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")

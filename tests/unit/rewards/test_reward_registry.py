@@ -170,6 +170,12 @@ async def test_a_data_source_that_is_not_known_gets_a_guess(data_source, guess):
         assert guess is None or f"did you mean {guess!r}?" in str(error.value)
 
 
+def test_what_is_told_of_data_sources_is_short_however_long_they_are():
+    with pytest.raises(ConfigError, match="no reward function") as refused:
+        rewards.require_rewards([{"data_source": "x" * 100_000}])
+    assert len(str(refused.value)) < 4000
+
+
 async def test_a_later_run_of_the_process_gets_the_functions_of_its_own_file(tmp_path):
     """A file is imported once; another file replaced its function since, or ``agent.module`` had imported it before."""
     first, second = tmp_path / "first.py", tmp_path / "second.py"
