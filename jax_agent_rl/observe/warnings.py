@@ -264,13 +264,15 @@ def _idle_rule(config: Config) -> Rule:
 
 def _call_advice(config: Config) -> str:
     """Return what helps against calls that are not as the tools want them."""
-    follows_grammars = config.rollout.backend == "jetstream" and not config.rollout.deterministic
-    if config.agent.constrain_tool_calls or not follows_grammars:
+    rollout = config.rollout
+    ignores_grammars = rollout.deterministic or rollout.jetstream.engine_factory is not None
+    if config.agent.constrain_tool_calls or rollout.backend == "vllm" or ignores_grammars:
         return "malformed: set agent.tool_format"
+    engine = "JAX rollout servers" if rollout.backend == "remote" else "the JAX engine"
     return (
         "malformed, unknown_tool, bad_arguments: agent.constrain_tool_calls=true lets the policy write only calls that "
-        "fit the tools (with a tool format whose calls have an opening tag, such as hermes); if it writes calls in "
-        "another format, set agent.tool_format"
+        f"fit the tools (with {engine} and a tool format whose calls have an opening tag, such as hermes); if it "
+        "writes calls in another format, set agent.tool_format"
     )
 
 

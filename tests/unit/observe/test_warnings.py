@@ -160,6 +160,9 @@ def test_what_goes_wrong_is_said_with_what_to_do(name: str, change: dict, advice
         ({}, True),
         ({"agent": {"constrain_tool_calls": True, "default_agent": "tool_agent"}}, False),
         ({"rollout": {"deterministic": True}}, False),
+        ({"rollout": {"jetstream": {"engine_factory": "maxtext:make"}}}, False),
+        ({"rollout": {"backend": "vllm"}}, False),
+        ({"rollout": {"backend": "remote", "urls": ["http://10.0.0.5:8100"]}}, True),
     ],
 )
 def test_the_key_against_wrong_calls_is_named_where_it_helps(sections: dict, is_named: bool):
