@@ -28,6 +28,7 @@ from gpu_backend.requests import LiveRequest, RequestAdmission, Span, Usage, che
 from gpu_backend.settings import VllmSettings, check_installation
 from gpu_backend.updates import FILES, WeightUpdater, ask_workers
 from gpu_backend.weights import Checkpoint
+from jax_agent_rl.chat.grammar_limits import check_grammar
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
@@ -209,10 +210,14 @@ class VllmBackend:
         request = live.run.request
         assert self._started is not None
         sampling = vllm_sampling(live.run, tpu=self._started.platform == "tpu")
-        if (grammar := request.sampling.grammar) is not None:
+        grammar = request.sampling.grammar
+        if grammar is not None:
             sampling["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         try:
+            if grammar is not None:
+                # vLLM compiles it in the engine's process, without limits of its own.
+                await asyncio.to_thread(check_grammar, grammar)
             live.collector = await self._engine.add_request(
                 request.request_id,
                 await asyncio.to_thread(self._admission.prompt, request),

@@ -16,14 +16,17 @@ A grammar is text in llguidance's dialect of Lark, with JSON schemas (``%json``)
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jax_agent_rl.chat.grammar_limits import GrammarBusyError, GrammarError, check_grammar
 from jax_agent_rl.utils.text import any_of
 
 if TYPE_CHECKING:
@@ -35,10 +38,10 @@ _OPENING = re.compile(r"<[^<>\s]+>|\[TOOL_CALLS\]")
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_COMPILED = 64
 """Compiled grammars that are kept: requests of a group, and turns of an agent, mostly have the same one."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled; the message is the library's reason."""
+MAX_COMPILED_WEIGHT = 100_000
+"""Weight of those together: a unit takes about two kilobytes."""
+MAX_LEXER_STATES = 100_000
+"""States that one output may make of a grammar's patterns; each takes one or two kilobytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +252,9 @@ class GrammarState:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer; may be used from several threads.
 
+    What has been compiled is kept, and what could not be, with the reason. A grammar is compiled by the thread that
+    asks for it first, while others go on; see :mod:`jax_agent_rl.chat.grammar_limits` for what bounds its work.
+
     Args:
         tokenizer: a ``transformers`` fast tokenizer.
         eos_ids: ids that end an output where the grammar allows it to end.
@@ -259,22 +265,18 @@ class GrammarCompiler:
         self._hf_tokenizer = tokenizer
         self._eos_ids = sorted(eos_ids)
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Future[_Compiled]] = OrderedDict()
         self._lock = threading.Lock()
 
     def start(self, grammar: str, ids: Sequence[int] = ()) -> GrammarState:
         """Return the state of an output of a grammar after ``ids``.
 
         Raises:
-            GrammarError: the grammar cannot be compiled, or does not allow ``ids``.
+            GrammarError: the grammar is too large, cannot be compiled, or does not allow ``ids``.
         """
+        compiled = self._get(grammar)
         with self._lock:
-            if (matcher := self._compiled.pop(grammar, None)) is None:
-                matcher = self._compile(grammar)
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            state = GrammarState(matcher.deep_copy())
+            state = GrammarState(compiled.matcher.deep_copy())
         state.consume(ids)
         if state.error:
             raise GrammarError(state.error)
@@ -291,13 +293,67 @@ class GrammarCompiler:
         count = max(self._vocab_size or 0, len(self._hf_tokenizer))
         return llguidance.hf.from_tokenizer(self._hf_tokenizer, count, eos_token=self._eos_ids)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _get(self, grammar: str) -> _Compiled:
+        """Return a compiled grammar; compile it unless it is known, or another thread is compiling it."""
+        key = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            known = self._compiled.get(key)
+            if known is None:
+                made: Future[_Compiled] = Future()
+                self._compiled[key] = made
+            else:
+                self._compiled.move_to_end(key)
+        if known is not None:
+            return self._await(known)
+        try:
+            compiled = self._compile(grammar)
+        except BaseException as error:
+            if not isinstance(error, GrammarError) or isinstance(error, GrammarBusyError):
+                with self._lock:
+                    self._compiled.pop(key, None)
+            made.set_exception(error)
+            raise
+        made.set_result(compiled)
+        with self._lock:
+            self._forget_oldest()
+        return compiled
+
+    def _await(self, known: Future[_Compiled]) -> _Compiled:
+        """Return a grammar that another thread compiles, or has compiled."""
+        if not known.done() and not self._waiting.acquire(blocking=False):
+            raise GrammarBusyError(f"{MAX_WAITING} requests wait for this grammar already; try again")
+        try:
+            return known.result()
+        except GrammarError as error:
+            raise GrammarError(str(error)) from None
+
+    def _forget_oldest(self) -> None:
+        """Keep the newest grammars whose weight together is bounded; those that are being compiled stay."""
+        kept = weight = 0
+        for key, future in list(reversed(self._compiled.items())):
+            if not future.done():
+                continue
+            kept += 1
+            if future.exception() is None:
+                weight += future.result().weight
+            if kept > MAX_COMPILED or (weight > MAX_COMPILED_WEIGHT and kept > 1):
+                del self._compiled[key]
+
+    def _compile(self, grammar: str) -> _Compiled:
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        weight = check_grammar(grammar)
+        limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(_reason(matcher))
-        return matcher
+        return _Compiled(matcher=matcher, weight=weight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compiled:
+    matcher: LLMatcher
+    weight: int
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -118,6 +118,7 @@ class JetStreamBackend:
         if deterministic is not None or external_engine is not None:  # neither takes images, or masks of ids
             vision_processor = grammars = None
         self._grammars = grammars
+        self._grammar_threads = DaemonThreads(kind="grammar", error=BackendError)  # large ones block no other work
         self._image_reader = ImageReader(vision_processor, max_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, ChunkSink] = {}
         self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
@@ -238,7 +239,8 @@ class JetStreamBackend:
             raise BackendError(f"request {request.request_id!r} has a grammar, which this engine cannot follow")
         try:
             sampled = request.prompt_ids[len(request.prompt_ids) - request.resumed :]
-            return await asyncio.to_thread(self._grammars.start, grammar, sampled)
+            start = functools.partial(self._grammars.start, grammar, sampled)
+            return await self._grammar_threads.run(start, name="a grammar")
         except GrammarError as error:
             raise BackendError(f"request {request.request_id!r}: {error}") from None
 

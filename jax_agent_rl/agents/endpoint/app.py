@@ -41,10 +41,11 @@ from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.endpoint.sessions import Piece, Session, SessionStore, pieces, turns
 from jax_agent_rl.agents.session_tree import RecordedTurn, paths_to_train
 from jax_agent_rl.config import EndpointConfig
-from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.errors import BackendError, EngineDiedError
 from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text, gauges
+from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -98,6 +99,7 @@ class Endpoint:
         self._require_engine = require_engine
         self._engines = engines
         self._running = 0
+        self._grammar_threads = DaemonThreads(kind="grammar", error=BackendError)  # large ones block no other work
         self._requests = RequestCounts()
         routes = [web.get("/health", self._health), web.get("/metrics", self._metrics)]
         for prefix in ("", "/sessions/{session_id}"):
@@ -227,7 +229,7 @@ class Endpoint:
         try:
             check_prompt(asked, opened.recorder.context)
             if check_structure(asked, self._able()):  # compiling a grammar may take a second
-                await asyncio.to_thread(opened.sampling_for, asked)
+                await self._grammar_threads.run(lambda: opened.sampling_for(asked), name="a grammar")
             check_sampling(opened.sampling_for(asked), self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
                 limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
