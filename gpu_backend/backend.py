@@ -28,7 +28,6 @@ from gpu_backend.requests import LiveRequest, RequestAdmission, Span, Usage, che
 from gpu_backend.settings import VllmSettings, check_installation
 from gpu_backend.updates import FILES, WeightUpdater, ask_workers
 from gpu_backend.weights import Checkpoint
-from jax_agent_rl.chat.grammar_limits import check_grammar
 from jax_agent_rl.errors import BackendClosedError, BackendError, EngineDiedError, WeightUpdateError
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 from jax_agent_rl.rollout.protocol import (
@@ -215,9 +214,7 @@ class VllmBackend:
             sampling["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         try:
-            if grammar is not None:
-                # vLLM compiles it in the engine's process, without limits of its own.
-                await asyncio.to_thread(check_grammar, grammar)
+            await self._admission.check_grammar(request)
             live.collector = await self._engine.add_request(
                 request.request_id,
                 await asyncio.to_thread(self._admission.prompt, request),

@@ -9,6 +9,7 @@ request's.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpu_backend.settings import VllmSettings
+from jax_agent_rl.chat.grammar_limits import GrammarError, check_grammar, in_grammar_thread
 from jax_agent_rl.errors import BackendError, PromptTooLongError, TokenDriftError
 from jax_agent_rl.jetstream.request import RunningRequest
 from jax_agent_rl.rollout.protocol import BackendMetrics, GenerateRequest, TokenChunk
@@ -97,6 +99,20 @@ class RequestAdmission:
             seed=0,  # vLLM draws
             decode_text=self._decode_text,
         )
+
+    async def check_grammar(self, request: GenerateRequest) -> None:
+        """Check that a request's grammar, if it has one, can be compiled: vLLM does it without limits.
+
+        Raises:
+            BackendError: it cannot.
+        """
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return
+        try:
+            await in_grammar_thread(functools.partial(check_grammar, grammar))
+        except GrammarError as error:
+            raise BackendError(f"request {request.request_id!r}: {error}") from None
 
     def prompt(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the prompt for vLLM."""

@@ -25,6 +25,7 @@ from jax_agent_rl.agents.episode import Episode, spoken_messages
 from jax_agent_rl.agents.loop import register_agent
 from jax_agent_rl.agents.turn_loop import Responder, StartEpisode, TurnLoopAgent, check_replay, describe_call, run_turns
 from jax_agent_rl.chat.grammar import GrammarError
+from jax_agent_rl.chat.grammar_limits import in_grammar_thread
 from jax_agent_rl.environments.users import InteractionSession
 from jax_agent_rl.errors import ConfigError, InteractionError
 from jax_agent_rl.tools.base import BaseTool
@@ -170,7 +171,8 @@ class ToolAgent(TurnLoopAgent):
             tool_session(context, tools, row, trajectory_id, modalities=context.modalities) as session,
         ):
             schemas = list_schemas(tools)
-            responder = ToolResponder(context, session, schemas, user, self._turn_grammar(schemas, episode.codec))
+            grammar = await self._turn_grammar(schemas, episode.codec)
+            responder = ToolResponder(context, session, schemas, user, grammar)
             reason = await run_turns(episode, responder)
             scores = await session.calc_rewards()
         episode.add_metrics(session.metrics)
@@ -179,19 +181,20 @@ class ToolAgent(TurnLoopAgent):
     async def preflight(self) -> None:
         """Check that calls can be constrained, if they are to be."""
         try:
-            self._turn_grammar(list_schemas(self.context.tools.select(None)), self.context.codec)
+            await self._turn_grammar(list_schemas(self.context.tools.select(None)), self.context.codec)
         except GrammarError as error:
             raise ConfigError(
                 f"agent.constrain_tool_calls=true with agent.tool_format={self.context.codec.tool_format}: {error}; "
                 "set it to false, or use a model or agent.tool_format whose calls have an opening tag, such as hermes"
             ) from None
 
-    def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec) -> str | None:
+    async def _turn_grammar(self, schemas: Sequence[Mapping[str, Any]], codec: ChatCodec) -> str | None:
         """Return the grammar of a turn with these tools; None without ``agent.constrain_tool_calls``."""
         limits = self.context.limits
         if not (limits.constrain_tool_calls and schemas):
             return None
-        return codec.free_turn_grammar(tools=schemas, several=limits.max_parallel_calls > 1)
+        several = limits.max_parallel_calls > 1
+        return await in_grammar_thread(lambda: codec.free_turn_grammar(tools=schemas, several=several))
 
     def _user(
         self, row: Mapping[str, Any], trajectory_id: str

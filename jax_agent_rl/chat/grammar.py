@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jax_agent_rl.chat.grammar_limits import GrammarBusyError, GrammarError, check_grammar
+from jax_agent_rl.chat.grammar_limits import GrammarBusyError, GrammarError, check_grammar, parser_limits
 from jax_agent_rl.utils.text import any_of
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ _OPENING = re.compile(r"<[^<>\s]+>|\[TOOL_CALLS\]")
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_COMPILED = 64
 """Compiled grammars that are kept: requests of a group, and turns of an agent, mostly have the same one."""
-MAX_COMPILED_WEIGHT = 100_000
-"""Weight of those together: a unit takes about two kilobytes."""
-MAX_LEXER_STATES = 100_000
-"""States that one output may make of a grammar's patterns; each takes one or two kilobytes."""
+MAX_COMPILED_BYTES = 256 << 20
+"""Memory of those together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,56 +302,51 @@ class GrammarCompiler:
             else:
                 self._compiled.move_to_end(key)
         if known is not None:
-            return self._await(known)
+            try:
+                return known.result()
+            except GrammarError as error:
+                raise type(error)(str(error)) from None  # a traceback of its own
         try:
             compiled = self._compile(grammar)
         except BaseException as error:
-            if not isinstance(error, GrammarError) or isinstance(error, GrammarBusyError):
-                with self._lock:
+            is_final = isinstance(error, GrammarError) and not isinstance(error, GrammarBusyError)
+            with self._lock:
+                if not is_final:
                     self._compiled.pop(key, None)
-            made.set_exception(error)
+                made.set_exception(error)
+                self._forget_oldest()
             raise
-        made.set_result(compiled)
         with self._lock:
+            made.set_result(compiled)
             self._forget_oldest()
         return compiled
 
-    def _await(self, known: Future[_Compiled]) -> _Compiled:
-        """Return a grammar that another thread compiles, or has compiled."""
-        if not known.done() and not self._waiting.acquire(blocking=False):
-            raise GrammarBusyError(f"{MAX_WAITING} requests wait for this grammar already; try again")
-        try:
-            return known.result()
-        except GrammarError as error:
-            raise GrammarError(str(error)) from None
-
     def _forget_oldest(self) -> None:
-        """Keep the newest grammars whose weight together is bounded; those that are being compiled stay."""
-        kept = weight = 0
+        """Keep the newest grammars whose memory together is bounded; those that are being compiled stay."""
+        kept = size = 0
         for key, future in list(reversed(self._compiled.items())):
             if not future.done():
                 continue
             kept += 1
             if future.exception() is None:
-                weight += future.result().weight
-            if kept > MAX_COMPILED or (weight > MAX_COMPILED_WEIGHT and kept > 1):
+                size += future.result().size
+            if kept > MAX_COMPILED or (size > MAX_COMPILED_BYTES and kept > 1):
                 del self._compiled[key]
 
     def _compile(self, grammar: str) -> _Compiled:
         import llguidance
 
-        weight = check_grammar(grammar)
-        limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        size = check_grammar(grammar)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise GrammarError(_reason(matcher))
-        return _Compiled(matcher=matcher, weight=weight)
+        return _Compiled(matcher=matcher, size=size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Compiled:
     matcher: LLMatcher
-    weight: int
+    size: int
 
 
 def _reason(matcher: LLMatcher) -> str:

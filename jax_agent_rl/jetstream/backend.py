@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_agent_rl.chat.grammar import GrammarCompiler, GrammarError, GrammarState
+from jax_agent_rl.chat.grammar_limits import in_grammar_thread
 from jax_agent_rl.config.engines import EngineMeshConfig
 from jax_agent_rl.errors import BackendClosedError, BackendError
 from jax_agent_rl.jetstream import inspection
@@ -118,7 +119,6 @@ class JetStreamBackend:
         if deterministic is not None or external_engine is not None:  # neither takes images, or masks of ids
             vision_processor = grammars = None
         self._grammars = grammars
-        self._grammar_threads = DaemonThreads(kind="grammar", error=BackendError)  # large ones block no other work
         self._image_reader = ImageReader(vision_processor, max_patches=max(shapes.patch_buckets, default=0))
         self._streams: dict[str, ChunkSink] = {}
         self._preparing: dict[str, asyncio.Event] = {}  # requests that are not queued yet
@@ -239,8 +239,7 @@ class JetStreamBackend:
             raise BackendError(f"request {request.request_id!r} has a grammar, which this engine cannot follow")
         try:
             sampled = request.prompt_ids[len(request.prompt_ids) - request.resumed :]
-            start = functools.partial(self._grammars.start, grammar, sampled)
-            return await self._grammar_threads.run(start, name="a grammar")
+            return await in_grammar_thread(functools.partial(self._grammars.start, grammar, sampled))
         except GrammarError as error:
             raise BackendError(f"request {request.request_id!r}: {error}") from None
 

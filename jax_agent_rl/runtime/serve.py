@@ -12,6 +12,7 @@ from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.agents.endpoint.app import Endpoint
 from jax_agent_rl.agents.endpoint.sessions import Session, SessionStore
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.chat.grammar_limits import in_grammar_thread, warm_up
 from jax_agent_rl.config import AgentConfig, Config
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.jetstream.shapes import page_size
@@ -97,6 +98,8 @@ async def serve_openai(
     server.listen()  # a bad address is refused before minutes of compiling
     try:
         await client.start(factories)
+        if all(engine.backend.capabilities.grammars for engine in client.servers):
+            await in_grammar_thread(warm_up)  # so that the first request with a schema is answered as fast as others
         await server.start()
         print_line(f"serving {policy} as {model_name!r}: base_url={server.url}/v1")
         await asyncio.Event().wait()

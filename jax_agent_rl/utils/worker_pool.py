@@ -38,6 +38,10 @@ class WorkerTimeoutError(WorkerFailedError):
     """A worker that did not answer in time; it was killed."""
 
 
+class WorkersBusyError(WorkerTimeoutError):
+    """A request that no worker was free for in time."""
+
+
 class JsonWorkers:
     """Workers that run one program. Calls block, so make them from threads.
 
@@ -59,16 +63,25 @@ class JsonWorkers:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
-    def ask(self, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-        """Return the answer to one request; ``timeout`` seconds include waiting for an idle worker.
+    def ask(self, request: Mapping[str, Any], *, timeout: float, wait: float | None = None) -> dict[str, Any]:
+        """Return the answer to one request.
+
+        Args:
+            request: what :func:`serve` gives to its function.
+            timeout: seconds for the answer.
+            wait: seconds for an idle worker; None: both together take ``timeout`` at most.
 
         Raises:
+            WorkersBusyError: no worker was free in time.
             WorkerTimeoutError: no answer in time; the worker is killed.
             WorkerFailedError: the worker ended, or did not start.
         """
         deadline = time.monotonic() + timeout
-        if not self._free.acquire(timeout=timeout):
-            raise WorkerTimeoutError(f"{self.purpose}: no worker was free within {timeout:g} seconds")
+        patience = timeout if wait is None else wait
+        if not self._free.acquire(timeout=patience):
+            raise WorkersBusyError(f"{self.purpose}: no worker was free within {patience:g} seconds")
+        if wait is not None:
+            deadline = time.monotonic() + timeout
         try:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None

@@ -9,6 +9,7 @@ import pytest
 from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import RunDir
+from jax_agent_rl.utils.text import printable
 from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
 from tests.trajectories import session, trajectory
 
@@ -260,7 +261,8 @@ def test_what_a_model_wrote_is_shown_and_never_runs(page):
     shown = " ".join(page.texts(".toks"))
     for text in HOSTILE[:4]:
         assert text in shown
-    assert "\\u202eevil\\u0000\\u2028" in shown, "what is hidden or turns the text round is spelt out"
+    assert printable(HOSTILE[4]) in shown, "what is hidden or turns the text round is spelt out as on the terminal"
+    assert HOSTILE[4] not in shown
     for mode in ("log-prob", "version", "tree"):
         page.tab.get_by_role("button", name=mode, exact=True).click()
     page.tab.locator(".node").first.hover()

@@ -40,12 +40,13 @@ from jax_agent_rl.agents.endpoint.requests import (
 from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.endpoint.sessions import Piece, Session, SessionStore, pieces, turns
 from jax_agent_rl.agents.session_tree import RecordedTurn, paths_to_train
+from jax_agent_rl.chat.grammar_limits import in_grammar_thread
 from jax_agent_rl.config import EndpointConfig
-from jax_agent_rl.errors import BackendError, EngineDiedError
+from jax_agent_rl.errors import EngineDiedError
 from jax_agent_rl.rollout.protocol import Capabilities
+from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.http_server import Handler, HttpServer, counted, read_json
 from jax_agent_rl.utils.prometheus import CONTENT_TYPE, RequestCounts, exposition_text, gauges
-from jax_agent_rl.utils.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -99,7 +100,6 @@ class Endpoint:
         self._require_engine = require_engine
         self._engines = engines
         self._running = 0
-        self._grammar_threads = DaemonThreads(kind="grammar", error=BackendError)  # large ones block no other work
         self._requests = RequestCounts()
         routes = [web.get("/health", self._health), web.get("/metrics", self._metrics)]
         for prefix in ("", "/sessions/{session_id}"):
@@ -152,10 +152,10 @@ class Endpoint:
         """Return the handler of an API's generations."""
 
         async def generate(request: web.Request) -> web.StreamResponse:
-            session, answer = await self._read(request, kind)
+            session, answer, sampling = await self._read(request, kind)
             if answer.asked.stream:
-                return await self._stream(request, session, answer)
-            choices = await self._whole(session, answer)
+                return await self._stream(request, session, answer, sampling)
+            choices = await self._whole(session, answer, sampling)
             return web.json_response(answer.whole(session.recorder.context.codec, choices))
 
         return generate
@@ -211,8 +211,10 @@ class Endpoint:
             raise ApiError(404, f"there is no session {name!r}; it may be over", code="session_not_found")
         return session
 
-    async def _read(self, request: web.Request, kind: Callable[[Any], ApiAnswer]) -> tuple[Session, ApiAnswer]:
-        """Return the request's session and what it asks for; open a session only for a valid request.
+    async def _read(
+        self, request: web.Request, kind: Callable[[Any], ApiAnswer]
+    ) -> tuple[Session, ApiAnswer, SamplingParams]:
+        """Return the request's session, what it asks for and how to sample it; open a session only if it is valid.
 
         Raises:
             ApiError, ValidationError, Refused: too large, no JSON, or wrong.
@@ -228,16 +230,18 @@ class Endpoint:
         opened.responses = stored if stored is not None else opened.responses
         try:
             check_prompt(asked, opened.recorder.context)
-            if check_structure(asked, self._able()):  # compiling a grammar may take a second
-                await self._grammar_threads.run(lambda: opened.sampling_for(asked), name="a grammar")
-            check_sampling(opened.sampling_for(asked), self._able())
+            if check_structure(asked, self._able()):
+                sampling = await in_grammar_thread(lambda: opened.sampling_for(asked))
+            else:
+                sampling = opened.sampling_for(asked)
+            check_sampling(sampling, self._able())
             if self._store.full(opened, self._limits.max_session_tokens):
                 limit = f"agent.endpoint.max_session_tokens={self._limits.max_session_tokens}"
                 raise ApiError(400, f"the session is full ({limit} ids); open another", code="session_full")
         except ApiError:
             self._store.used(opened)
             raise
-        return opened, answer
+        return opened, answer, sampling
 
     def _open(self, request: web.Request) -> Session:
         session_id = _session_id(request)
@@ -280,18 +284,20 @@ class Endpoint:
             session.requests -= 1
             self._store.used(session)
 
-    async def _whole(self, session: Session, answer: ApiAnswer) -> list[Piece]:
+    async def _whole(self, session: Session, answer: ApiAnswer, sampling: SamplingParams) -> list[Piece]:
         """Return all choices; end after ``request_timeout``, or when the client disconnects."""
         with self._slot(session):
             try:
                 async with asyncio.timeout(self._limits.request_timeout):
-                    return await turns(session, answer.asked, adapter=self._adapter(answer.asked))
+                    return await turns(session, answer.asked, sampling, adapter=self._adapter(answer.asked))
             except TimeoutError:
                 raise self._too_slow() from None
 
-    async def _stream(self, request: web.Request, session: Session, answer: ApiAnswer) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, session: Session, answer: ApiAnswer, sampling: SamplingParams
+    ) -> web.StreamResponse:
         """ApiAnswer with server-sent events. A failure before the first one is an answer with its own status."""
-        async with aclosing(self._events(session, answer)) as events:
+        async with aclosing(self._events(session, answer, sampling)) as events:
             first = await anext(events)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -303,14 +309,14 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    async def _events(self, session: Session, answer: ApiAnswer) -> AsyncGenerator[str, None]:
+    async def _events(self, session: Session, answer: ApiAnswer, sampling: SamplingParams) -> AsyncGenerator[str, None]:
         asked, codec = answer.asked, session.recorder.context.codec
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         choices: list[Piece] = []
         silent = True  # until something is sent, a failure can still be an answer with its own status
         with self._slot(session):
             try:
-                async with aclosing(pieces(session, asked, adapter=self._adapter(asked))) as stream:
+                async with aclosing(pieces(session, asked, sampling, adapter=self._adapter(asked))) as stream:
                     async for piece in _with_pings(stream, deadline):
                         silent = False
                         if piece is None:

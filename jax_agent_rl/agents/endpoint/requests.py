@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.chat.codec import ChatCodec
-from jax_agent_rl.chat.grammar import GrammarError
+from jax_agent_rl.chat.grammar_limits import GrammarBusyError, GrammarError
 from jax_agent_rl.chat.template import check_template_kwargs
 from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.rollout.protocol import Capabilities
@@ -398,7 +398,8 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
     """Return the grammar that a request demands of its turn, if any.
 
     Raises:
-        ApiError: there is none for the format, a schema cannot be followed, or parameters contradict each other.
+        ApiError: there is none for the format, a schema cannot be followed, parameters contradict each other, or too
+            many grammars are being compiled.
     """
     if not isinstance(asked, ChatRequest):
         return None
@@ -413,6 +414,8 @@ def grammar_of(asked: ChatRequest | CompletionRequest, codec: ChatCodec) -> str 
     answer = None if asked.forces_call else asked.answer_schema
     try:
         return codec.turn_grammar(tools=tools, several=several, answer=answer)
+    except GrammarBusyError as error:
+        raise ApiError(429, f"{param}: {error}", code="busy", param=param, retry=True) from None
     except GrammarError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from None
 

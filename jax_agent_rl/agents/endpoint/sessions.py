@@ -222,6 +222,7 @@ class Piece:
 async def _sample(
     session: Session,
     request: ChatRequest | CompletionRequest,
+    sampling: SamplingParams,
     index: int,
     emit: Callable[[Piece], None],
     adapter: str | None,
@@ -232,7 +233,7 @@ async def _sample(
     def on_text(text: str, reasoning: str | None) -> None:
         emit(Piece(index=index, text=text, reasoning=reasoning))
 
-    options: dict[str, Any] = {"sampling": session.sampling_for(request), "adapter": adapter}
+    options: dict[str, Any] = {"sampling": sampling, "adapter": adapter}
     is_streamed = bool(request.stream)
     if isinstance(request, ChatRequest):
         is_streamed = is_streamed and not request.prompt_tools
@@ -254,13 +255,18 @@ async def _sample(
 
 
 async def pieces(
-    session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
+    session: Session,
+    request: ChatRequest | CompletionRequest,
+    sampling: SamplingParams,
+    *,
+    adapter: str | None = None,
 ) -> AsyncGenerator[Piece, None]:
     """Run all choices concurrently; the first failure ends the others.
 
     Args:
         session: the client's session.
         request: the request.
+        sampling: what :meth:`Session.sampling_for` made of it.
         adapter: LoRA adapter to sample with; None is the session's.
 
     Raises:
@@ -269,7 +275,9 @@ async def pieces(
     """
     count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     queue: asyncio.Queue[Piece | asyncio.Task] = asyncio.Queue()
-    tasks = [asyncio.create_task(_sample(session, request, i, queue.put_nowait, adapter)) for i in range(count)]
+    tasks = [
+        asyncio.create_task(_sample(session, request, sampling, i, queue.put_nowait, adapter)) for i in range(count)
+    ]
     session.tasks.update(tasks)
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
@@ -292,9 +300,13 @@ async def pieces(
 
 
 async def turns(
-    session: Session, request: ChatRequest | CompletionRequest, *, adapter: str | None = None
+    session: Session,
+    request: ChatRequest | CompletionRequest,
+    sampling: SamplingParams,
+    *,
+    adapter: str | None = None,
 ) -> list[Piece]:
     """Return all choices, complete and in order."""
-    async with aclosing(pieces(session, request, adapter=adapter)) as stream:
+    async with aclosing(pieces(session, request, sampling, adapter=adapter)) as stream:
         whole = [piece async for piece in stream if piece.turn is not None]
     return sorted(whole, key=lambda piece: piece.index)

@@ -32,6 +32,7 @@ CLAUDE_TOOLS = [
     {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
     for function in (WEATHER, STOP)
 ]
+HUGE = {"type": "object", "properties": {"a": {"type": "array", "items": {}, "maxItems": 10**7}}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "plan", "schema": ARGUMENTS, "strict": True}}
 
@@ -181,6 +182,16 @@ async def test_a_session_trains_on_what_a_grammar_restricted_over_what_it_left()
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
             "response_format",
             "Invalid type: objekt",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": HUGE}}},
+            "response_format",
+            "maxItems=10000000",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {**STOP, "parameters": HUGE}}], "tool_choice": "required"},
+            "tool_choice",
+            "maxItems=10000000",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"},

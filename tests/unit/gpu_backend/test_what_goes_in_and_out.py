@@ -168,6 +168,14 @@ def test_under_a_grammar_ids_come_at_the_end_all_of_them_constrained():
         admission().admit(asked, ())
 
 
+async def test_a_grammar_that_takes_too_long_to_compile_never_reaches_vllm():
+    checks = RequestAdmission(SETTINGS, vocabulary=97, eos_ids=frozenset({2}), decode_text=None, grammars=True)
+    await checks.check_grammar(request())
+    await checks.check_grammar(request(grammar="start: /x/ <[2]>"))
+    with pytest.raises(BackendError, match="maxItems=10000000"):
+        await checks.check_grammar(request(grammar='start: %json {"type": "array", "maxItems": 10000000}'))
+
+
 def test_experts_begin_where_they_were_asked_for_and_end_with_the_ids_that_are_kept():
     asked = replace(request((5, 6, 7), stop=("d",)), routed_experts_prompt_start=2)
     made = LiveRequest(admission().admit(asked, ()))

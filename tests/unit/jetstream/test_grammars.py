@@ -166,7 +166,11 @@ async def test_an_interrupted_output_continues_in_its_grammar_where_it_was():
 
 @pytest.mark.parametrize(
     ("grammar", "message"),
-    [('start: %json {"type": "objekt"}', "Invalid type: objekt"), ("no grammar", "Expected token")],
+    [
+        ('start: %json {"type": "objekt"}', "Invalid type: objekt"),
+        ("no grammar", "Expected token"),
+        ('start: %json {"type": "array", "maxItems": 10000000}', "maxItems=10000000"),
+    ],
 )
 async def test_a_wrong_grammar_fails_its_own_request_with_the_reason(grammar, message):
     async with running() as backend:

@@ -14,6 +14,7 @@ from jax_agent_rl.deploy.plan.plan import ResourcePlan, loads, sum_step
 from jax_agent_rl.deploy.plan.prediction import Flops
 from jax_agent_rl.deploy.plan.report import as_json, show
 from jax_agent_rl.deploy.plan.topology import GIB, DevicePlacement, Slice
+from jax_agent_rl.errors import StorageError
 from jax_agent_rl.models.hf import load_config
 from tests.unit.deploy.plan.recipe import recipe
 from tests.unit.deploy.plan.test_fit import MESH, compiled, inventory, program
@@ -130,7 +131,7 @@ def test_programs_that_ask_for_the_same_change_are_named_together(plan):
 
 def test_what_a_plan_says_is_printed_even_if_its_picture_cannot_be_drawn(plan, tmp_path, capsys):
     planned = PlanResult(report="it fits\n", made=as_json(plan([gradient(), *rollouts()])))
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(StorageError, match="nowhere"):
         print_plan(planned, [], Console(), picture=tmp_path / "nowhere" / "memory.png", as_json=True)
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == "it fits" and json.loads(last)["fits"]
