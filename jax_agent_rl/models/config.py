@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 Params = dict[str, Any]
@@ -255,6 +256,8 @@ class DecoderConfig:
         local_rope: of windowed layers; None for ``rope``.
         experts: None means a dense feed-forward network.
         vision: the vision tower; None for text models.
+        carried: fields of the ``config.json`` it was read from that have no effect on what is computed
+            (``pad_token_id``), written again with it. Configurations that differ in them alone are equal.
     """
 
     family: str = "llama"
@@ -285,6 +288,7 @@ class DecoderConfig:
     local_rope: Rope | None = None
     experts: Experts | None = None
     vision: VisionConfig | None = None
+    carried: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def score_scale(self) -> float:

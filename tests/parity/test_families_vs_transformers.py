@@ -14,8 +14,10 @@ import pytest
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
 from jax_agent_rl.jetstream.engine import EngineShapes, Extension, JaxEngine
+from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
+from tests.config_fields import check_every_field
 
 torch = pytest.importorskip("torch")
 
@@ -135,6 +137,34 @@ def test_our_files_are_read_by_transformers(peer, tmp_path: Path):
     ids = torch.tensor(np.random.default_rng(1).integers(0, 89, (2, 40)))
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, model(ids).logits)
+
+
+def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
+    import transformers
+
+    model, folder = peer
+    config, params = load_hf(folder)
+    kind, weights = type(model.config), model.state_dict()
+    ids = np.random.default_rng(4).integers(0, 89, (1, 24))
+
+    def theirs(raw: dict[str, Any]) -> np.ndarray:
+        changed = kind.from_dict(json.loads(json.dumps(raw)))
+        other = transformers.AutoModelForCausalLM.from_config(changed, attn_implementation="eager").eval()
+        other.load_state_dict(weights)
+        with torch.no_grad():
+            return other(torch.tensor(ids)).logits.numpy()
+
+    def ours(changed: DecoderConfig) -> np.ndarray:
+        return np.asarray(forward(changed, params, ids))
+
+    compared = check_every_field(
+        json.loads((folder / "config.json").read_text()),
+        theirs=theirs,
+        resolved=lambda raw: kind.from_dict(raw).to_dict(),
+        # Each configuration is compiled anew: these families have all kinds of fields.
+        ours=ours if config.family in ("llama", "gemma3_text", "gpt_oss") else None,
+    )
+    assert compared > 20
 
 
 def test_every_gradient_is_equal(peer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jax_agent_rl.models.decoder import Decoder
 from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.vision_context import ImageInputs, feature_index, layout, locate, rope_positions
 from jax_agent_rl.models.vision_tower import VisionTower
+from tests.config_fields import check_every_field
 
 torch = pytest.importorskip("torch")
 
@@ -117,6 +119,23 @@ def test_logits_are_equal_with_images_and_without(peer):
         expected = model(torch.tensor(text)).logits.numpy()
     decoder = Decoder.from_params(config, params)
     np.testing.assert_allclose(decoder.logits(decoder(jnp.asarray(text))[0]), expected, atol=1e-4)
+
+
+def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model, folder = peer
+    kind, weights = type(model.config), model.state_dict()
+
+    def computed(raw: dict) -> np.ndarray:
+        changed = kind.from_dict(json.loads(json.dumps(raw)))
+        other = Qwen3VLForConditionalGeneration._from_config(changed, attn_implementation="eager").eval()
+        other.load_state_dict(weights)
+        with torch.no_grad():
+            return theirs(other).numpy()
+
+    raw = json.loads((folder / "config.json").read_text())
+    assert check_every_field(raw, theirs=computed, resolved=lambda raw: kind.from_dict(raw).to_dict()) > 20
 
 
 def test_every_gradient_of_tower_and_decoder_is_equal(peer, tmp_path: Path):

@@ -24,6 +24,7 @@ from jax_agent_rl.models.hf import hf_tensors, load_hf, save_hf
 from jax_agent_rl.models.image_processor import ProcessedImage
 from jax_agent_rl.models.vision_context import ImageInputs, feature_index, layout, locate, rope_positions
 from jax_agent_rl.models.vision_tower import VisionTower
+from tests.config_fields import check_every_field
 
 torch = pytest.importorskip("torch")
 
@@ -144,6 +145,23 @@ def test_logits_are_equal(peer):
         expected = theirs(model).numpy()
     for padding in (0, 3):
         np.testing.assert_allclose(ours(config, params, padding=padding)[0], expected, atol=1e-4)
+
+
+def test_every_field_of_a_config_is_honoured_refused_or_without_effect(peer):
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    model, folder = peer
+    kind, weights = type(model.config), model.state_dict()
+
+    def computed(raw: dict) -> np.ndarray:
+        changed = kind.from_dict(json.loads(json.dumps(raw)))
+        other = Qwen2_5_VLForConditionalGeneration._from_config(changed, attn_implementation="eager").eval()
+        other.load_state_dict(weights)
+        with torch.no_grad():
+            return theirs(other).numpy()
+
+    raw = json.loads((folder / "config.json").read_text())
+    assert check_every_field(raw, theirs=computed, resolved=lambda raw: kind.from_dict(raw).to_dict()) > 20
 
 
 def test_logits_of_text_are_equal(peer):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families.common import ModelFamily
+from jax_agent_rl.models.families.common import Fields, ModelFamily, carried_fields, merge_fields, refuse_unknown
 
 FAMILIES: dict[str, ModelFamily] = {
     name: family
@@ -28,20 +29,25 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Parse the content of a ``config.json``; a null ``eos_token_id`` gives no EOS id.
 
     Raises:
-        ModelError: the family is unknown, or a field is missing, of a wrong type, or has an unsupported value.
+        ModelError: the family is unknown, a field is missing, of a wrong type or has an unsupported value, or one is
+            not known: it might change what the model computes.
     """
     name = raw.get("model_type")
     if name not in FAMILIES:
         raise ModelError(f"config.json: model_type {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    config: DecoderConfig = FAMILIES[name].read(raw)
+    family = FAMILIES[name]
+    fields = Fields(raw)
+    config: DecoderConfig = family.read(fields)
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads={config.num_heads} is not a multiple of "
             f"num_key_value_heads={config.num_kv_heads}; correct the file"
         )
-    return config
+    unread = fields.unread()
+    refuse_unknown(unread, family.inert)
+    return replace(config, carried=carried_fields(unread))
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
     """Return the content of a ``config.json``."""
-    return FAMILIES[config.family].write(config)
+    return merge_fields(FAMILIES[config.family].write(config), config.carried)

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.config import DecoderConfig, Rope
 from jax_agent_rl.models.families.common import (
+    Defaults,
+    Fields,
     ModelFamily,
     bad_field,
     integer,
     number,
     read_common,
     read_layer_kinds,
-    read_rope,
+    read_rope_section,
     refuse,
-    section,
     write_common,
     write_layer_kinds,
+    write_scaling,
+)
+
+_DEFAULTS = Defaults(
+    eos_token_ids=(1,), bos_token_id=2, num_kv_heads=4, head_dim=256, max_positions=131072, tied=True, rope_theta=1e6
 )
 
 
-def read(raw: Mapping[str, Any]) -> DecoderConfig:
+def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, attention_bias=False, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if raw.get(name) is not None:
             raise bad_field(raw, name, "null (Gemma 3 has no soft-capping)")
-    full, local = (section(section(raw, "rope_parameters"), kind) for kind in ("full_attention", "sliding_attention"))
     # Older files have flat fields, newer ones a section per kind of layer.
-    positions = {"max_position_embeddings": raw.get("max_position_embeddings")}
-    rope_fields = {**positions, "rope_theta": raw.get("rope_theta"), **(full or section(raw, "rope_scaling"))}
-    local_fields = {**positions, "rope_theta": raw.get("rope_local_base_freq"), **local}
-    common = read_common({**raw, "rope_parameters": None, "rope_scaling": None}, eos=(1,), tied=True)
-    common["rope"] = read_rope(rope_fields, theta=1e6)
+    nested = raw.section("rope_parameters")
+    full = nested.section("full_attention") or raw.section("rope_scaling")
+    local = nested.section("sliding_attention")
+    if "type" in full and "rope_type" not in full:  # transformers would scale nothing
+        raise bad_field(full, "type", "its name rope_type")
+    common = read_common(raw, _DEFAULTS)
     # Older files have sliding_window_pattern in place of layer_types: every n-th layer is a full one.
     count, pattern = common["num_layers"], integer(raw, "sliding_window_pattern", 6)
     return DecoderConfig(
         **common,
+        rope=read_rope_section(raw, full, _DEFAULTS),
         qk_norm=True,
         norm_offset=1.0,
         sandwich_norms=True,
@@ -46,21 +53,44 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=integer(raw, "sliding_window", 4096),
         windowed_layers=read_layer_kinds(raw, count, default=tuple(bool((i + 1) % pattern) for i in range(count))),
-        local_rope=read_rope(local_fields),
+        local_rope=_read_local_rope(raw, local),
     )
+
+
+def _read_local_rope(raw: Fields, section: Fields) -> Rope:
+    """Read the rotary settings of windowed layers, whose base has a name of its own at the top of older files."""
+    theta = number(section, "rope_theta", number(raw, "rope_local_base_freq", 10000.0))
+    return replace(read_rope_section(raw, section, _DEFAULTS), theta=theta)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Write a ``config.json`` of the family."""
     assert config.local_rope is not None and config.attention_scale is not None
-    return write_common(config, "Gemma3ForCausalLM") | {
+    written = write_common(config, "Gemma3ForCausalLM") | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "query_pre_attn_scalar": round(config.attention_scale**-2),
+        "query_pre_attn_scalar": _shortest(config.attention_scale**-2),
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_kinds(config),
         "rope_local_base_freq": config.local_rope.theta,
     }
+    if config.local_rope.scaling is None:
+        return written
+    # Only the newer form has scaling of windowed layers.
+    sections = {"full_attention": config.rope, "sliding_attention": config.local_rope}
+    written["rope_parameters"] = {
+        name: {"rope_theta": rope.theta, **(write_scaling(rope) or {"rope_type": "default"})}
+        for name, rope in sections.items()
+    }
+    for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+        del written[name]
+    return written
+
+
+def _shortest(value: float) -> float:
+    """Return the number in a file whose power is ``value``, to rounding: a whole one if it may be."""
+    rounded = float(f"{value:.12g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 FAMILY = ModelFamily(

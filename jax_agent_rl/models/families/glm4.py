@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.families.common import ModelFamily, read_common, refuse, write_common
+from jax_agent_rl.models.families.common import (
+    Defaults,
+    Fields,
+    ModelFamily,
+    read_common,
+    read_rope,
+    refuse,
+    switch,
+    write_common,
+)
 from jax_agent_rl.models.tensors import Packed
 
+_DEFAULTS = Defaults(
+    eos_token_ids=(151329, 151336, 151338),
+    num_kv_heads=2,
+    head_dim=128,
+    max_positions=131072,
+    rms_norm_eps=1.5625e-7,
+)
 
-def read(raw: Mapping[str, Any]) -> DecoderConfig:
+
+def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, hidden_act="silu")
-    common = read_common(raw, eos=(151329, 151336, 151338), partial_rotary=0.5)
-    common["rope"] = replace(common["rope"], interleaved=True)
-    return DecoderConfig(**common, qkv_bias=bool(raw.get("attention_bias", True)), sandwich_norms=True)
+    rope = replace(read_rope(raw, _DEFAULTS, partial_rotary=0.5), interleaved=True)
+    has_bias = switch(raw, "attention_bias", True)
+    return DecoderConfig(**read_common(raw, _DEFAULTS), rope=rope, qkv_bias=has_bias, sandwich_norms=True)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

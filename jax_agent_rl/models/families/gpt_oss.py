@@ -5,17 +5,20 @@ Its published weights hold the experts in MXFP4; they are read as floats, and wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jax_agent_rl.models.config import DecoderConfig, Experts
+from jax_agent_rl.models.config import DecoderConfig, Experts, Rope, YarnScaling
 from jax_agent_rl.models.families.common import (
+    ROPE_SECTIONS,
+    Defaults,
+    Fields,
     ModelFamily,
     integer,
+    number,
     read_common,
     read_layer_kinds,
+    read_rope,
     refuse,
-    section,
     write_common,
     write_layer_kinds,
     write_scaling,
@@ -23,26 +26,24 @@ from jax_agent_rl.models.families.common import (
 from jax_agent_rl.models.tensors import Packed
 
 _FIXED = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+_YARN = YarnScaling(factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096)
+"""Of files without rotary settings."""
+_DEFAULTS = Defaults(num_kv_heads=8, head_dim=64, max_positions=131072, rms_norm_eps=1e-5, rope_theta=150000.0)
 
 
-def read(raw: Mapping[str, Any]) -> DecoderConfig:
+def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     refuse(raw, **_FIXED)
-    refuse(section(raw, "quantization_config"), quant_method="mxfp4")
-    if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
-        raw = {**raw, "rope_scaling": _YARN}
-    common = read_common(raw, eos=(), theta=150000.0)
+    _read_quantization(raw.section("quantization_config"))
+    common = read_common(raw, _DEFAULTS)
+    if any(raw.section(name) for name in ROPE_SECTIONS):
+        rope = read_rope(raw, _DEFAULTS)
+    else:
+        rope = Rope(theta=number(raw, "rope_theta", _DEFAULTS.rope_theta), scaling=_YARN)
     count = common["num_layers"]
     return DecoderConfig(
         **common,
+        rope=rope,
         qkv_bias=True,
         o_bias=True,
         attention_sinks=True,
@@ -57,6 +58,12 @@ def read(raw: Mapping[str, Any]) -> DecoderConfig:
             bias=True,
         ),
     )
+
+
+def _read_quantization(settings: Fields) -> None:
+    """Check that weights are in MXFP4 if they are quantized at all; which ones are is seen from the tensors."""
+    refuse(settings, quant_method="mxfp4")
+    settings.get("modules_to_not_convert")
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
@@ -84,6 +91,7 @@ FAMILY = ModelFamily(
     model_types=("gpt_oss",),
     read=read,
     write=write,
+    inert=("experts_per_token", "initial_context_length"),  # they repeat other fields
     names={"router": "mlp.router"},
     packed={
         "sinks": Packed(name="self_attn.sinks"),

@@ -6,17 +6,20 @@ all layers (``mistral``) or in some (``ministral``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.models.families.common import (
+    Defaults,
+    Fields,
     ModelFamily,
     integer,
     read_common,
     read_layer_kinds,
+    read_rope,
     refuse,
+    switch,
     write_common,
     write_layer_kinds,
 )
@@ -31,7 +34,7 @@ _ARCHITECTURES = {
 }
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
-    "qwen2": {"use_sliding_window": False},
+    "qwen2": {"use_sliding_window": False, "use_mrope": False},
     "qwen3": {"use_sliding_window": False, "attention_bias": False},
     "qwen3_moe": {
         "use_sliding_window": False,
@@ -43,23 +46,38 @@ _FIXED: dict[str, dict[str, Any]] = {
     "ministral": {},
 }
 """Fields with one supported value."""
+_MISTRAL = Defaults(eos_token_ids=(2,), bos_token_id=1, num_kv_heads=8, max_positions=131072)
+_DEFAULTS = {
+    "llama": Defaults(eos_token_ids=(2,), bos_token_id=1),
+    "qwen2": Defaults(num_kv_heads=32, max_positions=32768),
+    "qwen3": Defaults(num_kv_heads=32, head_dim=128, max_positions=32768),
+    "qwen3_moe": Defaults(num_kv_heads=4, max_positions=32768),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
+}
 _WINDOW = 4096  # of transformers' configurations of Mistral, where the field is absent; null is no window
 
 
-def read(raw: Mapping[str, Any]) -> DecoderConfig:
+def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of the family."""
     family = raw["model_type"]
     refuse(raw, hidden_act="silu", **_FIXED[family])
-    common = read_common(raw, eos=() if family.startswith("qwen") else (2,))
+    defaults = _DEFAULTS[family]
+    common = read_common(raw, defaults)
+    common["rope"] = read_rope(raw, defaults)
+    count = common["num_layers"]
     match family:
         case "qwen2":
+            refuse(raw, layer_types=["full_attention"] * count)
             return DecoderConfig(**common, qkv_bias=True)
         case "qwen3":
+            refuse(raw, layer_types=["full_attention"] * count)
             return DecoderConfig(**common, qk_norm=True)
         case "qwen3_moe":
+            refuse(raw, layer_types=["full_attention"] * count)
             return DecoderConfig(**common, qk_norm=True, experts=_read_experts(raw))
         case "mistral" | "ministral":
-            return DecoderConfig(**common, **_read_window(raw, common["num_layers"]))
+            return DecoderConfig(**common, **_read_window(raw, count))
     return DecoderConfig(**common)
 
 
@@ -80,20 +98,23 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     return written
 
 
-def _read_experts(raw: Mapping[str, Any]) -> Experts:
-    name = "num_experts" if "num_experts" in raw else "num_local_experts"
+def _read_experts(raw: Fields) -> Experts:
+    names = [name for name in ("num_experts", "num_local_experts") if name in raw] or ["num_experts"]
+    counts = {name: integer(raw, name) for name in names}
+    if len(set(counts.values())) > 1:
+        raise ModelError(f"config.json: {counts} name one number twice; remove one of them")
     experts = Experts(
-        count=integer(raw, name),
+        count=counts[names[0]],
         per_token=integer(raw, "num_experts_per_tok"),
         intermediate_size=integer(raw, "moe_intermediate_size"),
-        normalize=bool(raw.get("norm_topk_prob", False)),
+        normalize=switch(raw, "norm_topk_prob", False),
     )
     if experts.per_token > experts.count:
-        raise ModelError(f"config.json: num_experts_per_tok={experts.per_token} exceeds {name}={experts.count}")
+        raise ModelError(f"config.json: num_experts_per_tok={experts.per_token} exceeds {names[0]}={experts.count}")
     return experts
 
 
-def _read_window(raw: Mapping[str, Any], count: int) -> dict[str, Any]:
+def _read_window(raw: Fields, count: int) -> dict[str, Any]:
     """Read which of ``count`` layers have a window, and its size."""
     all_windowed = raw.get("sliding_window", _WINDOW) is not None
     if raw["model_type"] == "mistral":
@@ -106,4 +127,10 @@ def _read_window(raw: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {"sliding_window": integer(raw, "sliding_window", _WINDOW), "windowed_layers": windowed}
 
 
-FAMILY = ModelFamily(model_types=tuple(_ARCHITECTURES), read=read, write=write)
+FAMILY = ModelFamily(model_types=("llama", "mistral", "ministral"), read=read, write=write)
+QWEN_FAMILY = ModelFamily(
+    model_types=("qwen2", "qwen3", "qwen3_moe"),
+    read=read,
+    write=write,
+    inert=("max_window_layers", "sliding_window"),  # they need use_sliding_window, which is refused
+)

@@ -18,17 +18,25 @@ from typing import Any
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope, VisionConfig
 from jax_agent_rl.models.families.common import (
+    INERT,
+    ROPE_SECTIONS,
+    Defaults,
+    Fields,
     ModelFamily,
     bad_field,
     integer,
+    number,
     read_common,
     refuse,
-    section,
+    switch,
+    token_ids,
     write_common,
 )
 from jax_agent_rl.models.tensors import Names
 
 _TOP_IDS = ("eos_token_id", "bos_token_id")
+_OF_BOTH = ("tie_word_embeddings", *_TOP_IDS)
+"""Fields that may differ between the top of a file and its ``text_config``."""
 _PLACEHOLDER_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _SIZES = {
     "depth": "num_layers",
@@ -70,16 +78,19 @@ class _Tower:
     top: Mapping[str, str]
     layer: Mapping[str, str]
 
-    def read(self, raw: Mapping[str, Any], out_size: int, **more: Any) -> VisionConfig:
+    def read(self, raw: Fields, out_size: int, **more: Any) -> VisionConfig:
         """Read the ``vision_config`` of a ``config.json``; ``more`` are fields of the family alone."""
-        fields = section(raw, "vision_config")
+        fields = raw.section("vision_config")
         refuse(fields, hidden_act=self.activation, out_hidden_size=out_size)
-        refuse(section(fields, "rope_parameters"), rope_type="axial", rope_theta=10000.0)
-        if "in_chans" in fields:
-            fields = {"in_channels": fields["in_chans"], **fields}
+        refuse(fields.section("rope_parameters"), rope_type="axial", rope_theta=10000.0)
         sizes: dict[str, Any] = {
             attribute: integer(fields, name, self.defaults.get(name)) for name, attribute in self.sizes.items()
         }
+        if "in_chans" in fields:  # the name of published files
+            if "in_channels" in fields:
+                refuse(fields, in_chans=sizes["in_channels"])
+            else:
+                sizes["in_channels"] = integer(fields, "in_chans")
         name, attribute, default = self.layers
         found, depth = fields.get(name, default), sizes["num_layers"]
         if not isinstance(found, list | tuple) or not set(found) <= set(range(depth)):
@@ -165,21 +176,34 @@ _QWEN3 = _Tower(
 )
 
 
-def read(raw: Mapping[str, Any]) -> DecoderConfig:
+_QWEN2_5_DEFAULTS = Defaults(
+    eos_token_ids=(151645,),
+    bos_token_id=151643,
+    num_kv_heads=8,
+    max_positions=32768,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+)
+_QWEN3_DEFAULTS = Defaults(num_kv_heads=32, head_dim=128, max_positions=128000, rope_theta=500000.0)
+
+
+def read(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of Qwen2.5-VL."""
-    text = section(raw, "text_config") or raw
+    text = _text_section(raw)
     head_dim = integer(text, "hidden_size") // integer(text, "num_attention_heads")
     refuse(text, use_sliding_window=False, head_dim=head_dim)
-    common = _read_text(raw, theta=1e6)
+    common = _read_text(raw, text, _QWEN2_5_DEFAULTS)
+    refuse(text, layer_types=["full_attention"] * common["num_layers"])
     return DecoderConfig(**common, qkv_bias=True, vision=_QWEN2_5.read(raw, common["hidden_size"]))
 
 
-def read_qwen3(raw: Mapping[str, Any]) -> DecoderConfig:
+def read_qwen3(raw: Fields) -> DecoderConfig:
     """Read a ``config.json`` of Qwen3-VL."""
-    refuse(section(raw, "text_config"), attention_bias=False)
-    common = _read_text(raw, theta=500000.0)
+    text = _text_section(raw)
+    refuse(text, attention_bias=False)
+    common = _read_text(raw, text, _QWEN3_DEFAULTS)
     common["rope"] = replace(common["rope"], interleaved_sections=True)
-    fields = section(raw, "vision_config")
+    fields = raw.section("vision_config")
     places = integer(fields, "num_position_embeddings", 2304)
     if (side := round(places**0.5)) ** 2 != places:
         raise bad_field(fields, "num_position_embeddings", "a square number")
@@ -209,35 +233,63 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     return top | shared | placeholders | {"text_config": {**common, **text}, "vision_config": tower}
 
 
-def _read_text(raw: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
+def _text_section(raw: Fields) -> Fields:
+    """Return where a file has the decoder's fields: in ``text_config``, or at the top.
+
+    Raises:
+        ModelError: both have a field, with different values.
+    """
+    text = raw.section("text_config")
+    if not text:
+        return raw
+    for name, value in raw.unread().items():
+        if name not in text or name in _OF_BOTH or name in INERT:
+            continue
+        if raw[name] != text[name]:
+            raise ModelError(
+                f"config.json: {name}={value!r} differs from text_config.{name}={text[name]!r}; remove one of them"
+            )
+    return text
+
+
+def _read_text(raw: Fields, text: Fields, defaults: Defaults) -> dict[str, Any]:
     """Read the arguments of :class:`DecoderConfig` that all Qwen-VL share.
 
     Args:
-        raw: a ``config.json``, with the decoder's fields in ``text_config`` or at the top.
-        theta: the family's default of ``rope_theta``.
+        raw: a ``config.json``.
+        text: where it has the decoder's fields.
+        defaults: of the family.
     """
-    nested = section(raw, "text_config")
-    # Top-level fields win, as for generation settings; older nested files have tie_word_embeddings only there.
-    top = {name: raw[name] for name in _TOP_IDS if raw.get(name) is not None}
-    tied = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
-    text = {**(nested or raw), **top, "tie_word_embeddings": tied, "model_type": raw["model_type"]}
     refuse(text, hidden_act="silu")
-    rope = _plain_rope(text, theta)
-    common = read_common({**text, "rope_scaling": rope, "rope_parameters": rope}, eos=())
-    common["rope"] = Rope(theta=common["rope"].theta, sections=_sections(rope, common["head_dim"]))
+    common = read_common(text, defaults, family=raw["model_type"])
+    # The top wins, as for generation settings; older nested files have tie_word_embeddings only in the section.
+    common["tie_word_embeddings"] |= switch(raw, "tie_word_embeddings", False)
+    if raw.get("eos_token_id") is not None:
+        common["eos_token_ids"] = token_ids(raw, "eos_token_id", ())
+    if raw.get("bos_token_id") is not None:
+        common["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", ())), None)
+    common["rope"] = _read_rope(text, defaults, common["head_dim"], interleaved=raw["model_type"] == "qwen3_vl")
     return common
 
 
-def _plain_rope(text: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Return the rotary fields without their kind ``mrope``, the default kind on three axes."""
-    rope = section(text, "rope_scaling") or section(text, "rope_parameters")
-    for name in ("type", "rope_type"):
-        if rope.get(name) not in (None, "default", "mrope"):
-            raise bad_field(rope, name, "'mrope' or 'default' in rope_scaling")
-    return {"rope_theta": text.get("rope_theta") or theta} | {**rope, "type": "default", "rope_type": "default"}
+def _read_rope(text: Fields, defaults: Defaults, head_dim: int, *, interleaved: bool) -> Rope:
+    """Read the rotary settings, of the kind ``mrope``: the default kind, on three axes."""
+    names = [name for name in ROPE_SECTIONS if text.section(name)] or [ROPE_SECTIONS[0]]
+    ropes = []
+    for name in names:
+        section = text.section(name)
+        for kind in ("type", "rope_type"):
+            if section.get(kind) not in (None, "default", "mrope"):
+                raise bad_field(section, kind, "'mrope' or 'default' in rope_scaling")
+        refuse(section, mrope_interleaved=interleaved, partial_rotary_factor=1.0)
+        theta = number(section, "rope_theta", number(text, "rope_theta", defaults.rope_theta))
+        ropes.append(Rope(theta=theta, sections=_sections(section, head_dim)))
+    if len(set(ropes)) > 1:
+        raise ModelError("config.json: rope_scaling and rope_parameters differ; remove one of them")
+    return ropes[0]
 
 
-def _sections(rope: Mapping[str, Any], head_dim: int) -> tuple[int, int, int]:
+def _sections(rope: Fields, head_dim: int) -> tuple[int, int, int]:
     found = rope.get("mrope_section")
     sizes = list(found) if isinstance(found, list | tuple) else []
     whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
@@ -250,6 +302,8 @@ FAMILY = ModelFamily(
     model_types=("qwen2_5_vl",),
     read=read,
     write=write,
+    # Windows need use_sliding_window, which is refused; spatial_patch_size repeats patch_size.
+    inert=("max_window_layers", "sliding_window", "spatial_patch_size", "vision_token_id"),
     prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
     vision_names=_QWEN2_5.names,
 )
