@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from jax_agent_rl.errors import ConfigError, WeightUpdateError
+from jax_agent_rl.errors import ConfigError, ModelError, WeightUpdateError
+from jax_agent_rl.models.tensors import HEAD, has_own_head
 from jax_agent_rl.utils.weight_transfer import LogprobProbe
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -121,18 +122,23 @@ class Checkpoint:
             raise ConfigError(f"{config_file}: quantised weights cannot be trained; use the unquantised model")
         family = FAMILIES[names[0]]
         shapes: dict[str, tuple[int, ...]] = {}
+        files = sorted(folder.glob("*.safetensors"))
         try:
-            for file in sorted(folder.glob("*.safetensors")):
+            for file in files:
                 shapes |= {_renamed(n, family.aliases): shape for n, shape in read_header(file)[0].items()}
         except WeightUpdateError as error:
             raise ConfigError(str(error)) from error
         if not shapes:
             raise ConfigError(f"{folder} holds no *.safetensors; convert the model's weights to safetensors")
-        tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
+        is_tied = config.get("tie_word_embeddings", False) or names[0] == "GPT2LMHeadModel"
+        try:
+            is_tied = is_tied and not has_own_head(files)  # vLLM unties a head that differs
+        except ModelError as error:
+            raise ConfigError(str(error)) from error
         return cls(
             family=family,
             shapes=shapes,
-            optional=frozenset({"lm_head.weight"}) if tied else frozenset(),
+            optional=frozenset({HEAD}) if is_tied else frozenset(),
             eos_token_ids=_eos_ids(folder, config),
             placeholders={kind: _placeholder(config, config_file, kind) for kind in family.media},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,20 +19,25 @@ from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES, read_config, write_config
 from jax_agent_rl.models.sharding import Device
 from jax_agent_rl.models.tensors import (
+    HEAD,
     Names,
     Tensors,
+    has_own_head,
     named_tensors,
     open_tensors,
     read_slice,
+    require_finite,
     save_tensors,
     tensor_name,
     unstack,
 )
+from jax_agent_rl.utils.files import whole_folder
 from jax_agent_rl.utils.hub import model_folder
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
+logger = logging.getLogger(__name__)
+
 TOP = {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
-HEAD = "lm_head.weight"
 LAYER = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -51,13 +57,19 @@ LAYER = {
 }
 
 
-def load_config(path: str | Path) -> DecoderConfig:
+def load_config(path: str | Path, *, weights: bool = False) -> DecoderConfig:
     """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a model folder.
+
+    A model whose files hold an output matrix of its own is untied, whatever its ``config.json`` says.
+
+    Args:
+        path: the folder, or a Hub name.
+        weights: download the weights of a Hub model, too: without them, nothing but ``config.json`` tells.
 
     Raises:
         ModelError: the folder is missing, a file is damaged, or the architecture is not supported.
     """
-    folder = model_folder(path)
+    folder = model_folder(path, weights=weights)
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(
@@ -69,9 +81,31 @@ def load_config(path: str | Path) -> DecoderConfig:
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
     try:
-        return read_config(raw)
+        config = read_config(raw)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
+    if config.tie_word_embeddings and _is_untied(folder):
+        config = replace(config, tie_word_embeddings=False)
+    return config
+
+
+def _is_untied(folder: Path) -> bool:
+    """Return whether the weights of a folder hold an output matrix of their own; False where they are not there."""
+    files = list(_weight_files(folder)) if _has_weights(folder) else []
+    if not files or not all(file.is_file() for file in files) or not has_own_head(files):
+        return False
+    if folder not in _told_untied:
+        _told_untied.add(folder)
+        logger.warning(
+            "%s: config.json ties the output matrix to the embeddings, but the weights hold another %s: it is used, as "
+            "in transformers and vLLM; set tie_word_embeddings to false there",
+            folder,
+            HEAD,
+        )
+    return True
+
+
+_told_untied: set[Path] = set()
 
 
 def load_hf(
@@ -92,7 +126,7 @@ def load_hf(
         ModelError: files are missing or damaged, or tensors are missing, left over or of a wrong shape.
     """
     folder = model_folder(path, weights=True)
-    config = load_config(folder)
+    config = load_config(folder, weights=True)
     return config, load_params(list(_weight_files(folder)), config, dtype=dtype, shardings=shardings)
 
 
@@ -103,7 +137,7 @@ def check_files(path: str | Path) -> DecoderConfig:
         ModelError: as :func:`load_hf`.
     """
     folder = model_folder(path, weights=True)
-    config = load_config(folder)
+    config = load_config(folder, weights=True)
     tensors = _tensors(list(_weight_files(folder)), config)
 
     def check(names: Names, shape: tuple[int, ...]) -> None:
@@ -132,6 +166,8 @@ def load_params(
     """
     where = str(Path(files[0]).parent) if files else "an empty list of files"
     tensors = _tensors(files, config)
+    if config.tie_word_embeddings and HEAD in tensors and has_own_head(files):
+        raise ModelError(f"{where}: {HEAD} differs from the embeddings, to which this model's output matrix is tied")
     shapes = config.parameter_shapes()
     if shardings is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -150,23 +186,30 @@ def load_params(
 def save_hf(
     path: str | Path, config: DecoderConfig, params: Params, *, tokenizer_from: str | Path | None = None
 ) -> None:
-    """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``.
+    """Write ``config.json``, ``generation_config.json`` and ``model.safetensors``: all of them, or nothing.
 
     Args:
-        path: the folder.
+        path: a new folder, or one with files of these names and no others, which is replaced as a whole.
         config: the model.
         params: its parameters.
         tokenizer_from: a model folder whose tokenizer, chat template and generation settings are copied.
+
+    Raises:
+        ModelError: the folder holds other files, such as shards of another model, or a parameter is not finite: its
+            type may be too small for it.
+        StorageError: the folder cannot be written.
     """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(dict(hf_tensors(config, params)), folder / "model.safetensors")
-    raw = write_config(config) | {"dtype": str(params["embed"].dtype)}
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
-    if tokenizer_from is not None:
-        generation = _copy_tokenizer(model_folder(tokenizer_from), folder) | generation
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    with whole_folder(Path(path), replaces=WRITTEN_FILES, error=ModelError) as folder:
+        tensors = dict(hf_tensors(config, params))
+        for name, tensor in tensors.items():
+            require_finite(name, tensor)
+        save_tensors(tensors, folder / "model.safetensors")
+        raw = write_config(config) | {"dtype": str(params["embed"].dtype)}
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
+        if tokenizer_from is not None:
+            generation = _copy_tokenizer(model_folder(tokenizer_from), folder) | generation
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 TOKENIZER_FILES = (
@@ -178,6 +221,10 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*processor_config.json",
 )
+
+
+WRITTEN_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
+"""What an exported model consists of, as globs."""
 
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
@@ -288,15 +335,28 @@ def _require_none_left(tensors: Tensors, config: DecoderConfig, where: str) -> N
         raise ModelError(f"{where}: {len(left)} tensors are not part of a {config.family} model, e.g. {left[:3]}")
 
 
+_INDEX = "model.safetensors.index.json"
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file()
+
+
 def _weight_files(folder: Path) -> Iterator[Path]:
-    index = folder / "model.safetensors.index.json"
+    index, whole = folder / _INDEX, folder / "model.safetensors"
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index}: 'weight_map' must map tensors to files; download or convert the model again")
-        yield from (folder / name for name in sorted(set(weight_map.values())))
-    elif (folder / "model.safetensors").is_file():
-        yield folder / "model.safetensors"
+        shards = [folder / name for name in sorted(set(weight_map.values()))]
+        if whole.is_file() and whole not in shards and all(shard.is_file() for shard in shards):
+            raise ModelError(
+                f"{folder} holds {whole.name} and the shards of {_INDEX}, which may be of different models; remove "
+                "what is not meant"
+            )
+        yield from shards
+    elif whole.is_file():
+        yield whole
     else:
         raise ModelError(f"{folder} holds no model.safetensors (other weight formats are not read)")
 

@@ -22,12 +22,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from jax_agent_rl.config import LoraConfig
-from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
 from jax_agent_rl.models.parameters import PARAMETERS
-from jax_agent_rl.models.tensors import save_tensors
+from jax_agent_rl.models.tensors import require_finite, save_tensors
+from jax_agent_rl.utils.files import whole_folder
 from jax_agent_rl.utils.packages import import_installed
 
 TILE = 32  # values that share one scale
@@ -105,37 +106,58 @@ class PeftAdapter:
     weights: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
+_OF_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    # Those that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it before they train.
+    "init_lora_weights": (True, False, "eva", "gaussian", "orthogonal"),
+    "peft_type": ("LORA",),
+}
+"""Values of ``adapter_config.json`` besides null, false and empty ones."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        # which modules were adapted, as the tensors say, and how they were trained
+        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
+        *("ensure_weight_tying", "lora_dropout", "runtime_config"),
+        # settings of an initialization, refused above where it matters, and of what is off
+        *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+    }
+)
+"""Fields of ``adapter_config.json`` that do not change what an adapter computes."""
+_READ = frozenset({"lora_alpha", "r", "use_rslora"})
+_ALPHA = 8  # of PEFT, where lora_alpha is absent
+
+
 def read_settings(folder: str | Path, *, key: str) -> dict[str, Any]:
-    """Return ``adapter_config.json`` of a plain LoRA adapter.
+    """Return ``adapter_config.json`` of a plain LoRA adapter, with its ``scale``.
 
     Args:
         folder: PEFT's folder.
         key: the configuration key that names it, for messages.
 
     Raises:
-        ConfigError: there is no such file, or the adapter is of a kind that engines here do not compute (DoRA, trained
-            biases or whole modules, a rank or alpha per module).
+        ConfigError: there is no such file, or a field of it is not known to leave a plain LoRA adapter as it is (DoRA,
+            PiSSA, trained biases or whole modules, a rank or alpha per module).
     """
     file, where = Path(folder).expanduser() / "adapter_config.json", f"{key}={str(folder)!r}"
     if not file.is_file():
         raise ConfigError(f"{where} holds no adapter_config.json; set it to a PEFT adapter's folder")
     try:
-        settings = json.loads(file.read_text())
+        settings = json.loads(file.read_text(encoding="utf-8"))
         rank = int(settings["r"])
-    except (ValueError, KeyError, TypeError) as error:
+        alpha = float(settings.get("lora_alpha", _ALPHA))
+        if rank < 1:
+            raise ValueError(f"r={rank}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} names no rank r ({type(error).__name__}: {error}); save the adapter again") from None
-    plain = {
-        "peft_type": "LORA",
-        "bias": "none",
-        "use_dora": False,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
-    for name, expected in plain.items():
-        if (value := settings.get(name) or expected) != expected:
-            raise ConfigError(f"{where}: {name}={value!r} in {file.name} is not supported; merge the adapter instead")
-    scale = settings.get("lora_alpha", rank) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    for name, value in settings.items():
+        if name in _READ or name in _WITHOUT_EFFECT or not value or value in _OF_PLAIN_LORA.get(name, ()):
+            continue
+        raise ConfigError(
+            f"{where}: {name}={value!r} in {file.name} is not supported, as this may be no plain LoRA adapter; merge "
+            "it into its model with PEFT, and name that model instead"
+        )
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     return settings | {"r": rank, "scale": scale}
 
 
@@ -214,13 +236,15 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
     """Write what ``PeftModel.from_pretrained(base_model, folder)`` loads.
 
     Args:
-        folder: PEFT's folder.
+        folder: PEFT's folder: a new one, or one with an older adapter and nothing else, which is replaced.
         lora: the training configuration.
         model: the base model.
         trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
         base: folder or hub name of the model they were trained over.
+
+    Raises:
+        ModelError: the folder holds something else, or an adapter is not finite.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     names = tensor_names(model)["layers"]
     inner = _inner(model)
     # A vision tower has modules of the same names.
@@ -231,7 +255,8 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         for part, stack in adapter.items()
         for module, matrix in zip(_modules(model, names[name]), np.asarray(stack), strict=True)
     }
-    save_tensors(tensors, folder / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        require_finite(name, tensor)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -243,7 +268,12 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         "target_modules": targets,
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with whole_folder(folder, replaces=PEFT_FILES, error=ModelError) as written:
+        save_tensors(tensors, written / PEFT_FILES[0])
+        (written / PEFT_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+
+
+PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 def _inner(model: DecoderConfig) -> str:

@@ -9,6 +9,7 @@ transposed, misnamed, left at zero, rounded or not updated is noticed.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.utils.files import Stamp, file_stamp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +133,68 @@ def save_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     file.chmod(mode)
 
 
+def require_finite(name: str, tensor: np.ndarray) -> None:
+    """Check the numbers of a tensor that is written for others.
+
+    Raises:
+        ModelError: some are infinite or no numbers: the tensor's type cannot hold them, or training has diverged.
+    """
+    wrong = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
+    if wrong:
+        raise ModelError(
+            f"tensor {name!r}: {wrong} of {tensor.size} numbers are not finite in {tensor.dtype}"
+            f"{_LIMITS.get(str(tensor.dtype), '')}; write another type (bfloat16, float32), or look at the weights"
+        )
+
+
+_LIMITS = {"float16": ", which ends at 65504"}
+
+HEAD = "lm_head.weight"
+"""The output matrix's name, in every family."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+"""How the names of embeddings end, with any prefix."""
+_ROWS = 4096
+
+
+def has_own_head(files: Sequence[str | Path]) -> bool:
+    """Return whether files hold an output matrix that is not the embeddings, whatever ``tie_word_embeddings`` says.
+
+    transformers and vLLM use such a head although the configuration says tied; equal ones are tied.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    paths = [Path(file) for file in files]
+    try:
+        stamps = [file_stamp(path) for path in paths]
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read ({error}); download or convert the model again") from error
+    return _has_own_head(tuple(paths), tuple(stamps))
+
+
+@functools.lru_cache(64)
+def _has_own_head(files: tuple[Path, ...], stamps: tuple[Stamp, ...]) -> bool:
+    """Compare once per content; ``stamps`` tell files apart that were replaced."""
+    tensors = open_tensors(files)
+    names = [name for name in tensors if name.endswith(_EMBEDDINGS)]
+    if HEAD not in tensors or len(names) != 1:
+        return False
+    head, embeddings = tensors[HEAD](), tensors[names[0]]()
+    shape = head.get_shape()
+    if shape != embeddings.get_shape():
+        return True
+    for begin in range(0, shape[0], _ROWS):
+        rows = slice(begin, min(begin + _ROWS, shape[0]))
+        if not np.array_equal(head[rows], embeddings[rows]):
+            return True
+    return False
+
+
 def open_tensors(files: Sequence[str | Path]) -> Tensors:
     """Open every tensor of the files; those in MXFP4 under the name of the whole tensor.
 
     Raises:
-        ModelError: a file is missing or damaged.
+        ModelError: a file is missing or damaged, or two files hold a tensor.
     """
     found: Tensors = {}
     for file in files:
@@ -143,7 +202,12 @@ def open_tensors(files: Sequence[str | Path]) -> Tensors:
             handle = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read ({error}); download or convert the model again") from error
-        found |= {name: partial(handle.get_slice, name) for name in handle.keys()}
+        for name in handle.keys():
+            if name in found:
+                raise ModelError(
+                    f"{file} holds tensor {name!r}, which another file of the model holds, too; remove one"
+                )
+            found[name] = partial(handle.get_slice, name)
     for name in [name for name in found if name.endswith("_blocks")]:
         if (scales := name.removesuffix("blocks") + "scales") in found:
             found[name.removesuffix("_blocks")] = partial(Mxfp4Slice, found.pop(name), found.pop(scales))

@@ -283,7 +283,7 @@ def open_checkpointer(folder: Path | str, *, keep: int, channel: ControlChannel 
 
 def follow_run(config: Config) -> None:
     """Execute a whole run on a process other than 0: its learner, and the engine on its devices."""
-    learner = make_learner(config, load_config(config.model.path))
+    learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
     with host_engine(config) as weight_buffer:
         follow(learner, weight_buffer)
@@ -293,7 +293,7 @@ def _critic_init(config: Config, policy: DecoderConfig) -> Params | None:
     """Return the weights of ``critic.path``; None if the critic starts from the policy's."""
     if config.critic.path is None:
         return None
-    model = load_config(config.critic.path)
+    model = load_config(config.critic.path, weights=True)
     if critic_shapes(model) != critic_shapes(policy):
         raise ConfigError(
             f"critic.path={config.critic.path!r} holds a model of other shapes than {config.model.path!r}; give one of "

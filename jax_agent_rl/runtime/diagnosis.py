@@ -103,7 +103,7 @@ def _learner_at(config: Config, place: Path | str, version: int, *, saved: bool)
     """Return the run's learner on one device, with the parameters and optimizer of a version."""
     alone = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
     config = config.model_copy(update={"learner": alone, "distill": None})  # teachers are not asked
-    learner = make_learner(config, load_config(config.model.path))
+    learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
     if saved:
         checkpointer = Checkpointer(place, keep=config.trainer.keep_checkpoints)

@@ -95,7 +95,7 @@ def read_model(config: Config, codec: ChatCodec, prompt_ids: Sequence[int] = ())
     Raises:
         ModelError: the files are missing, damaged or of an unknown family, or the tokenizer is another model's.
     """
-    model = load_config(config.model.path)
+    model = load_config(config.model.path, weights=True)
     largest = max((*codec.eos_token_ids, *prompt_ids))
     if largest >= model.vocab_size:
         raise ModelError(

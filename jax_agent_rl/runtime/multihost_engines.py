@@ -98,7 +98,9 @@ class WeightBuffer:
 
 def make_weight_buffer(config: Config) -> WeightBuffer:
     """Return the buffer for this process's engine, in the engine's precision."""
-    gather = GatherParams(load_config(config.model.path), engine_mesh(config), dtype=config.rollout.jetstream.dtype)
+    gather = GatherParams(
+        load_config(config.model.path, weights=True), engine_mesh(config), dtype=config.rollout.jetstream.dtype
+    )
     return WeightBuffer(gather)
 
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import os
 import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from jax_agent_rl.errors import StorageError
+from jax_agent_rl.errors import JaxAgentRLError, StorageError
 
 _DEFAULT_CACHE = "~/.cache/jax_agent_rl"
 _NO_ROOM = (
     "{file} could not be written ({reason}); make space there, then go on with --resume. "
     "Complete checkpoints are intact"
 )
+_NO_FOLDER = "{file} could not be written ({reason}); make space there, or name a folder that does not exist yet"
 
 
 def cache_root() -> Path:
@@ -103,6 +105,85 @@ def writing(file: Path, *, message: str = _NO_ROOM) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(message.format(file=file, reason=error.strerror or error)) from error
+
+
+Stamp = tuple[int, int, int, int, int]
+
+
+def file_stamp(file: Path) -> Stamp:
+    """Return what changes with a file's content: device, inode, size, times of its last change.
+
+    Unlike the time of modification, that of the inode's change cannot be set back by copying or unpacking.
+    """
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def require_new(target: Path, *, replaces: Collection[str] = (), error: type[JaxAgentRLError] = StorageError) -> None:
+    """Check that a folder to write does not exist, is empty, or is an older one of its kind.
+
+    Args:
+        target: the folder.
+        replaces: globs of the names that an older one has; one that holds anything else is another.
+        error: type of the error.
+
+    Raises:
+        JaxAgentRLError: of type ``error``; the folder holds something else, or is none.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise error(f"{target} is a file; name a new folder")
+    for name in sorted(os.listdir(target)):
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in replaces):
+            raise error(f"{target} is not empty; name a new folder (it holds {name}, which would be taken for a part)")
+
+
+@contextlib.contextmanager
+def whole_folder(
+    target: Path, *, replaces: Collection[str] = (), error: type[JaxAgentRLError] = StorageError
+) -> Iterator[Path]:
+    """Yield a folder to fill, which takes the place of ``target`` in one move: no file of an older one stays.
+
+    If it is not completed, nothing is left of it, and ``target`` is as it was.
+
+    Args:
+        target: a folder that does not exist, is empty, or that ``replaces`` describes.
+        replaces: see :func:`require_new`.
+        error: type of the error for a folder that holds something else.
+
+    Raises:
+        JaxAgentRLError: of type ``error``; ``target`` holds something else.
+        StorageError: it could not be written.
+    """
+    require_new(target, replaces=replaces, error=error)
+    unfinished: Path | None = None
+    try:
+        with writing(target, message=_NO_FOLDER):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = make_temp_folder(".unfinished-", target.parent)
+            folder = unfinished / "new"
+            folder.mkdir()  # with the permissions of new folders, which a temporary one has not
+        yield folder
+        require_new(target, replaces=replaces, error=error)  # another process may have been faster
+        with writing(target, message=_NO_FOLDER):
+            _take_place(folder, target, unfinished / "old")
+    finally:
+        if unfinished is not None:
+            remove_temp_folder(unfinished)
+
+
+def _take_place(folder: Path, target: Path, aside: Path) -> None:
+    """Rename ``folder`` to ``target``, and what was there to ``aside``."""
+    is_taken = target.exists() and any(target.iterdir())
+    if is_taken:
+        target.rename(aside)
+    try:
+        folder.rename(target)
+    except OSError:
+        if is_taken:
+            aside.rename(target)
+        raise
 
 
 SHARED_MEMORY = Path("/dev/shm")

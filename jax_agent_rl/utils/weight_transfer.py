@@ -45,9 +45,25 @@ METADATA_KEY = "logprob_probe"
 """Key of the probe in a safetensors file's metadata."""
 
 
+_FLOAT16_MAX = 65504.0
+
+
 def rounded(x: Any, dtype: str) -> Any:
-    """Return a NumPy or device array in the dtype of a transfer, see ``WeightUpdate.dtype``."""
-    return x if dtype == AS_THEY_ARE else x.astype(dtype)
+    """Return a NumPy or device array in the dtype of a transfer, see ``WeightUpdate.dtype``.
+
+    Raises:
+        WeightUpdateError: a number is beyond float16, which would make it infinite. (bfloat16 has float32's range.)
+    """
+    if dtype == AS_THEY_ARE:
+        return x
+    if dtype == "float16" and x.size:
+        largest = float(abs(x).max())
+        if _FLOAT16_MAX < largest < math.inf:
+            raise WeightUpdateError(
+                f"a weight of {largest:g} is beyond float16, which ends at {_FLOAT16_MAX:g}; serve the model in "
+                "another type, e.g. rollout.vllm.dtype=bfloat16"
+            )
+    return x.astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

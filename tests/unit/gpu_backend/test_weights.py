@@ -2,11 +2,12 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from gpu_backend.settings import VllmSettings
 from gpu_backend.updates import WeightUpdater
@@ -48,6 +49,16 @@ def test_a_model_folder_says_what_an_update_consists_of(checkpoint: Checkpoint):
     assert checkpoint.shapes["model.embed_tokens.weight"] == (97, 32)
     assert len(checkpoint.shapes) == 2 + 3 * 9 and checkpoint.eos_token_ids == {2}
     assert checkpoint.optional == {"lm_head.weight"}
+
+
+def test_a_head_of_its_own_is_part_of_an_update_whatever_the_configuration_says(folder: Path, tmp_path: Path):
+    """vLLM unties a head that differs from the embeddings; one that repeats them stays tied."""
+    copy = shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(copy / "model.safetensors")
+    for head, optional in ((-tensors["model.embed_tokens.weight"], set()), (None, {"lm_head.weight"})):
+        own = tensors["model.embed_tokens.weight"].copy() if head is None else head
+        save_file(tensors | {"lm_head.weight": own}, copy / "model.safetensors")
+        assert Checkpoint.read(copy).optional == optional
 
 
 def test_fused_parts_stand_below_each_other(checkpoint: Checkpoint):

@@ -1,12 +1,15 @@
 """GGUF conversion: a small file written here, read back as transformers would have it."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jax_agent_rl.errors import ModelError
+from jax_agent_rl.models.config import LinearScaling, Llama3Scaling, YarnScaling
 from jax_agent_rl.models.convert import convert_gguf, unpermute
 from jax_agent_rl.models.hf import load_hf
 
@@ -38,17 +41,40 @@ def weights() -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def write(path: Path, tensors: dict[str, np.ndarray], *, arch: str = "llama", pre: str = "smollm") -> Path:
+def write(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    arch: str = "llama",
+    pre: str = "smollm",
+    heads: int = HEADS,
+    freq_base: float = 10000.0,
+    more: dict[str, Any] | None = None,
+) -> Path:
+    """A file with these tensors; ``more`` are further keys, and tensors whose names end in ``.weight``."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, arch)
+    for key, value in (more or {}).items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_uint32(key, value)
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FORWARD)
-    writer.add_head_count(HEADS)
+    writer.add_head_count(heads)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(freq_base)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -61,8 +87,8 @@ def write(path: Path, tensors: dict[str, np.ndarray], *, arch: str = "llama", pr
     writer.add_chat_template("{{ messages[0].content }}")
     for name, tensor in tensors.items():
         kind = name.split(".")[-1]
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(kind)
-        writer.add_tensor(f"{name}.weight", permute(tensor, heads) if heads else tensor)
+        interleaved = {"attn_q": heads, "attn_k": KV_HEADS}.get(kind)
+        writer.add_tensor(f"{name}.weight", permute(tensor, interleaved) if interleaved else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,3 +127,126 @@ def test_special_tokens_are_single_and_digits_are_split(tmp_path: Path):
 def test_what_is_not_supported_is_named(tmp_path: Path, change: dict, message: str):
     with pytest.raises(ModelError, match=message):
         convert_gguf(write(tmp_path / "m.gguf", weights(), **change), tmp_path / "hf")
+
+
+def converted(tmp_path: Path, more: dict[str, Any], **fields: Any):
+    """The configuration of a file with more keys, as it is read after the conversion."""
+    convert_gguf(write(tmp_path / "m.gguf", weights(), more=more, **fields), tmp_path / "hf")
+    return load_hf(tmp_path / "hf")[0]
+
+
+SCALINGS = {
+    "linear": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        LinearScaling(factor=4.0),
+    ),
+    "of old files": ({"llama.rope.scale_linear": 2.0}, LinearScaling(factor=2.0)),
+    "none": ({"llama.rope.scaling.type": "none"}, None),
+    "yarn": (
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 8.0,
+            "llama.rope.scaling.original_context_length": 32,
+            "llama.rope.scaling.finetuned": True,
+        },
+        YarnScaling(
+            factor=8.0, original_max_position_embeddings=32, attention_factor=pytest.approx(0.1 * math.log(8) + 1)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_positions_are_converted(tmp_path: Path, name: str):
+    more, expected = SCALINGS[name]
+    assert converted(tmp_path, more).rope.scaling == expected
+
+
+def test_factors_of_frequencies_are_the_scaling_of_llama_3(tmp_path: Path):
+    """Reference: transformers' frequencies with and without it."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = rope | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=SIZE, rope_parameters=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    factors = (plain / scaled).numpy().astype(np.float32)
+    found = converted(tmp_path, {"rope_freqs.weight": factors}, freq_base=500000.0)
+    assert found.rope.scaling == Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+
+
+def test_heads_may_be_larger_than_their_share_of_the_model(tmp_path: Path):
+    more = {
+        "llama.attention.key_length": SIZE,
+        "llama.attention.value_length": SIZE,
+        "llama.rope.dimension_count": SIZE,
+    }
+    tensors = weights()
+    rows = {"attn_q": slice(0, 2 * SIZE), "attn_output": (slice(None), slice(0, 2 * SIZE))}
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-1]
+        if kind in rows:
+            tensors[name] = np.ascontiguousarray(tensor[rows[kind]])
+    convert_gguf(write(tmp_path / "m.gguf", tensors, heads=2, more=more), tmp_path / "hf")
+    config, params = load_hf(tmp_path / "hf")
+    assert (config.head_dim, config.num_heads, config.hidden_size) == (SIZE, 2, HIDDEN)
+    np.testing.assert_array_equal(params["layers"]["q"][1], tensors["blk.1.attn_q"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"llama.logit_scale": 0.5},
+        {"llama.residual_scale": 0.5},
+        {"llama.embedding_scale": 2.0},
+        {"llama.attention.scale": 0.1},
+        {"llama.attention.clamp_kqv": 8.0},
+        {"llama.attention.sliding_window": 16},
+        {"llama.attention.causal": False},
+        {"llama.attention.value_length": 4},
+        {"llama.rope.dimension_count": 4},
+        {"llama.rope.scaling.type": "longrope"},
+        {"llama.rope.scaling.factor": 2.0},
+        {"llama.rope.scaling.alpha": 2.0},
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0},
+        {"llama.expert_count": 8},
+        {"llama.vocab_size": 7},
+        {"split.count": 2},
+        {"tokenizer.ggml.add_eos_token": True},
+        {"tokenizer.ggml.add_space_prefix": True},
+        {"tokenizer.ggml.surprise": 1},
+        {"general.type": "adapter"},
+        {"rope_freqs.weight": np.full(SIZE // 2, 3.0, np.float32)},
+        {"blk.0.attn_q.bias": np.zeros(HEADS * SIZE, np.float32)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_would_change_the_model_and_is_not_converted_is_refused_by_name(tmp_path: Path, more: dict[str, Any]):
+    with pytest.raises(ModelError) as caught:
+        converted(tmp_path, more)
+    assert next(iter(more)).removesuffix(".type") in str(caught.value) or "longrope" in str(caught.value)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_keys_that_describe_the_file_pass(tmp_path: Path):
+    described = {"general.license": "mit", "quantize.imatrix.file": "x", "someone.note": "y"}
+    assert converted(tmp_path, described) == converted_again(tmp_path)
+
+
+def converted_again(tmp_path: Path):
+    convert_gguf(write(tmp_path / "plain.gguf", weights()), tmp_path / "plain")
+    return load_hf(tmp_path / "plain")[0]
+
+
+def test_a_model_that_begins_texts_with_a_token_keeps_doing_so(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    more = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 3}
+    convert_gguf(write(tmp_path / "m.gguf", weights(), more=more), tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("1")["input_ids"][0] == 1
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [2, 3]

@@ -1,22 +1,25 @@
 """Damaged model folders are one ModelError that says what is wrong and what to do."""
 
 import json
+import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_agent_rl.errors import ModelError
+from jax_agent_rl.errors import ModelError, WeightUpdateError
 from jax_agent_rl.models.families import read_config, write_config
-from jax_agent_rl.models.hf import load_config, load_hf, save_hf
-from tests.tiny import TINY, tiny_params
+from jax_agent_rl.models.hf import check_files, hf_tensors, load_config, load_hf, load_params, save_hf
+from tests.tiny import TINY, full_logits, tiny_params
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_hf(tmp_path, TINY, tiny_params())
-    return tmp_path
+    save_hf(tmp_path / "model", TINY, tiny_params())
+    return tmp_path / "model"
 
 
 def change(file: Path, **fields: object) -> None:
@@ -127,3 +130,114 @@ def test_a_tensor_of_a_type_that_is_not_read_is_named(folder: Path):
     save_file(load_file(file) | {name: torch.ones(32).to(torch.float8_e4m3fn)}, file)
     with pytest.raises(ModelError, match="'model.norm.weight' cannot be read"):
         load_hf(folder)
+
+
+def in_shards(folder: Path) -> None:
+    """Splits the weights of a folder into two shards with an index."""
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    whole.unlink()
+
+
+def test_an_export_over_shards_of_another_model_is_refused_and_leaves_them(folder: Path):
+    in_shards(folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(ModelError, match=r"is not empty; name a new folder \(it holds model-00001-of-00002"):
+        save_hf(folder, TINY, tiny_params(1))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_an_export_over_an_older_one_replaces_all_of_it(folder: Path):
+    (folder / "chat_template.jinja").write_text("old")
+    save_hf(folder, TINY, tiny_params(1))
+    assert not (folder / "chat_template.jinja").exists()
+    np.testing.assert_array_equal(load_hf(folder)[1]["embed"], tiny_params(1)["embed"])
+
+
+def test_an_export_that_fails_changes_nothing(folder: Path):
+    wrong = tiny_params(1)
+    wrong["layers"]["up"] = wrong["layers"]["up"].at[2, 0, 0].set(np.nan)
+    with pytest.raises(ModelError, match="'model.layers.2.mlp.up_proj.weight': 1 of"):
+        save_hf(folder, TINY, wrong)
+    with pytest.raises(ModelError):
+        save_hf(folder.parent / "new", TINY, wrong)
+    np.testing.assert_array_equal(load_hf(folder)[1]["embed"], tiny_params()["embed"])
+    assert [path for path in folder.parent.iterdir() if path != folder] == []
+
+
+def test_a_weight_that_float16_cannot_hold_is_named_with_its_tensor(folder: Path, tmp_path: Path):
+    params = tiny_params()
+    params["final_norm"] = params["final_norm"].at[0].set(1e5)
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    with pytest.raises(ModelError, match=r"'model.norm.weight'.*not finite in float16, which ends at 65504"):
+        save_hf(tmp_path / "half", TINY, half)
+    save_hf(tmp_path / "wide", TINY, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    with pytest.raises(WeightUpdateError, match="100000 is beyond float16"):
+        dict(hf_tensors(TINY, params, dtype="float16"))
+
+
+def test_weights_in_two_forms_are_refused(folder: Path):
+    whole = (folder / "model.safetensors").read_bytes()
+    in_shards(folder)
+    load_hf(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    with pytest.raises(ModelError, match="may be of different models"):
+        load_hf(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(folder: Path):
+    in_shards(folder)
+    shards = [folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file(load_file(shards[0]) | load_file(shards[1]), shards[0], metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="which another file of the model holds, too"):
+        load_hf(folder)
+
+
+def with_head(folder: Path, head: np.ndarray) -> None:
+    """Adds an output matrix to the weights of a folder whose configuration says tied."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+
+
+def test_a_head_of_its_own_is_used_although_the_configuration_says_tied(folder: Path, tmp_path: Path, caplog):
+    """As in transformers, whose logits are the reference."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    with_head(folder, np.random.default_rng(3).standard_normal((97, 32)).astype(np.float32))
+    config, params = load_hf(folder)
+    assert not config.tie_word_embeddings and load_config(folder) == config and check_files(folder) == config
+    assert "tie_word_embeddings" in caplog.text
+    ids = list(range(3, 20))
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(full_logits(params, ids, config), expected, atol=2e-4 * np.abs(expected).max())
+    save_hf(tmp_path / "exported", config, params)
+    np.testing.assert_array_equal(load_hf(tmp_path / "exported")[1]["lm_head"], params["lm_head"])
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_head_that_repeats_the_embeddings_is_tied(folder: Path):
+    with_head(folder, load_file(folder / "model.safetensors")["model.embed_tokens.weight"].copy())
+    assert load_hf(folder)[0] == TINY
+
+
+def test_a_head_is_looked_at_again_when_its_file_changes(folder: Path):
+    embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].copy()
+    with_head(folder, embeddings)
+    assert load_config(folder).tie_word_embeddings
+    status = (folder / "model.safetensors").stat()
+    with_head(folder, -embeddings)
+    os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not load_config(folder).tie_word_embeddings
+
+
+def test_an_update_with_a_head_of_its_own_is_refused_by_a_tied_model(folder: Path):
+    with_head(folder, np.ones((97, 32), np.float32))
+    with pytest.raises(ModelError, match="lm_head.weight differs from the embeddings"):
+        load_params([folder / "model.safetensors"], TINY)
