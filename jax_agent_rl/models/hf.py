@@ -76,9 +76,9 @@ def load_config(path: str | Path, *, weights: bool = False) -> DecoderConfig:
             f"no model at {str(folder)!r} (config.json is missing); set model.path to a Hugging Face folder, "
             "or run `jax-agent-rl fetch-model` for the quickstart's"
         )
-    raw = _read_json(file)
+    raw = read_json(file)
     generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
+    if generation.is_file() and (eos := read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
     try:
         config = read_config(raw)
@@ -91,7 +91,7 @@ def load_config(path: str | Path, *, weights: bool = False) -> DecoderConfig:
 
 def _is_untied(folder: Path) -> bool:
     """Return whether the weights of a folder hold an output matrix of their own; False where they are not there."""
-    files = list(_weight_files(folder)) if _has_weights(folder) else []
+    files = list(weight_files(folder)) if _has_weights(folder) else []
     if not files or not all(file.is_file() for file in files) or not has_own_head(files):
         return False
     if folder not in _told_untied:
@@ -127,7 +127,7 @@ def load_hf(
     """
     folder = model_folder(path, weights=True)
     config = load_config(folder, weights=True)
-    return config, load_params(list(_weight_files(folder)), config, dtype=dtype, shardings=shardings)
+    return config, load_params(list(weight_files(folder)), config, dtype=dtype, shardings=shardings)
 
 
 def check_files(path: str | Path) -> DecoderConfig:
@@ -138,7 +138,7 @@ def check_files(path: str | Path) -> DecoderConfig:
     """
     folder = model_folder(path, weights=True)
     config = load_config(folder, weights=True)
-    tensors = _tensors(list(_weight_files(folder)), config)
+    tensors = _tensors(list(weight_files(folder)), config)
 
     def check(names: Names, shape: tuple[int, ...]) -> None:
         if isinstance(names, list):
@@ -232,10 +232,10 @@ def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
     for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)}:
         shutil.copy(file, target)
     settings = source / "generation_config.json"
-    return _read_json(settings) if settings.is_file() else {}
+    return read_json(settings) if settings.is_file() else {}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
@@ -342,10 +342,15 @@ def _has_weights(folder: Path) -> bool:
     return (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file()
 
 
-def _weight_files(folder: Path) -> Iterator[Path]:
+def weight_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that hold a model's weights; those of an index need not exist.
+
+    Raises:
+        ModelError: there are none, the index is damaged, or there are two sets of them.
+    """
     index, whole = folder / _INDEX, folder / "model.safetensors"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index}: 'weight_map' must map tensors to files; download or convert the model again")
         shards = [folder / name for name in sorted(set(weight_map.values()))]

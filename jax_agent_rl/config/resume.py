@@ -1,0 +1,295 @@
+"""What a resumed run may change: every key is one that defines what is trained, or one that may change.
+
+A checkpoint holds the configuration it was trained with, and fingerprints of what its keys name (``runtime.identity``).
+When a run resumes, both are compared with the new ones::
+
+    DEFINES      another value is refused, with the key, the old and the new value
+    BY_CONTENT   likewise, but what the key names is compared, not its name: a model or a file may have moved
+    MAY_CHANGE   another value is taken, and recorded
+
+A refused change can be accepted by name (``--accept-change KEY``). A new key goes into one of the three sets:
+``tests/unit/config/test_resume_keys.py`` finds those that are in none. Until then it counts as one that defines.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from jax_agent_rl.config.reference import KeyInfo, list_keys
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.validation import did_you_mean
+
+
+def _paths(sections: Mapping[str, str]) -> frozenset[str]:
+    """Return the paths of keys that are given as names by section."""
+    paths = set()
+    for section, names in sections.items():
+        paths |= {f"{section}.{name}" if section else name for name in names.split()}
+    return frozenset(paths)
+
+
+_OPTIMIZER = (
+    "optimizer learning_rate lr_scheduler_type lr_warmup_steps lr_decay_ratio min_lr_ratio weight_decay no_weight_decay "
+    "adam_b1 adam_b2 adam_eps max_grad_norm"
+)
+_LORA = "rank alpha targets quantize seed"
+
+DEFINES = _paths(
+    {
+        "": "seed compute_dtype",
+        "model": "min_pixels max_pixels",
+        "data": "shuffle shuffle_row_groups max_length min_reward train_on best_of",
+        "rollout": "prompts_per_step group_size min_group_size group_timeout max_model_len temperature top_p "
+        "top_k min_p",
+        "rollout.strategy": "name",
+        "rollout.strategy.tree_grpo": "m n l k",
+        "rollout.strategy.treerl": "m n l t",
+        "rollout.strategy.arpo": "initial_rollouts beam_size branch_probability entropy_weight entropy_tokens",
+        "rollout.jetstream": "engine_factory kv_dtype quantize",
+        "rollout.vllm": "engine_args",
+        "agent": "default_agent enable_search enable_agent tool_format tool_prompt adapter role_adapters n "
+        "max_prompt_length max_response_length max_model_len max_assistant_turns max_user_turns history_window "
+        "max_parallel_calls constrain_tool_calls max_tool_response_length tool_response_truncate_side edited_history "
+        "max_turns min_turns action_stop_tokens max_action_length max_obs_length truncate_obs_side "
+        "truncate_response_side mask_observations enable_mtrl mtrl_role mtrl_sep turn_end_token "
+        "additional_eos_token_ids call_tool_first force_finish_for_last_turn mask_overlong_loss mask_void_traj",
+        "agent.command": "argv container image",
+        "tool_config": "enabled max_tool_turns",
+        "search": "topk max_turns",
+        "reward.remote": "data_sources",
+        "reward.judge": "max_tokens temperature max_model_len",
+        "environments": "scope",
+        "algorithm": "adv_estimator gamma lam bootstrap turn_reward turn_advantage_coef shared_tokens clip_ratio_low "
+        "clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor segment_weight entropy_coeff "
+        "filter_zero_variance max_resample_rounds",
+        "algorithm.gigpo": "gamma step_advantage_w mode similarity",
+        "algorithm.gdpo": "reward_keys reward_weights",
+        "algorithm.policy_loss": "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb "
+        "clip_cov_ub kl_cov_ratio ppo_kl_coef dppo_ratio_cap dro_beta",
+        "algorithm.kl": "where estimator top_k coef controller target horizon",
+        "algorithm.rollout_correction": "rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs "
+        "rollout_rs_threshold bypass_mode",
+        "algorithm.filters": "void_turn void_trajectory all_tool_calls_failed overlong repetition max_repetition "
+        "final_answer",
+        "algorithm.shaping": "overlong_buffer overlong_factor repetition_factor repetition_ngram",
+        "learner": f"{_OPTIMIZER} compute_dtype router_aux_loss_coef num_minibatches ppo_epochs ema_decay "
+        "freeze_vision",
+        "learner.lora": _LORA,
+        "critic": f"{_OPTIMIZER} critic_warmup cliprange_value",
+        "trainer": "mode max_staleness stragglers oversample_prompts in_flight_update batch_size",
+        "dpo": "beta label_smoothing",
+        "lora": _LORA,
+    }
+)
+"""Keys that define what is trained, on what, and how."""
+
+BY_CONTENT = _paths(
+    {
+        "model": "path",
+        "critic": "path",
+        "distill": "teachers",
+        "reward.judge": "model",
+        "agent": "role_models module",
+        "agent.command": "program_dir",
+        "data": "train",
+        "reward": "path",
+        "tools": "function_tool_path tool_config_path",
+        "interactions": "interaction_config_path",
+        "environments": "path",
+    }
+)
+"""Keys that name models, rows and code, which define what is trained, too."""
+
+MAY_CHANGE: Mapping[str, frozenset[str]] = {
+    "how long the run is, what it keeps and shows": _paths(
+        {
+            "": "run_dir",
+            "trainer": "steps epochs checkpoint_every keep_checkpoints checkpoint_dir keep_trajectories logger "
+            "project_name prometheus_port",
+            "trace": "sinks max_trajectories_per_step max_text_length project mlflow_tracking_uri",
+        }
+    ),
+    "held-out evaluation": _paths(
+        {
+            "data": "eval eval_limit",
+            "trainer": "eval_every target_accuracy",
+            "rollout": "eval_temperature",
+            "agent": "val_max_turns val_max_response_length",
+        }
+    ),
+    "devices, memory and speed of the learner": _paths(
+        {
+            "learner": "pack_length micro_batch_size share_prefixes remat row_patches",
+            "learner.mesh": "data fsdp expert context tensor",
+            "learner.multihost": "coordinator num_processes process_id timeout",
+        }
+    ),
+    "engines: which, where, and how they compute the same policy": _paths(
+        {
+            "rollout": "placement num_engines gpus_per_engine ray_address sleep_during_update backend urls token_env "
+            "weight_dir weight_transport full_weights_every max_in_flight max_in_flight_per_server adapters "
+            "deterministic",
+            "rollout.jetstream": "dtype max_concurrent_decodes kv_cache_tokens kv_offloading_size decode_steps "
+            "num_speculative_tokens prefill_buckets device_offset patch_buckets",
+            "rollout.jetstream.mesh": "data expert tensor",
+            "rollout.vllm": "dtype max_num_seqs tensor_parallel_size gpu_memory_utilization kv_cache_gib enforce_eager "
+            "multi_modal require_probe max_logprob_difference mean_logprob_difference",
+        }
+    ),
+    "addresses and tokens of servers": _paths(
+        {
+            "agent": "tool_server_url tool_server_token_env",
+            "tool_config": "server_url token_env",
+            "search": "server_url token_env",
+            "reward.remote": "url",
+        }
+    ),
+    "timeouts, retries and other limits that only faults and loads reach": _paths(
+        {
+            "rollout": "trajectory_timeout recovery_seconds wait_for_server_seconds stall_seconds",
+            "agent": "tool_call_timeout tool_call_max_retries tool_timeout run_timeout rollout_mode "
+            "max_concurrent_trajectories",
+            "agent.endpoint": "request_timeout max_body_bytes max_concurrent_requests max_choices max_sessions "
+            "max_session_tokens max_session_pixels session_ttl",
+            "agent.command": "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running",
+            "tool_config": "max_retries retry_delay timeout max_workers request_interval",
+            "search": "timeout max_retries retry_delay",
+            "interactions": "timeout",
+            "reward": "timeout workers sandbox",
+            "reward.remote": "timeout max_retries retry_delay max_concurrency requests_per_second",
+            "reward.judge": "max_in_flight",
+            "environments": "max_instances timeout",
+            "learner": "max_nonfinite_steps",
+            "trainer": "max_failed_batches on_disagreement agreement_tolerance",
+        }
+    ),
+    "the server of Tinker clients": _paths(
+        {
+            "": "model_name state_dir host port token_env max_body_mb pack_length snapshot_every max_model_len "
+            "max_concurrent_decodes max_sampled_adapters",
+        }
+    ),
+}
+"""Keys that may have other values when a run resumes, by what they are about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A key that has another value than a checkpoint was trained with.
+
+    Attributes:
+        key: its path, or that of its section if one side has none.
+        old: what the checkpoint was trained with.
+        new: what is configured.
+        what: what differs in that which the key names; empty if its value is compared.
+    """
+
+    key: str
+    old: Any
+    new: Any
+    what: str = ""
+
+    def __str__(self) -> str:
+        if not self.what:
+            return f"{self.key} was {_text(self.old)}, is {_text(self.new)}"
+        moved = "" if self.old == self.new else f", was {_text(self.old)}"
+        return f"{self.key}: {self.what} (is {_text(self.new)}{moved})"
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
+
+
+def value_differences(
+    model: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any], *, may_change: bool
+) -> list[Difference]:
+    """Compare the values of two configurations, as JSON; those of :data:`BY_CONTENT` are left out.
+
+    Args:
+        model: the root section.
+        old: the recorded one; a key that it lacks is newer than it, and had its default.
+        new: the configured one.
+        may_change: look at the keys that may change, instead of those that define.
+    """
+    allowed = frozenset[str]().union(*MAY_CHANGE.values())
+    found: dict[str, Difference] = {}
+    for key in _keys(model).values():
+        if key.is_section or key.path in BY_CONTENT or (key.path in allowed) is not may_change:
+            continue
+        before, now = _lookup(old, key), _lookup(new, key)
+        if before == now:
+            continue
+        section = before.null_section or now.null_section
+        if section:
+            found[section] = Difference(key=section, old=_at(old, section), new=_at(new, section))
+        else:
+            found[key.path] = Difference(key=key.path, old=before.value, new=now.value)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The value of a key; ``null_section`` is the path of a section above it that is null."""
+
+    value: Any
+    null_section: str = ""
+
+
+def _lookup(tree: Mapping[str, Any], key: KeyInfo) -> _Found:
+    node: Any = tree
+    path = ""
+    for name in key.path.split("."):
+        path = f"{path}.{name}" if path else name
+        if isinstance(node, Mapping) and name in node:
+            node = node[name]
+        else:
+            return _Found(_default(key))
+        if node is None and path != key.path:
+            return _Found(None, path)
+    return _Found(node)
+
+
+def _default(key: KeyInfo) -> Any:
+    return None if key.default is None else json.loads(key.default)
+
+
+def _at(tree: Mapping[str, Any], path: str) -> Any:
+    node: Any = tree
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+_keys = functools.cache(list_keys)
+
+
+def require_known_keys(model: type[BaseModel], names: Collection[str]) -> None:
+    """Check the keys of ``--accept-change``.
+
+    Raises:
+        ConfigError: there is no such key or section.
+    """
+    keys = _keys(model)
+    for name in names:
+        if name not in keys:
+            raise ConfigError(f"--accept-change {name}: there is no such key; {did_you_mean(name, list(keys))}")
+
+
+def is_accepted(key: str, accepted: Collection[str]) -> bool:
+    """Return whether a difference was accepted, by its key or by a section that holds it."""
+    return any(key == name or key.startswith(f"{name}.") for name in accepted)
+
+
+def unclassified(model: type[BaseModel]) -> Iterator[str]:
+    """Yield the keys of a tree that are in none of the sets, or in several."""
+    sets = (DEFINES, BY_CONTENT, *MAY_CHANGE.values())
+    for key in _keys(model).values():
+        if not key.is_section and sum(key.path in each for each in sets) != 1:
+            yield key.path

@@ -1,0 +1,180 @@
+"""Fingerprints: what a cached, exported, served or resumed thing is of, by content.
+
+::
+
+    fingerprint(value)           JSON-like values, dataclasses, arrays
+    file_fingerprint(file)       its bytes
+    folder_fingerprint(folder)   the names and bytes of all files below it
+    code_fingerprint(name)       a Python file, or a module by its name
+    RowFingerprint               the rows of a data set, as they are read from whatever files
+    models.identity              a model: its weights by tensor, its configuration, its tokenizer
+
+Names of files, numbers of steps and versions, and times say nothing about content: a run that is rewound writes step 7
+again, and a folder may be replaced by another one. Whatever is looked up later is looked up by one of these.
+
+They are XXH3-128 digests, which cost about as much as reading memory, and find damage, mistakes and other content. They
+are no protection against somebody who forges both.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from jax_agent_rl.utils.files import Stamp, file_stamp
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PREFIX = "xxh3_128:"
+"""Names the algorithm, so that another one could be told apart."""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the fingerprint of bytes."""
+    return PREFIX + xxhash.xxh3_128(data).hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """Return the fingerprint of a value: equal values have equal ones, in every process and on every machine.
+
+    Args:
+        value: None, booleans, numbers, text, bytes, paths, enumerations, arrays, dataclasses, and lists, tuples, sets
+            and mappings of these. A tuple equals a list; the order of a mapping's keys does not matter.
+
+    Raises:
+        TypeError: the value is of another type.
+    """
+    hasher = xxhash.xxh3_128()
+    _feed(hasher, value)
+    return PREFIX + hasher.hexdigest()
+
+
+def _feed(hasher: Any, value: Any) -> None:
+    """Add a value; each part begins with its kind and its length, so that no two values give the same bytes."""
+    if value is None or isinstance(value, bool):
+        hasher.update(repr(value).encode())
+    elif isinstance(value, Enum):
+        _feed(hasher, value.value)
+    elif isinstance(value, int):
+        _feed_bytes(hasher, "int", str(value).encode())
+    elif isinstance(value, float):
+        _feed_bytes(hasher, "float", struct.pack("<d", value))
+    elif isinstance(value, str):
+        _feed_bytes(hasher, "text", value.encode("utf-8", "surrogatepass"))
+    elif isinstance(value, Path):
+        _feed_bytes(hasher, "text", str(value).encode("utf-8", "surrogatepass"))
+    elif isinstance(value, bytes | bytearray | memoryview):
+        _feed_bytes(hasher, "bytes", bytes(value))
+    elif isinstance(value, Mapping):
+        hasher.update(f"map {len(value)}:".encode())
+        for key in sorted(value, key=str):
+            _feed(hasher, key)
+            _feed(hasher, value[key])
+    elif isinstance(value, list | tuple):
+        hasher.update(f"list {len(value)}:".encode())
+        for item in value:
+            _feed(hasher, item)
+    elif isinstance(value, set | frozenset):
+        _feed(hasher, sorted(map(fingerprint, value)))
+    elif is_dataclass(value) and not isinstance(value, type):
+        hasher.update(f"{type(value).__name__}:".encode())
+        _feed(hasher, {field.name: getattr(value, field.name) for field in fields(value)})
+    elif hasattr(value, "__array__"):
+        _feed_array(hasher, value)
+    else:
+        raise TypeError(f"a {type(value).__name__} has no fingerprint")
+
+
+def _feed_bytes(hasher: Any, kind: str, data: bytes) -> None:
+    hasher.update(f"{kind} {len(data)}:".encode())
+    hasher.update(data)
+
+
+def _feed_array(hasher: Any, value: Any) -> None:
+    import numpy as np
+
+    array: np.ndarray = np.ascontiguousarray(value)
+    hasher.update(f"array {array.dtype} {array.shape}:".encode())
+    hasher.update(array.reshape(-1).view(np.uint8).data)
+
+
+def file_fingerprint(file: str | Path) -> str:
+    """Return the fingerprint of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _file_fingerprint(Path(file), file_stamp(Path(file)))
+
+
+@functools.lru_cache(4096)
+def _file_fingerprint(file: Path, stamp: Stamp) -> str:
+    """Read a file once in a process; ``stamp`` tells apart what the path names at different times."""
+    with file.open("rb") as stream:
+        return PREFIX + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def folder_fingerprint(folder: str | Path) -> str:
+    """Return the fingerprint of all files below a folder, by their names within it.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    root = Path(folder)
+    files = (file for file in root.rglob("*") if file.is_file())
+    return fingerprint({file.relative_to(root).as_posix(): file_fingerprint(file) for file in files})
+
+
+def code_fingerprint(name: str) -> str:
+    """Return the fingerprint of a Python file or folder, or of a module that is named by its import path.
+
+    What it imports is not part of it. A module that cannot be found without importing its parents is known by its name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return file_fingerprint(path)
+    if path.is_dir():
+        return folder_fingerprint(path)
+    try:
+        found = importlib.util.find_spec(name) if "/" not in name and ":" not in name else None
+    except (ImportError, ValueError):
+        found = None
+    if found is not None and found.origin is not None and Path(found.origin).is_file():
+        return file_fingerprint(found.origin)
+    return fingerprint(name)
+
+
+class RowFingerprint:
+    """Accumulates the fingerprint of rows, in order, as ``data.reader`` reads them: of the rows, not of their files."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_128()
+        self._count = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add the next row, which holds what JSON can hold, and bytes of images."""
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_as_json)
+        _feed_bytes(self._hasher, "row", text.encode("utf-8", "surrogatepass"))
+        self._count += 1
+
+    def value(self) -> str:
+        """Return the fingerprint of the rows so far."""
+        return f"{PREFIX}{self._hasher.hexdigest()}/{self._count}"
+
+
+def _as_json(value: Any) -> Any:
+    return {"fingerprint": fingerprint(value)}
