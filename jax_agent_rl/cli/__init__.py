@@ -49,6 +49,15 @@ AutoResume = Annotated[
         "killed there before its first checkpoint.",
     ),
 ]
+AcceptChange = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept-change",
+        metavar="KEY",
+        help="With --resume: a key (or several, with commas) that defines what is trained and may differ from the "
+        "checkpoint's all the same.",
+    ),
+]
 ResumeStep = Annotated[
     int | None,
     typer.Option(
@@ -70,11 +79,12 @@ def train(
     resume: Resume = False,
     auto_resume: AutoResume = False,
     step: ResumeStep = None,
+    accept_change: AcceptChange = None,
 ) -> None:
     """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there."""
     from jax_agent_rl.config import load
 
-    _train(load(config, overrides or []), resume, auto_resume, step)
+    _train(load(config, overrides or []), resume, auto_resume, step, accept_change)
 
 
 @command(
@@ -89,6 +99,7 @@ def distill(
     resume: Resume = False,
     auto_resume: AutoResume = False,
     step: ResumeStep = None,
+    accept_change: AcceptChange = None,
 ) -> None:
     """Train an agent towards teachers on what it samples itself (on-policy distillation): train, with distill."""
     from jax_agent_rl.config import load
@@ -97,10 +108,12 @@ def distill(
     settings = load(config, overrides or [])
     if settings.distill is None:
         raise ConfigError(f"{config} names no teacher; set distill.teachers to a model's folder")
-    _train(settings, resume, auto_resume, step)
+    _train(settings, resume, auto_resume, step, accept_change)
 
 
-def _train(settings: Config, resume: bool, auto_resume: bool, step: int | None) -> None:
+def _train(
+    settings: Config, resume: bool, auto_resume: bool, step: int | None, accept_change: list[str] | None
+) -> None:
     from jax_agent_rl.errors import ConfigError
 
     if step is not None and not resume:
@@ -118,7 +131,22 @@ def _train(settings: Config, resume: bool, auto_resume: bool, step: int | None) 
         follow_run(settings)
         return
     how = "if_any" if auto_resume else resume
-    _run_trainer(lambda **options: run(with_resolved_model(settings), resume=how, from_step=step, **options))
+    accepted = _accepted_changes(accept_change, resume or auto_resume)
+    _run_trainer(
+        lambda **options: run(
+            with_resolved_model(settings), resume=how, from_step=step, accept_changes=accepted, **options
+        )
+    )
+
+
+def _accepted_changes(options: list[str] | None, resume: bool) -> list[str]:
+    """Return the keys of ``--accept-change``."""
+    from jax_agent_rl.errors import ConfigError
+
+    keys = [key.strip() for option in options or () for key in option.split(",") if key.strip()]
+    if keys and not resume:
+        raise ConfigError(f"--accept-change {','.join(keys)} is about a checkpoint; add --resume, or leave it out")
+    return keys
 
 
 SupervisedFile = Annotated[Path, typer.Argument(help="YAML configuration, see configs/supervised.")]
@@ -134,9 +162,14 @@ SupervisedKeys = Annotated[
     "sft configs/supervised/sft.yaml",
     "sft configs/supervised/sft.yaml data.train=rollouts.parquet data.best_of=1",
 )
-def sft(config: SupervisedFile, overrides: SupervisedKeys = None, resume: Resume = False) -> None:
+def sft(
+    config: SupervisedFile,
+    overrides: SupervisedKeys = None,
+    resume: Resume = False,
+    accept_change: AcceptChange = None,
+) -> None:
     """Fine-tune on conversations, or on the best trajectories that `rollout` wrote (rejection sampling)."""
-    _train_supervised("sft", config, overrides, resume)
+    _train_supervised("sft", config, overrides, resume, accept_change)
 
 
 @command(
@@ -145,19 +178,27 @@ def sft(config: SupervisedFile, overrides: SupervisedKeys = None, resume: Resume
     "dpo configs/supervised/dpo.yaml",
     "dpo configs/supervised/dpo.yaml model.path=runs/sft dpo.beta=0.3",
 )
-def dpo(config: SupervisedFile, overrides: SupervisedKeys = None, resume: Resume = False) -> None:
+def dpo(
+    config: SupervisedFile,
+    overrides: SupervisedKeys = None,
+    resume: Resume = False,
+    accept_change: AcceptChange = None,
+) -> None:
     """Train on preferences, or on the best and the worst trajectory of each group that `rollout` wrote."""
-    _train_supervised("dpo", config, overrides, resume)
+    _train_supervised("dpo", config, overrides, resume, accept_change)
 
 
-def _train_supervised(name: str, config: Path, overrides: list[str] | None, resume: bool) -> None:
+def _train_supervised(
+    name: str, config: Path, overrides: list[str] | None, resume: bool, accept_change: list[str] | None
+) -> None:
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.supervised.train import train
 
     settings = load_tree(settings_model(name), config, overrides or [])
+    accepted = _accepted_changes(accept_change, resume)
     use_compilation_cache()
-    _run_trainer(functools.partial(train, settings, resume=resume))
+    _run_trainer(functools.partial(train, settings, resume=resume, accept_changes=accepted))
 
 
 def _run_trainer(train: Callable[..., Coroutine[Any, Any, object]]) -> None:

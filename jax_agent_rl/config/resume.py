@@ -35,8 +35,8 @@ def _paths(sections: Mapping[str, str]) -> frozenset[str]:
 
 
 _OPTIMIZER = (
-    "optimizer learning_rate lr_scheduler_type lr_warmup_steps lr_decay_ratio min_lr_ratio weight_decay no_weight_decay "
-    "adam_b1 adam_b2 adam_eps max_grad_norm"
+    "optimizer learning_rate lr_scheduler_type lr_warmup_steps lr_decay_ratio min_lr_ratio weight_decay "
+    "no_weight_decay adam_b1 adam_b2 adam_eps max_grad_norm"
 )
 _LORA = "rank alpha targets quantize seed"
 
@@ -157,7 +157,8 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
             "max_concurrent_trajectories",
             "agent.endpoint": "request_timeout max_body_bytes max_concurrent_requests max_choices max_sessions "
             "max_session_tokens max_session_pixels session_ttl",
-            "agent.command": "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running",
+            "agent.command": "verifier_timeout cpu_seconds memory_mb processes disk_mb max_running workspace_mb "
+            "workspace_entries",
             "tool_config": "max_retries retry_delay timeout max_workers request_interval",
             "search": "timeout max_retries retry_delay",
             "interactions": "timeout",
@@ -172,7 +173,7 @@ MAY_CHANGE: Mapping[str, frozenset[str]] = {
     "the server of Tinker clients": _paths(
         {
             "": "model_name state_dir host port token_env max_body_mb pack_length snapshot_every max_model_len "
-            "max_concurrent_decodes max_sampled_adapters",
+            "max_concurrent_decodes max_sampled_adapters sampler_ttl_seconds session_ttl_seconds",
         }
     ),
 }

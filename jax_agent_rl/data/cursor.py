@@ -9,17 +9,22 @@ its groups are permuted, and so are the rows of each *window*, of so many consec
 
     groups 0 1 2 3 4, two held      window [3 0]     window [4 1]     window [2]
     rows of the epoch               3 0 0 3 3 0 …    1 4 1 1 4 …      2 2 2 …
+
+A position means something only in the order that it was taken in, so it is kept with the fingerprints of the rows and
+with all that the order depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.utils.fingerprints import fingerprint
 
 T = TypeVar("T")
 _BLOCK = 1024
@@ -37,6 +42,17 @@ class GroupedRows(Protocol):
 
     row_groups: Sequence[int]
     held: int
+
+
+@runtime_checkable
+class FingerprintedRows(Protocol):
+    """Rows that know their own fingerprint.
+
+    Attributes:
+        fingerprint: of the rows, in order.
+    """
+
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,8 @@ class DataCursor(Generic[T]):
 
     >>> cursor = DataCursor(["a", "b", "c"], seed=0)
     >>> first = cursor.next_rows(4)                  # three of epoch 0, one of epoch 1
-    >>> sorted(first[:3]), cursor.state()
+    >>> state = cursor.state()
+    >>> sorted(first[:3]), {key: state[key] for key in ("drawn", "rows", "weights", "seed", "shuffle", "again")}
     (['a', 'b', 'c'], {'drawn': 4, 'rows': [3], 'weights': [1.0], 'seed': 0, 'shuffle': True, 'again': []})
 
     Every draw has a number, by which it can be repeated after a restart.
@@ -87,6 +104,13 @@ class DataCursor(Generic[T]):
         self._drawn = 0
         self._again: list[int] = []
 
+    @functools.cached_property
+    def fingerprints(self) -> list[str]:
+        """The fingerprint of each source's rows."""
+        return [
+            part.fingerprint if isinstance(part, FingerprintedRows) else fingerprint(list(part)) for part in self._parts
+        ]
+
     def next_rows(self, count: int) -> list[T]:
         """Return the next ``count`` rows, across the end of an epoch if need be."""
         return [self.draw()[1] for _ in range(count)]
@@ -107,32 +131,48 @@ class DataCursor(Generic[T]):
         return {
             "drawn": self._drawn,
             "rows": [len(part) for part in self._parts],
+            "fingerprints": self.fingerprints,
             "weights": list(self._weights),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "windows": [order.windows for order in self._orders] if self._shuffle else [],
             "again": sorted({*self._again, *again}),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, accepted: Collection[str] = ()) -> None:
         """Continue where a cursor over the same rows in the same order stood.
 
+        Args:
+            state: see :meth:`state`.
+            accepted: keys of the configuration that may differ.
+
         Raises:
-            CheckpointError: the number of rows of a source, its weight, the seed or ``shuffle`` is another now.
+            CheckpointError: the rows of a source, its weight, the seed or the kind of order is another now.
         """
         now = self.state()
-        names = {
-            "rows": "the numbers of rows in data.train",
-            "weights": "the weights of data.train",
-            "seed": "seed",
-            "shuffle": "data.shuffle",
-        }
-        for key, name in names.items():
-            if state.get(key, now[key]) != now[key]:  # older checkpoints have no seed and no shuffle
-                raise CheckpointError(
-                    f"the checkpoint was made with {name} = {state[key]}, now {now[key]}; "
-                    "restore the old value or start a new run"
-                )
+        for name, key, what in _ORDER:
+            if key in accepted or state.get(name, now[name]) == now[name]:  # older checkpoints lack some
+                continue
+            raise CheckpointError(
+                f"the checkpoint was made with {what} = {state[name]}, now {now[name]}; restore the old value or start "
+                f"a new run (or accept another order of rows: --accept-change {key})"
+            )
         self._drawn, self._again = state["drawn"], list(state["again"])
+
+
+_ORDER = (
+    ("rows", "data.train", "the numbers of rows in data.train"),
+    ("fingerprints", "data.train", "other rows in data.train, with the fingerprints"),
+    ("weights", "data.train", "the weights of data.train"),
+    ("seed", "seed", "seed"),
+    ("shuffle", "data.shuffle", "data.shuffle"),
+    (
+        "windows",
+        "data.shuffle_row_groups",
+        "other windows (data.shuffle_row_groups, row groups of files), fingerprints",
+    ),
+)
+"""What the order depends on: name in the state, key of the configuration, and words."""
 
 
 class _EpochOrder:
@@ -149,6 +189,8 @@ class _EpochOrder:
         self._rows, self._seed, self._key = len(rows), seed, key
         self._sizes, self._held = np.asarray(groups), held
         self._begins = np.cumsum([0, *groups[:-1]])
+        self.windows = fingerprint([list(map(int, groups)), held]) if len(groups) > held else None
+        """Fingerprint of the groups that are shuffled together; None if the rows are shuffled as a whole."""
         self._epoch = -1
         self._windows: list[np.ndarray] = []  # groups of each, in this epoch
         self._ends = np.empty(0, np.int64)  # positions, in this epoch

@@ -23,6 +23,7 @@ from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
 from jax_agent_rl.data.rows import RowChecks, media_kinds
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.utils.fingerprints import RowFingerprint
 from jax_agent_rl.utils.hub import dataset_files, hub_name
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class JsonLines:
     Args:
         file: the file.
         checks: applied to every row.
+        content: takes the rows as they are read.
         limit: how many rows are used from the start; None: all.
 
     Attributes:
@@ -51,9 +53,11 @@ class JsonLines:
         DataError: the file or a row is invalid.
     """
 
-    def __init__(self, file: Path, checks: RowChecks, *, limit: int | None = None) -> None:
-        placed = itertools.islice(read_row_file(file), limit)
-        self._rows = [PlacedRow(place, checks.read(row, place, file.parent)) for place, row in placed]
+    def __init__(self, file: Path, checks: RowChecks, content: RowFingerprint, *, limit: int | None = None) -> None:
+        self._rows: list[PlacedRow] = []
+        for place, row in itertools.islice(read_row_file(file), limit):
+            content.add(row)
+            self._rows.append(PlacedRow(place, checks.read(row, place, file.parent)))
         self.modalities = frozenset[str]().union(*(media_kinds(row) for _, row in self._rows))
         self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
 
@@ -105,6 +109,7 @@ class ParquetRows:
         file: the file.
         checks: applied to every row.
         groups: holds its row groups, and those of other files.
+        content: takes the rows as they are read.
         limit: how many rows are used from the start; None: all.
 
     Attributes:
@@ -115,7 +120,9 @@ class ParquetRows:
         DataError: the file or a row is invalid.
     """
 
-    def __init__(self, file: Path, checks: RowChecks, groups: RowGroups, *, limit: int | None = None) -> None:
+    def __init__(
+        self, file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerprint, *, limit: int | None = None
+    ) -> None:
         self._file = ParquetFile(file)
         self._checks = checks
         self._groups = groups
@@ -124,8 +131,9 @@ class ParquetRows:
         self.row_groups = [used for used in self._used if used]
         kinds: set[str] = set()
         for group, used in enumerate(self._used):
-            for row in self._read(group, 0, used):
-                kinds |= media_kinds(row)
+            for place, row in self._placed(group, 0, used):
+                content.add(row)
+                kinds |= media_kinds(self._checks.read(row, place, file.parent))
         self.modalities = frozenset(kinds)
 
     def __len__(self) -> int:
@@ -134,8 +142,8 @@ class ParquetRows:
     def __getitem__(self, number: int) -> Row:
         begins = self._file.group_begins
         group = int(np.searchsorted(begins, number, side="right")) - 1
-        (row,) = self._read(group, number - begins[group], 1)
-        return row
+        ((place, row),) = self._placed(group, number - begins[group], 1)
+        return self._checks.read(row, place, self._file.path.parent)
 
     def outlines(self) -> Iterator[PlacedRow]:
         """Yield every row without what only agents read, a group at a time."""
@@ -145,13 +153,12 @@ class ParquetRows:
                 table = self._file.read_group(group, columns).slice(0, used)
                 yield from self._file.rows(table, self._file.group_begins[group])
 
-    def _read(self, group: int, begin: int, count: int) -> Iterator[Row]:
-        """Yield ``count`` rows of a group from the ``begin``-th on."""
+    def _placed(self, group: int, begin: int, count: int) -> Iterator[PlacedRow]:
+        """Yield ``count`` rows of a group from the ``begin``-th on, unchecked."""
         if not count:
             return
         table = self._groups.read(self._file, group).slice(begin, count)
-        for place, row in self._file.rows(table, self._file.group_begins[group] + begin):
-            yield self._checks.read(row, place, self._file.path.parent)
+        yield from self._file.rows(table, self._file.group_begins[group] + begin)
 
 
 def _used_of(sizes: Sequence[int], limit: int | None) -> list[int]:
@@ -173,10 +180,12 @@ class Dataset(Sequence[Row]):
     Args:
         parts: the files.
         held: number of row groups that may be in memory at a time.
+        fingerprint: of the rows, whatever files they are in.
     """
 
-    def __init__(self, parts: Sequence[Part], held: int) -> None:
+    def __init__(self, parts: Sequence[Part], held: int, fingerprint: str) -> None:
         self.parts = tuple(parts)
+        self.fingerprint = fingerprint
         self.row_groups: list[int] = [size for part in self.parts for size in part.row_groups]
         streamed = sum(len(part.row_groups) for part in self.parts if isinstance(part, ParquetRows))
         self.held = held if streamed > held else len(self.row_groups)  # what fits is shuffled as a whole
@@ -253,17 +262,17 @@ def open_dataset(
         DataError: a file is missing, unreadable or empty, or a row lacks a field or has an invalid one; names the
             file, the row and the fix.
     """
-    groups, left, parts = RowGroups(row_groups), limit, []
+    groups, left, parts, content = RowGroups(row_groups), limit, [], RowFingerprint()
     sources = [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources]
     for file in (file for source in sources for file in find_files(source)):
         if left == 0:
             break
-        part = _open(file, checks or RowChecks(), groups, left)
+        part = _open(file, checks or RowChecks(), groups, content, left)
         if not part:
             raise DataError(f"{file} holds no rows")
         left = left and left - len(part)
         parts.append(part)
-    return Dataset(parts, row_groups)
+    return Dataset(parts, row_groups, content.value())
 
 
 def find_files(source: DataSource) -> list[Path]:
@@ -304,7 +313,20 @@ def _hub_dataset(path: str) -> tuple[str, str | None, str | None] | None:
     return named and (*named, None)
 
 
-def _open(file: Path, checks: RowChecks, groups: RowGroups, limit: int | None) -> Part:
+def _open(file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerprint, limit: int | None) -> Part:
     if file.suffix == ".parquet":
-        return ParquetRows(file, checks, groups, limit=limit)
-    return JsonLines(file, checks, limit=limit)
+        return ParquetRows(file, checks, groups, content, limit=limit)
+    return JsonLines(file, checks, content, limit=limit)
+
+
+def fingerprint_rows(sources: Sequence[DataSource], *, limit: int | None = None) -> str:
+    """Return the fingerprint that a data set of these sources has; its rows are read, but not checked.
+
+    Raises:
+        DataError: a file is missing or unreadable, or a row cannot be held.
+    """
+    content = RowFingerprint()
+    files = (file for source in sources for file in find_files(source))
+    for _, row in itertools.islice(itertools.chain.from_iterable(map(read_row_file, files)), limit):
+        content.add(row)
+    return content.value()

@@ -21,19 +21,22 @@ from rich.console import Console
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config, DataSource
-from jax_agent_rl.data.dataset import find_files
+from jax_agent_rl.config.resume import BY_CONTENT
+from jax_agent_rl.data.dataset import fingerprint_rows
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.export import Target, records, write
 from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.observe.progress import Progress, duration, print_line
+from jax_agent_rl.runtime.identity import named_content
 from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
-from jax_agent_rl.utils.weight_transfer import file_digest
 
 _SECTIONS = ("agent", "tools", "tool_config", "search", "interactions", "reward", "environments")
 """Sections on which trajectories depend, besides the policy, its sampling and the rows."""
+_CODE = BY_CONTENT - {"model.path", "critic.path", "distill.teachers", "data.train"}
+"""Keys of those sections that name files, which may change under their names."""
 _LABEL = "rollout"
 
 
@@ -145,6 +148,9 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
         try:
             async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
                 rollouts.agents.collector.require_branching(rollouts.rows)
+                if config.rollout.backend == "remote":
+                    client = rollouts.client
+                    journal.require_served({"version": client.policy_version, "weights": client.weights_fingerprint})
                 _show(progress, journal, len(rollouts.rows))
                 await _Collection(
                     rollouts=rollouts, journal=journal, group_size=group_size, sampling=sampling, step=subject.step
@@ -192,14 +198,14 @@ def _settings(
     """Return everything by which a later process recognizes the collection."""
     config = subject.config
     return {
-        "policy": subject.name,
-        "data": [file_digest(file) for source in sources for file in find_files(source)],
-        "limit": request.limit,
+        "policy": subject.fingerprint(),
+        "data": fingerprint_rows(sources, limit=request.limit),
         "seed": config.seed,
         "group_size": group_size,
         "sampling": asdict(sampling),
         "backend": config.rollout.backend,
         "strategy": config.rollout.strategy.model_dump(mode="json"),
+        "code": named_content(config, _CODE),
         **{name: getattr(config, name).model_dump(mode="json") for name in _SECTIONS},
     }
 

@@ -109,6 +109,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     config = subject.config.model_copy(update={"run_dir": str(out)})
     chosen, source = sampling(config, request), select_rows(config, request)
     begin = time.monotonic()
+    fingerprint = subject.fingerprint()
     with Progress(console, total_steps=0) as progress:
         async with open_rollouts(config, source, version=subject.step, print_line=progress.phase) as rollouts:
             run_dir = RunDir(out)
@@ -120,6 +121,7 @@ async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Pa
     run_dir.add_metrics(evaluation_record(subject.step, groups, seconds=seconds))
     summary = {
         "policy": subject.name,
+        "policy_fingerprint": fingerprint,
         "policy_versions": weights,
         "data": ", ".join(map(str, source[0])),
         "samples_per_prompt": request.samples,

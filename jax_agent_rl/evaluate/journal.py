@@ -3,6 +3,7 @@
 It is a JSON Lines file that only grows::
 
     {"settings": {…}}                                    of the collection; another one may not write here
+    {"served": {…}}                                      which weights rollout servers had
     {"row": 3, "records": [{…}, …], "dropped": {…}}      a finished prompt, in order of completion
     {"lost": {"cancelled": 5}}                           started by an interrupted process, but not written
 
@@ -47,6 +48,7 @@ class Journal:
         self.dropped: Counter[str] = Counter()
         self.sizes: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
+        self._served: dict[str, Any] | None = None
         file.parent.mkdir(parents=True, exist_ok=True)
         self._stream = file.open("a+b")
         try:
@@ -90,6 +92,18 @@ class Journal:
             self._append({"lost": counts})
             self.dropped.update(counts)
 
+    def require_served(self, served: Mapping[str, Any]) -> None:
+        """Record which weights rollout servers have; a later process has to find the same ones.
+
+        Raises:
+            ConfigError: they are others than those that were sampled from.
+        """
+        if self._served is not None and self.sizes:
+            require_same(served, self._served, self.file)
+        if self._served != served:
+            self._served = dict(served)
+            self._append({"served": self._served})
+
     def lines(self, numbers: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
         """Yield the records of each of these prompts."""
         for number in numbers:
@@ -110,6 +124,8 @@ class Journal:
             line = json.loads(raw)
             if "settings" in line:
                 before = line["settings"]
+            elif "served" in line:
+                self._served = line["served"]
             elif "lost" in line:
                 self.dropped.update(line["lost"])
             else:

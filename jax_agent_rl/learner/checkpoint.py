@@ -19,8 +19,9 @@ import json
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.utils.fingerprints import fingerprint
 from jax_agent_rl.utils.process import ignore_late_writes
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -165,29 +167,22 @@ class Checkpointer:
         return self._load(step, like, load, whole=False)[0]
 
     def _existing(self, step: int | None) -> int:
-        steps = self.steps
-        if not steps:
-            raise CheckpointError(f"no checkpoint in {self._folder}; start the run without --resume")
-        if step is not None and step not in steps:
-            raise CheckpointError(f"no checkpoint of step {step} in {self._folder}; there are {steps}")
-        return steps[-1] if step is None else step
+        return _existing(self._folder, self.steps, step)
 
     def _load(self, step: int, like: Any, load: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Any]]:
         """Load arrays and progress; check that they fit and that their checksums are right."""
         try:
-            notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))["notes"]
-            if notes != _sealed(notes["progress"], notes["arrays"]):
-                raise ValueError("the checksum of its notes is wrong")
-            self._require_fit(step, notes["arrays"], like, whole)
+            notes = _notes(self._folder, step)
+            self._require_fit(step, notes.arrays, like, whole)
             restored = load()
-            changed = [name for name, entry in _manifest(restored).items() if notes["arrays"][name] != entry]
+            changed = [name for name, entry in _manifest(restored).items() if notes.arrays[name] != entry]
             if changed:
                 raise ValueError(f"checksums of {len(changed)} arrays are wrong, e.g. of {changed[0]}")
         except CheckpointError:
             raise
         except Exception as error:  # Orbax raises bare Exception, too
             raise self._damaged(step, error) from error
-        return restored, notes["progress"]
+        return restored, notes.progress
 
     def close(self) -> None:
         """Wait for running saves and free Orbax's threads."""
@@ -204,17 +199,12 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} does not fit this configuration: {name} is "
                 f"{saved.get(name, 'missing')} in it and {wanted.get(name, 'missing')} here ({len(differing)} arrays "
-                "differ); resume with the model, algorithm and learner the run was started with"
+                "differ); resume with the model.path, the sections algorithm, learner and critic, and the "
+                "agent.role_adapters that the run was started with"
             )
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:
-        before = [s for s in self.steps if s < step]
-        offer = (
-            f"go on from the one before with --resume --step {before[-1]}"
-            if before
-            else "there is none before it; start the run without --resume"
-        )
-        return CheckpointError(f"checkpoint {step} in {self._folder} is damaged ({_brief(error)}); {offer}")
+        return _damaged(self._folder, self.steps, step, error)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -233,6 +223,75 @@ class Checkpointer:
             raise CheckpointError(
                 f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}"
             ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        step: its step.
+        progress: what was saved with the state.
+        arrays: shape, dtype and checksum of each array, by its path in the state.
+    """
+
+    step: int
+    progress: dict[str, Any]
+    arrays: dict[str, dict[str, Any]]
+
+    def fingerprint(self, part: str = "") -> str:
+        """Return the fingerprint of the arrays whose paths contain ``part``: equal states have equal ones.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        chosen = {name: entry for name, entry in self.arrays.items() if part in f".{name}."}
+        if not chosen:
+            raise CheckpointError(f"checkpoint {self.step} holds no arrays {part.strip('.')}")
+        return fingerprint(chosen)
+
+
+def read_notes(folder: Path | str, step: int | None = None) -> Notes:
+    """Return what a checkpoint says about itself, without its arrays and without other processes.
+
+    Args:
+        folder: of the checkpoints.
+        step: which one; None is the newest.
+
+    Raises:
+        CheckpointError: it does not exist, or its notes are damaged.
+    """
+    steps = complete_steps(folder)
+    step = _existing(located(folder), steps, step)
+    try:
+        return _notes(located(folder), step)
+    except Exception as error:  # whatever the client of a bucket raises, too
+        raise _damaged(located(folder), steps, step, error) from error
+
+
+def _notes(folder: Path | epath.Path, step: int) -> Notes:
+    notes = json.loads((folder / str(step) / "notes" / "metadata").read_text())
+    if notes != _sealed(notes["progress"], notes["arrays"]):
+        raise ValueError("the checksum of its notes is wrong")
+    return Notes(step=step, progress=notes["progress"], arrays=notes["arrays"])
+
+
+def _existing(folder: Path | epath.Path, steps: Sequence[int], step: int | None) -> int:
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {folder}; start the run without --resume")
+    if step is not None and step not in steps:
+        raise CheckpointError(f"no checkpoint of step {step} in {folder}; there are {list(steps)}")
+    return steps[-1] if step is None else step
+
+
+def _damaged(folder: Path | epath.Path, steps: Sequence[int], step: int, error: Exception) -> CheckpointError:
+    before = [s for s in steps if s < step]
+    offer = (
+        f"go on from the one before with --resume --step {before[-1]}"
+        if before
+        else "there is none before it; start the run without --resume"
+    )
+    return CheckpointError(f"checkpoint {step} in {folder} is damaged ({_brief(error)}); {offer}")
 
 
 def located(folder: Path | str) -> Path | epath.Path:

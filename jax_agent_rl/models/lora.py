@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from jax_agent_rl.config import LoraConfig
@@ -26,6 +26,7 @@ from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.families import FAMILIES
 from jax_agent_rl.models.hf import tensor_names
+from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.parameters import PARAMETERS
 from jax_agent_rl.models.tensors import require_finite, save_tensors
 from jax_agent_rl.utils.files import whole_folder
@@ -232,7 +233,15 @@ def blank_adapter(lora: LoraConfig, model: DecoderConfig) -> PeftAdapter:
     return PeftAdapter(rank=lora.rank, weights=weights)
 
 
-def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Params, *, base: str) -> None:
+def save_peft(
+    folder: Path,
+    lora: LoraConfig,
+    model: DecoderConfig,
+    trained: Params,
+    *,
+    base: str,
+    base_weights: str | None = None,
+) -> None:
     """Write what ``PeftModel.from_pretrained(base_model, folder)`` loads.
 
     Args:
@@ -241,6 +250,8 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         model: the base model.
         trained: adapters, see :func:`jax_agent_rl.learner.parameterization.new_adapters`.
         base: folder or hub name of the model they were trained over.
+        base_weights: the fingerprint of its weights (``models.identity``), by which :func:`check_base` knows it; None:
+            it is not recorded.
 
     Raises:
         ModelError: the folder holds something else, or an adapter is not finite.
@@ -269,11 +280,39 @@ def save_peft(folder: Path, lora: LoraConfig, model: DecoderConfig, trained: Par
         "inference_mode": True,
     }
     with whole_folder(folder, replaces=PEFT_FILES, error=ModelError) as written:
-        save_tensors(tensors, written / PEFT_FILES[0])
+        save_tensors(tensors, written / PEFT_FILES[0], {_BASE: base_weights} if base_weights else None)
         (written / PEFT_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
 
 
 PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_BASE = "base_weights"
+
+
+def check_base(folder: str | Path, base: str, *, key: str) -> None:
+    """Check that an adapter was trained over this model, if it says over which one.
+
+    Args:
+        folder: PEFT's folder.
+        base: the model's folder, or Hub name.
+        key: the configuration key that names the adapter, for messages.
+
+    Raises:
+        ConfigError: it was trained over another model, or cannot be read.
+        ModelError: files of the model are missing or damaged.
+    """
+    file = Path(folder).expanduser() / PEFT_FILES[0]
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            recorded = (opened.metadata() or {}).get(_BASE)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{key}={str(folder)!r}: {file.name} cannot be read ({error}); save the adapter again"
+        ) from None
+    if recorded is not None and recorded != model_fingerprints(base)[WEIGHTS]:
+        raise ConfigError(
+            f"{key}={str(folder)!r} was trained over another model than model.path={base!r}: its weights are not those "
+            "that the adapter names; set model.path to the model it was trained over"
+        )
 
 
 def _inner(model: DecoderConfig) -> str:

@@ -122,14 +122,19 @@ def unstack(names: Names, array: Any) -> Iterator[tuple[Stored, Any]]:
             yield from unstack(inner, part)
 
 
-def save_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
+def save_tensors(tensors: Mapping[str, np.ndarray], file: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file that whoever may read the folder's other files can read.
 
     The library lets only the owner read its files: a server under another user could not load an exported model.
+
+    Args:
+        tensors: by name.
+        file: the file.
+        metadata: kept in its header; None: nothing.
     """
     file.touch()
     mode = file.stat().st_mode
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    save_file(dict(tensors), file, metadata={"format": "pt", **(metadata or {})})
     file.chmod(mode)
 
 

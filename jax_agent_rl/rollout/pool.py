@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, ConfigError, EngineDiedError, WeightUpdateError
-from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
+from jax_agent_rl.rollout.protocol import IdentifiesWeights, RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.request_queue import RequestQueue
 from jax_agent_rl.rollout.server import AsyncServer, watch_servers
 from jax_agent_rl.types import PauseMode
@@ -80,6 +80,7 @@ class ServerPool:
         self._updating = self._closed = False
         self._latest: WeightUpdate | None = None
         self._version: int | None = None
+        self._weights = ""  # fingerprint of those of that version, if it is known
         self._modalities: frozenset[str] = frozenset()
         self._has_requests = False
         self._lost = self._joined = 0
@@ -100,6 +101,11 @@ class ServerPool:
     def policy_version(self) -> int | None:
         """Version of the weights that are served; None before there was a server."""
         return self._version
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Fingerprint of the weights that are served; empty if it is not known."""
+        return self._weights
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -124,6 +130,12 @@ class ServerPool:
             versions = {server.name: server.backend.policy_version for server in servers}
             if len(set(versions.values())) > 1:
                 raise ConfigError(f"the rollout servers have different policy versions: {versions}; restart all")
+            weights = {server.name: _weights_of(server) for server in servers}
+            if len(set(weights.values())) > 1:
+                raise ConfigError(
+                    f"the rollout servers have different weights of version {min(versions.values())}, of other runs or "
+                    f"of one that was rewound: {weights}; restart all"
+                )
         except BaseException:
             await asyncio.gather(*(server.close_quietly() for server in servers))
             raise
@@ -205,9 +217,15 @@ class ServerPool:
                 f"server {server.name!r} has policy version {version}, the others have {others}; "
                 "bring it up to date first with server.update_weights(...)"
             )
+        known = _weights_of(server)
+        if others and self._weights and known and known != self._weights:
+            raise ValueError(
+                f"server {server.name!r} has other weights of version {version} than the others, of another run or of "
+                "this one before it was rewound; bring it up to date first with server.update_weights(...)"
+            )
         self.queue.add(server)
         self._members[server.name] = server
-        self._version = version
+        self._version, self._weights = version, known or self._weights
         self._joined += self._has_requests
 
     async def remove_server(self, name: str, *, drain: bool = False) -> AsyncServer:
@@ -269,12 +287,17 @@ class ServerPool:
                 )
             if served is not None and own < served and self._latest is not None and server.takes(self._latest):
                 await server.update_weights(self._latest)
-            if served is None or server.backend.policy_version == served:
+            if served is None or server.backend.policy_version == served and self._has_our_weights(server):
                 self.add_server(server)
                 return None
             logger.info("server %s has version %d and waits for the next weights", server.name, own)
             entered = self._fenced[server] = asyncio.get_running_loop().create_future()
             return entered
+
+    def _has_our_weights(self, server: AsyncServer) -> bool:
+        """Return whether a server of the served version has its weights, as far as both are known."""
+        known = _weights_of(server)
+        return not known or not self._weights or known == self._weights
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -320,6 +343,7 @@ class ServerPool:
             if not current and (self._latest is None or not self.queue.is_open):
                 raise BackendError(f"no server is left to take weights of version {update.version}")
             self._version = update.version
+            self._weights = "" if update.partial else update.fingerprint
             self.queue.balancer.forget_prefixes()
             for server, error in refused.items():
                 self.mark_lost(server, f"it refused weights that others took: {error}")
@@ -390,6 +414,11 @@ class ServerPool:
         while True:
             yield seconds * rng.uniform(0.5, 1.0)
             seconds = min(2 * seconds, _MAX_BACKOFF)
+
+
+def _weights_of(server: AsyncServer) -> str:
+    """Return the fingerprint of a server's weights; empty where it is not known."""
+    return server.backend.weights_fingerprint if isinstance(server.backend, IdentifiesWeights) else ""
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

@@ -214,6 +214,16 @@ class WeightUpdate:
     probe: LogprobProbe | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the weights, by the files they are in; empty if they are in none.
+
+        Another run, or the same one after it was rewound, may give other weights the same version.
+        """
+        from jax_agent_rl.utils.fingerprints import fingerprint  # the launcher imports this module without it
+
+        return fingerprint(dict(self.digests)) if self.digests else ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
@@ -292,6 +302,17 @@ class BackendSpec:
 
 
 @runtime_checkable
+@runtime_checkable
+class IdentifiesWeights(Protocol):
+    """A backend whose engine outlives a run, and knows which weights it serves.
+
+    Attributes:
+        weights_fingerprint: :attr:`WeightUpdate.fingerprint` of the last update; empty if it had none.
+    """
+
+    weights_fingerprint: str
+
+
 class RolloutBackend(Protocol):
     """Interface of every engine. All methods may be called from one asyncio loop, concurrently."""
 

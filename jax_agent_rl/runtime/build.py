@@ -34,6 +34,7 @@ from jax_agent_rl.rollout.http.membership import MembershipServer
 from jax_agent_rl.rollout.server import AsyncServer, FleetMetrics
 from jax_agent_rl.runtime.engine_devices import check_turns, engine_mesh, idle_here
 from jax_agent_rl.runtime.engines import backend_factories, one_program, parameter_dtype, read_model
+from jax_agent_rl.runtime.identity import RunIdentity, run_identity
 from jax_agent_rl.runtime.multihost import ControlChannel, LeadingCheckpointer, LeadingLearner, follow
 from jax_agent_rl.runtime.multihost_engines import (
     host_engine,
@@ -77,6 +78,7 @@ async def build(
     print_line: Callable[[str], None],
     channel: ControlChannel | None = None,
     folder: RunDir | None = None,
+    check_identity: Callable[[RunIdentity], None] = lambda identity: None,
 ) -> AsyncIterator[RunComponents]:
     """Load, compile and start everything; close it in the end.
 
@@ -87,6 +89,7 @@ async def build(
         print_line: takes a line of progress.
         channel: commands the learner's other processes, if any (``runtime.multihost``).
         folder: where traces go; None: the folder of ``run_dir``.
+        check_identity: called with what the run is of, before anything is loaded; raises where it must not go on.
 
     Raises:
         ConfigError, DataError, ModelError, ToolDefinitionError: the user has to fix something.
@@ -104,6 +107,9 @@ async def build(
         refuse_adapters(config, every_row)
         require_teachers(config, training_rows)
         check_teachers(config)
+        print_line("reading what the run is of")
+        identity = run_identity(config, [rows.fingerprint for rows in train])
+        check_identity(identity)
         codec = prepared.codec
         places = await stack.enter_async_context(open_places(config))
         mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
@@ -171,6 +177,7 @@ async def build(
             outlines=training_rows,
             teach=teach,
             room_for_learning=room_for_learning(config, client, beside),
+            identity=identity.to_json(),
         )
 
 

@@ -28,7 +28,7 @@ from jax_agent_rl.config import Config, RolloutConfig
 from jax_agent_rl.errors import ConfigError, ModelError
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import load_config, load_hf
-from jax_agent_rl.models.lora import blank_adapter, read_peft, read_settings
+from jax_agent_rl.models.lora import blank_adapter, check_base, read_peft, read_settings
 from jax_agent_rl.models.vision_context import VisionProcessor
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.merge_outputs import DecodeText
@@ -62,10 +62,11 @@ def check_engine(config: Config) -> None:
     Raises:
         ConfigError: vLLM is not installed or does not support the model or one of ``rollout.vllm.engine_args``, a
             server's token is not set, ``rollout.jetstream.engine_factory`` does not exist, or a folder of
-            ``rollout.adapters`` is no adapter.
+            ``rollout.adapters`` is no adapter, or one of another model.
     """
     for name, folder in config.rollout.adapters.items():
         read_settings(folder, key=f"rollout.adapters.{name}")
+        check_base(folder, config.model.path, key=f"rollout.adapters.{name}")
     if config.rollout.backend == "remote":
         token_from(config.rollout.token_env, key="rollout.token_env")
     if config.rollout.backend == "jetstream":

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +23,15 @@ from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, ModelConfig, 
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
 from jax_agent_rl.errors import CheckpointError, ConfigError
-from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
+from jax_agent_rl.learner.checkpoint import Checkpointer, Notes, complete_steps, read_notes
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
+from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.lora import save_peft
 from jax_agent_rl.models.sharding import make_mesh
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
+from jax_agent_rl.utils.fingerprints import fingerprint, folder_fingerprint
 
 logger = logging.getLogger(__name__)
 _Named = TypeVar("_Named", ModelConfig, TeacherConfig)
@@ -70,12 +72,28 @@ class ServedPolicy:
         recorded: the same for records, with a permanent ``model.path``.
         name: the policy's name in messages and records.
         step: step of the checkpoint; 0 for a model that is not of a run.
+        checkpoint: fingerprint of the checkpoint's weights; None for a model that is not of a run.
     """
 
     config: Config
     recorded: Config
     name: str
     step: int
+    checkpoint: str | None = None
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the weights, tokenizer and adapters that are served, wherever they lie.
+
+        Rollout servers have their own weights, see ``ServerPool.weights_fingerprint``.
+        """
+        served: Any = self.checkpoint
+        if served is None:
+            adapters = self.config.rollout.adapters
+            served = [
+                model_fingerprints(self.config.model.path),
+                {n: folder_fingerprint(f) for n, f in adapters.items()},
+            ]
+        return fingerprint(served)
 
 
 @contextlib.contextmanager
@@ -91,7 +109,9 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
         yield ServedPolicy(config=config, recorded=config, name=config.model.path, step=0)
         return
     step = saved_step(choice.run, choice.step)
-    folder = make_temp_folder("weights-", choice.run)
+    checkpoint = saved_run(choice.run, step)
+    temporary = make_temp_folder("weights-", choice.run)
+    folder = temporary / "model"
     names = set(config.agent.role_adapters.values())
     try:
         export_run(choice.run, folder, step=step, adapter=bool(names), ema=choice.ema)
@@ -105,9 +125,10 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
             recorded=config,
             name=f"{choice.run}, step {step}{', moving average' if choice.ema else ''}",
             step=step,
+            checkpoint=checkpoint.export_key(ema=choice.ema),
         )
     finally:
-        remove_temp_folder(folder)
+        remove_temp_folder(temporary)
 
 
 def choose(choice: PolicyChoice) -> Config:
@@ -162,20 +183,22 @@ def export_run(
 
     Args:
         run: the run folder.
-        out: the folder to write.
+        out: the folder to write: a new one, or that of an older export, which is replaced as a whole.
         step: step of the checkpoint; None: the newest.
         dtype: dtype of the weights, see :data:`~jax_agent_rl.models.convert.DTYPES`.
         adapter: write only the adapters, for PEFT; those of ``agent.role_adapters`` to a folder each.
         ema: write the moving average of what was trained.
 
     Raises:
-        CheckpointError: not a run folder, or its checkpoint is missing or damaged.
-        ModelError: an unknown ``dtype``.
+        CheckpointError: not a run folder, its checkpoint is missing or damaged, or the model that it was trained over
+            is another one now.
+        ModelError: an unknown ``dtype``, or one that cannot hold the weights; or ``out`` holds something else.
         ConfigError: ``adapter`` for a run that trained the whole model, or a whole model of one that trained several
             adapters; ``ema`` for one without an average.
     """
     target = named_dtype(dtype)
-    trained = trained_run(run)
+    saved = saved_run(run, step)
+    trained = saved.trained
     lora, base = trained.learner.lora, trained.model_path
     if adapter and lora is None:
         raise ConfigError(f"{run} trained the whole model (learner.lora is null); export it without --adapter")
@@ -184,13 +207,14 @@ def export_run(
     names = trained.adapters
     if names and not adapter:
         raise ConfigError(f"{run} trained the adapters {names} over one model; export them with --adapter")
+    saved.require_base()
     model, params = load_hf(base)
     start = Parameterization.policy(model, params, trained.learner, mesh=make_mesh(MeshConfig.model_validate({})))
     checkpointer = Checkpointer(trained.checkpoints, keep=trained.keep_checkpoints)
     try:
         placed = jax.tree.map(jax.device_put, start.params, start.shardings)
         part = {"policy": {"opt_state": {"average": placed}} if ema else {"params": placed}}
-        saved = checkpointer.restore_part({name: part for name in names} if names else part, step=step)
+        state = checkpointer.restore_part({name: part for name in names} if names else part, step=saved.notes.step)
     finally:
         checkpointer.close()
 
@@ -199,10 +223,10 @@ def export_run(
         return policy["opt_state"]["average"] if ema else policy["params"]
 
     if adapter and lora is not None:
-        for folder, state in [(out / name, saved[name]) for name in names] or [(out, saved)]:
-            save_peft(folder, lora, model, weights(state), base=base)
+        for folder, part in [(out / name, state[name]) for name in names] or [(out, state)]:
+            save_peft(folder, lora, model, weights(part), base=base, base_weights=model_fingerprints(base)[WEIGHTS])
         return out
-    params = jax.tree.map(lambda x: x.astype(target), start.merge(weights(saved), start.frozen))
+    params = jax.tree.map(lambda x: x.astype(target), start.merge(weights(state), start.frozen))
     save_hf(out, model, params, tokenizer_from=base)
     return out
 
@@ -228,9 +252,15 @@ class TrainedRun:
 
 def trained_run(run: Path) -> TrainedRun:
     """Describe a run of ``train``, ``sft`` or ``dpo``; raises CheckpointError if the folder is not a run's."""
-    tree = _recorded(run)
-    if (command := tree.pop("command", None)) is None:
-        config = run_config(run)
+    return _described(run, _recorded(run))
+
+
+def _described(run: Path, tree: Mapping[str, Any]) -> TrainedRun:
+    """Describe a run with this configuration."""
+    tree = dict(tree)
+    command = tree.pop("command", None)
+    if command is None:
+        config = build(tree)
         learner, adapters = config.learner, sorted(set(config.agent.role_adapters.values()))
     else:
         config = build_tree(DpoConfig if command == "dpo" else SftConfig, tree)
@@ -243,6 +273,68 @@ def trained_run(run: Path) -> TrainedRun:
         checkpoints=elsewhere or run / "checkpoints",
         keep_checkpoints=config.trainer.keep_checkpoints,
     )
+
+
+EXPORT_FORMAT = 1
+"""Raised when a checkpoint would be exported as another model than before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """One checkpoint of a run.
+
+    Attributes:
+        trained: what the run trained when it was written, which a resumed run may have changed since.
+        notes: what the checkpoint says about itself.
+    """
+
+    trained: TrainedRun
+    notes: Notes
+
+    def export_key(self, *, ema: bool = False) -> str:
+        """Return the fingerprint of what is exported: it depends on no name, step or time."""
+        part = ".policy.opt_state.average." if ema else ".policy.params."
+        base = self._base() or model_fingerprints(self.trained.model_path)
+        return fingerprint([EXPORT_FORMAT, self.notes.fingerprint(part), base, self.trained.learner.lora])
+
+    def require_base(self) -> None:
+        """Check that the model the run was trained over is still the same: adapters and tokenizer go with it.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        recorded = self._base()
+        if recorded is None:
+            return
+        found = model_fingerprints(self.trained.model_path)
+        differing = sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name))
+        if differing:
+            raise CheckpointError(
+                f"model.path={self.trained.model_path} is not the model that the run was trained over "
+                f"({', '.join(differing)} differ); put that model back, or resume the run with its new place as "
+                "model.path"
+            )
+
+    def _base(self) -> dict[str, str] | None:
+        """Return the recorded fingerprints of the model; None in checkpoints of earlier versions."""
+        return self.notes.progress.get("identity", {}).get("content", {}).get("model.path")
+
+
+def saved_run(run: Path, step: int | None = None) -> SavedRun:
+    """Describe a checkpoint of a run; the newest for None.
+
+    Raises:
+        CheckpointError: not a run folder, or no such checkpoint, or its notes are damaged.
+    """
+    recorded = _recorded(run)
+    trained = _described(run, recorded)
+    notes = read_notes(trained.checkpoints, step)
+    config = notes.progress.get("identity", {}).get("config")
+    if config is not None:
+        command = {"command": recorded["command"]} if "command" in recorded else {}
+        then = _described(run, {**config, **command})
+        trained = replace(trained, learner=then.learner, adapters=then.adapters)
+    return SavedRun(trained=trained, notes=notes)
 
 
 def run_config(run: Path) -> Config:
@@ -279,24 +371,32 @@ def saved_step(run: Path, step: int | None) -> int:
 def resolve_model(path: str) -> str:
     """Return the Hugging Face folder of ``model.path``: of a run folder its newest checkpoint's, exported once.
 
+    The folder is found by the content of the checkpoint, so that a run that was rewound, and has written the same step
+    again, is exported again.
+
     Raises:
         CheckpointError: the run has no complete checkpoint.
     """
     run = Path(path).expanduser()
     if not (run / "checkpoints").is_dir():
         return path
-    step = saved_step(run, None)
-    folder = run / "exports" / f"step-{step}"
+    saved = saved_run(run)
+    step = saved.notes.step
+    key = saved.export_key().rpartition(":")[2]
+    folder = run / "exports" / key / f"step-{step}"
     if not folder.is_dir():
         logger.info("exporting step %d of %s", step, run)
         unfinished = make_temp_folder("weights-", run)
         try:
-            export_run(run, unfinished, step=step)
-            folder.parent.mkdir(exist_ok=True)
-            unfinished.rename(folder)
-        except BaseException:
+            export_run(run, unfinished / "model", step=step)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                (unfinished / "model").rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was faster, with the same content
+                    raise
+        finally:
             remove_temp_folder(unfinished)
-            raise
     return str(folder)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from jax_agent_rl.observe.run_dir import RunDir, read_metrics, read_trajectories
 from jax_agent_rl.observe.sinks.metrics import check_sinks
 from jax_agent_rl.observe.view import best_and_worst, outline
 from jax_agent_rl.runtime.build import build, open_checkpointer
+from jax_agent_rl.runtime.identity import Resumption
 from jax_agent_rl.runtime.multihost import ControlChannel, leading
 from jax_agent_rl.runtime.placement import first_version
 from jax_agent_rl.trainer import RunComponents
@@ -49,6 +50,7 @@ async def train(
     resume: bool | Literal["if_any"],
     console: Console,
     from_step: int | None = None,
+    accept_changes: Collection[str] = (),
     exit_within: ExitWithin = lambda seconds: None,
 ) -> dict[str, Any]:
     """Run training to its end and return the summary, which is also written to ``summary.json``.
@@ -58,6 +60,7 @@ async def train(
         resume: continue from a checkpoint; ``if_any``: start a new run if there is none.
         console: where progress and results are printed.
         from_step: step of the checkpoint; None: the newest. Newer ones are deleted once the run has made its next step.
+        accept_changes: keys that may differ from what the checkpoint was trained with, although they define it.
         exit_within: called once an interrupted run is saved, before everything is closed, with the seconds that closing
             may take; with 0 at the second interruption.
 
@@ -65,13 +68,14 @@ async def train(
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
     """
     with leading() as channel, Interruption(console.print, exit_within, leads=channel is not None) as interruption:
-        return await _train(config, resume, from_step, console, interruption, channel)
+        return await _train(config, resume, from_step, accept_changes, console, interruption, channel)
 
 
 async def _train(
     config: Config,
     resume: bool | Literal["if_any"],
     from_step: int | None,
+    accept_changes: Collection[str],
     console: Console,
     interruption: Interruption,
     channel: ControlChannel | None,
@@ -109,15 +113,22 @@ async def _train(
                 print_line(
                     console, f"{other} ended before its first checkpoint; it is not continued and stays as it is"
                 )
+    place = config.trainer.checkpoint_dir or folder.checkpoints
+    resumption = None
+    if resume:
+        resumption = Resumption(Config, folder, place, step=from_step, accepted=accept_changes)
     with mark_in_use(path), Progress(console, total_steps=config.trainer.steps) as progress:
         progress.phase("starting")
-        async with build(config, print_line=progress.phase, channel=channel, folder=folder) as runtime:
-            place = config.trainer.checkpoint_dir or folder.checkpoints
+        check = (lambda identity: None) if resumption is None else resumption.check
+        async with build(
+            config, print_line=progress.phase, channel=channel, folder=folder, check_identity=check
+        ) as runtime:
             cut_off = cut_off_steps(place) if resume else []  # before the next save clears them away
             checkpointer = open_checkpointer(place, keep=config.trainer.keep_checkpoints, channel=channel)
             if begins_again:
                 folder.resume_after(-1)
-            record = _restore(runtime, checkpointer, folder, from_step) if resume else RunRecord()
+            record = RunRecord() if resumption is None else _restore(runtime, checkpointer, folder, resumption)
+            record.identity = dict(runtime.identity)
             # Not before: a configuration that does not fit the checkpoint must not take the place of the one that does.
             folder.write_json(folder.config, config.model_dump(mode="json"))
             record.cursor = record.cursor or runtime.cursor.state()
@@ -316,13 +327,14 @@ def newest_run(wanted: Path) -> Path:
     return max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)
 
 
-def _restore(runtime: RunComponents, checkpointer: Checkpointer, folder: RunDir, from_step: int | None) -> RunRecord:
-    """Restore learner, data order and accounting from a checkpoint."""
-    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=from_step)
+def _restore(runtime: RunComponents, checkpointer: Checkpointer, folder: RunDir, resumption: Resumption) -> RunRecord:
+    """Restore learner, data order and accounting from a checkpoint, and record what changes."""
+    step, runtime.learner.state, saved = checkpointer.restore(runtime.learner.state, step=resumption.step)
     record = RunRecord.from_json(saved)
-    runtime.cursor.restore(record.cursor)
+    runtime.cursor.restore(record.cursor, accepted=resumption.accepted)
     runtime.collector.accounting.restore(record.accounting)
     folder.resume_after(step)
+    resumption.record_changes()
     return record
 
 

@@ -11,7 +11,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.observe.progress import Progress, duration, print_line
 from jax_agent_rl.observe.report.charts import loss_plot
 from jax_agent_rl.observe.run_dir import RunDir, read_metrics
+from jax_agent_rl.runtime.identity import Resumption, RunIdentity, run_identity
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.runtime.train import free_folder, newest_run, nothing_to_do
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
@@ -119,7 +120,14 @@ def _counts(sequences: Sequence[TrainingSequence]) -> Metrics:
     }
 
 
-async def train(config: SftConfig, *, resume: bool, console: Console, exit_within: ExitWithin) -> dict[str, Any]:
+async def train(
+    config: SftConfig,
+    *,
+    resume: bool,
+    console: Console,
+    exit_within: ExitWithin,
+    accept_changes: Collection[str] = (),
+) -> dict[str, Any]:
     """Train to the end, or until interrupted, and return the summary, which is also written to ``summary.json``.
 
     Args:
@@ -127,6 +135,7 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
         resume: continue from the newest checkpoint.
         console: shows progress and results.
         exit_within: as :func:`jax_agent_rl.runtime.train.train` calls it.
+        accept_changes: keys that may differ from what the checkpoint was trained with, although they define it.
 
     Raises:
         asyncio.CancelledError: interrupted; a checkpoint of the last finished step exists.
@@ -145,9 +154,16 @@ async def train(config: SftConfig, *, resume: bool, console: Console, exit_withi
                 print_line(console, done.message)
                 return done.summary
         print_line(console, f"run folder: {folder}")
-        run = _Run(config, data, RunDir(folder), console)
+        cursor = DataCursor(data.rows, seed=config.seed)
+        identity = run_identity(config, cursor.fingerprints)
+        resumption = None
+        if resume:
+            place = folder / "checkpoints"
+            resumption = Resumption(type(config), RunDir(folder), place, accepted=accept_changes)
+            resumption.check(identity)
+        run = _Run(config, data, RunDir(folder), console, cursor=cursor, identity=identity, resumption=resumption)
         interruption.training_begins()
-        work = asyncio.ensure_future(asyncio.to_thread(run.run, resume))
+        work = asyncio.ensure_future(asyncio.to_thread(run.run))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -214,26 +230,39 @@ class _Run:
         data: its rows.
         folder: where results go.
         console: shows progress and results.
+        cursor: the order of its rows.
+        identity: what it is of.
+        resumption: what it resumes from; None for a new run.
     """
 
-    def __init__(self, config: SftConfig, data: _Data, folder: RunDir, console: Console) -> None:
+    def __init__(
+        self,
+        config: SftConfig,
+        data: _Data,
+        folder: RunDir,
+        console: Console,
+        *,
+        cursor: DataCursor[Any],
+        identity: RunIdentity,
+        resumption: Resumption | None,
+    ) -> None:
         model, params = load_hf(config.model.path)
         learner_config = LearnerConfig(**dict(config.learner))
         learner = SequenceLearner(model, params, config=learner_config, reference=isinstance(config, DpoConfig))
         method: Any = Sft(learner=learner)
         if isinstance(config, DpoConfig):
             method = Dpo(learner=learner, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
+        self._cursor, self._identity, self._resumption = cursor, identity, resumption
         self._config, self._folder, self._console = config, folder, console
         self._learner, self._method, self._heldout = learner, method, data.heldout
         self.stopping = threading.Event()
-        self._cursor = DataCursor(data.rows, seed=config.seed)
         self._last_row = data.last_row
         self._steps = data.steps
         self._rate = learning_rate(config.learner, self._steps)
         self.step = self._evaluated = 0
         self._checkpointer = Checkpointer(folder.checkpoints, keep=config.trainer.keep_checkpoints)
 
-    def run(self, resume: bool) -> None:
+    def run(self) -> None:
         """Train until the last step, or until it is told to stop; the last finished step is saved."""
         trainer = self._config.trainer
 
@@ -242,11 +271,11 @@ class _Run:
 
         with Progress(self._console, total_steps=self._steps) as self._progress:
             try:
-                if resume:
-                    self._restore()
+                if self._resumption is not None:
+                    self._restore(self._resumption)
                 recorded = {"command": type(self._method).__name__.lower(), **self._config.model_dump(mode="json")}
                 self._folder.write_json(self._folder.config, recorded)
-                if self._heldout and not resume:
+                if self._heldout and self._resumption is None:
                     self._evaluate()
                 while self.step < self._steps and not self.stopping.is_set():
                     self._train_step()
@@ -300,14 +329,20 @@ class _Run:
         self._evaluated = self.step
 
     def _save(self) -> None:
-        notes = {"step": self.step, "evaluated": self._evaluated, "cursor": self._cursor.state()}
+        notes = {
+            "step": self.step,
+            "evaluated": self._evaluated,
+            "cursor": self._cursor.state(),
+            "identity": self._identity.to_json(),
+        }
         self._checkpointer.save(self.step, self._learner.state, notes)
 
-    def _restore(self) -> None:
-        self.step, self._learner.state, notes = self._checkpointer.restore(self._learner.state)
-        self._cursor.restore(notes["cursor"])
+    def _restore(self, resumption: Resumption) -> None:
+        self.step, self._learner.state, notes = self._checkpointer.restore(self._learner.state, step=resumption.step)
+        self._cursor.restore(notes["cursor"], accepted=resumption.accepted)
         self._evaluated = notes["evaluated"]
         self._folder.resume_after(self.step)
+        resumption.record_changes()
         self._progress.resumed(self.step)
 
     def conclude(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from aiohttp import web
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.config.commands import TinkerServerSettings
 from jax_agent_rl.models.hf import load_hf
+from jax_agent_rl.models.identity import model_fingerprints
+from jax_agent_rl.runtime.identity import RunIdentity, check_resumed
 from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.requests import (
@@ -338,13 +340,19 @@ async def open_server(
     Raises:
         ConfigError: the address cannot be used, or the token is missing.
         ModelError: the model cannot be read.
+        CheckpointError: ``state_dir`` holds states of another model, or of other adapters.
     """
     token = token_from(settings.token_env, key="token_env")
     folder = resolve_model(settings.model.path)
     print_line(f"loading {folder}")
     codec = ChatCodec.from_pretrained(folder)
-    model, params = load_hf(folder)
     database = Database(Path(settings.state_dir))
+    try:
+        _check_identity(settings, folder, database)
+        model, params = load_hf(folder)
+    except BaseException:
+        database.close()
+        raise
     training = ThreadPoolExecutor(1, thread_name_prefix="training")
     models = Models(settings, model, params, database)
     sampler = Sampler(
@@ -367,6 +375,25 @@ async def open_server(
         await sampler.close()
         training.shutdown(cancel_futures=True)
         database.close()
+
+
+def _check_identity(settings: TinkerServerSettings, folder: str, database: Database) -> None:
+    """Check that the states in ``state_dir`` are of this model and of these adapters, and record it.
+
+    Raises:
+        CheckpointError: they are of others.
+    """
+    identity = RunIdentity(config=settings.model_dump(mode="json"), content={"model.path": model_fingerprints(folder)})
+    recorded = database.identity()
+    if recorded is not None:
+        check_resumed(
+            TinkerServerSettings,
+            RunIdentity.from_json(recorded),
+            identity,
+            checkpoint=f"state_dir={settings.state_dir}",
+            advice="set them back, or choose another state_dir for them",
+        )
+    database.set_identity(identity.to_json())
 
 
 async def serve(settings: TinkerServerSettings, *, print_line: Callable[[str], None]) -> None:

@@ -31,6 +31,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL,
     body BLOB, state TEXT NOT NULL DEFAULT 'queued', result BLOB, created REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS identity (content TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, number);
 """
 
@@ -87,6 +88,19 @@ class Database:
     def _run(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
             return self._connection.execute(statement, values).fetchall()
+
+    # --- what the states are of -------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any] | None:
+        """Return what the models and checkpoints are of; None if there are none yet."""
+        rows = self._run("SELECT content FROM identity")
+        is_used = self._run("SELECT 1 FROM models UNION ALL SELECT 1 FROM checkpoints LIMIT 1")
+        return json.loads(rows[0]["content"]) if rows and is_used else None
+
+    def set_identity(self, identity: Mapping[str, Any]) -> None:
+        """Record what the models and checkpoints are of."""
+        self._run("DELETE FROM identity")
+        self._run("INSERT INTO identity VALUES (?)", json.dumps(identity))
 
     # --- sessions, models, samplers -----------------------------------------------------------------------------
 

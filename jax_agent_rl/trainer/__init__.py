@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jax_agent_rl.chat.codec import ChatCodec
@@ -100,6 +100,7 @@ class RunComponents:
         outlines: the training rows, without their prompts.
         teach: adds the scores of teachers that are served elsewhere to groups.
         room_for_learning: a context in which engines on the learner's devices make room for its update.
+        identity: what the run is of (``runtime.identity``), as JSON.
     """
 
     config: Config
@@ -115,3 +116,4 @@ class RunComponents:
     outlines: Collection[Mapping[str, Any]] = ()
     teach: Callable[[Sequence[Group]], Awaitable[Sequence[Group]]] | None = None
     room_for_learning: Callable[[], AbstractAsyncContextManager] = nullcontext
+    identity: Mapping[str, Any] = field(default_factory=dict)

@@ -44,6 +44,7 @@ class RunRecord:
         in_flight: of asynchronous trainers, what the open groups have sampled, by number.
         role_baselines: running means of the rewards, by data source and role (RAE).
         extra_versions: versions published besides one per step: averages that were evaluated, and the weights after.
+        identity: what the run is of (``runtime.identity``), as JSON; empty in checkpoints of earlier versions.
     """
 
     step: int = 0
@@ -62,6 +63,7 @@ class RunRecord:
     in_flight: dict[str, Any] = field(default_factory=dict)
     role_baselines: dict[str, float] = field(default_factory=dict)
     extra_versions: int = 0
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return a shallow copy: asdict() would copy every sampled id.

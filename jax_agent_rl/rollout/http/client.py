@@ -88,6 +88,8 @@ class RemoteBackend(ProxyBackend):
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._session: aiohttp.ClientSession | None = None
+        self.weights_fingerprint = ""
+        """Which weights the server has: see ``rollout.protocol.IdentifiesWeights``."""
         self._waits: set[asyncio.Timeout] = set()
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -176,6 +178,7 @@ class RemoteBackend(ProxyBackend):
             **({"probe": update.probe.to_json()} if update.probe else {}),
             **await self._locate(update),
         )
+        self.weights_fingerprint = "" if update.partial else update.fingerprint
 
     async def _locate(self, update: WeightUpdate) -> dict[str, Any]:
         """Return where the server finds the weights; upload files that it cannot read."""

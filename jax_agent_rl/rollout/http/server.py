@@ -79,6 +79,7 @@ class RolloutServer:
         self._heartbeat = heartbeat_seconds
         self._requests = RequestCounts()
         self._updating = 0
+        self._weights = ""  # fingerprint of the last whole update
         self._shared = SharedDir(weight_dir)
         self._http = HttpServer(
             self._routes(),
@@ -190,6 +191,7 @@ class RolloutServer:
                     self._backend.capabilities, has_folder=self._shared.is_configured
                 ),
                 "policy_version": self._backend.policy_version,
+                "weights": self._weights,
             }
         )
 
@@ -313,16 +315,16 @@ class RolloutServer:
             probe = None
             if body.probe is not None:
                 probe = LogprobProbe.from_json(body.probe.model_dump())
-            await self._backend.update_weights(
-                WeightUpdate(
-                    version=body.version,
-                    kind=body.kind,
-                    payload=payload,
-                    partial=body.partial,
-                    digests=body.digests,
-                    probe=probe,
-                )
+            update = WeightUpdate(
+                version=body.version,
+                kind=body.kind,
+                payload=payload,
+                partial=body.partial,
+                digests=body.digests,
+                probe=probe,
             )
+            await self._backend.update_weights(update)
+            self._weights = "" if update.partial else update.fingerprint
             if body.upload and body.keep:
                 self._uploads.keep(body.upload, body.digests)
         finally:

@@ -1,7 +1,8 @@
 """Search over a local corpus: by words (BM25), or by meaning with ``search.encoder``.
 
 The corpus is JSON Lines of ``{"id", "contents"}``, like Search-R1's; the first line of ``contents`` is the title. Its
-index is built once, and mapped into memory by every worker.
+index is built once, and mapped into memory by every worker; it is built again if the corpus or the encoder has another
+content.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jax_agent_rl.data.reader import read_json_lines
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
+from jax_agent_rl.utils.files import file_stamp, write_atomically
+from jax_agent_rl.utils.fingerprints import file_fingerprint, folder_fingerprint
 
 
 class SearchTool(ServerTool[tuple[str, str], None]):
@@ -99,7 +102,7 @@ def _index_folder(
     Args:
         settings: name the corpus and, if it is not to lie beside that, the index.
         suffix: of the index's name beside the corpus.
-        made_by: what the index depends on besides the corpus; JSON.
+        made_by: what the index depends on besides the corpus, as JSON: fingerprints, not names.
         make: writes the index of passages into a temporary folder, which is renamed when complete: an incomplete index
             is never read.
 
@@ -110,21 +113,39 @@ def _index_folder(
     folder = Path(settings.index) if settings.index else corpus.with_name(corpus.name + suffix)
     if not corpus.is_file():
         raise ConfigError(f"search.corpus={str(corpus)!r}: no such file (relative to {os.getcwd()})")
-    status = corpus.stat()
-    stamp = json.dumps({"bytes": status.st_size, "modified": status.st_mtime_ns, **made_by})
-    if (folder / _STAMP).is_file() and (folder / _STAMP).read_text() == stamp:
+    recorded = _read_stamp(folder / _STAMP)
+    stamp = list(file_stamp(corpus))
+    # A corpus may have many gigabytes: it is read again only if its file was touched since.
+    is_untouched = recorded.get("file") == stamp and recorded.get("made_by") == made_by
+    made_of = {"file": stamp, "made_by": made_by}
+    made_of["corpus"] = recorded["corpus"] if is_untouched else file_fingerprint(corpus)
+    if recorded.get("corpus") == made_of["corpus"] and recorded.get("made_by") == made_by:
+        if not is_untouched:
+            write_atomically(folder / _STAMP, json.dumps(made_of), message=_NO_INDEX)
         return folder
     passages = _read_passages(corpus)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
         make(passages, unfinished)
-        (unfinished / _STAMP).write_text(stamp)
+        (unfinished / _STAMP).write_text(json.dumps(made_of))
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+_NO_INDEX = "{file} could not be written ({reason}); make space there, or set search.index to another folder"
+
+
+def _read_stamp(file: Path) -> dict[str, Any]:
+    """Return what an index was made of; nothing if there is none, or it is damaged."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 class BM25Index:
@@ -195,7 +216,10 @@ class DenseIndex:
             lines = (json.dumps(passage) + "\n" for passage in passages)
             (unfinished / _PASSAGES).write_text("".join(lines), encoding="utf-8")
 
-        made_by = {"encoder": settings.encoder, "passage_prompt": settings.passage_prompt}
+        made_by = {
+            "encoder": folder_fingerprint(settings.encoder or ""),
+            "passage_prompt": settings.passage_prompt,
+        }
         return cls(encoder, settings, _index_folder(settings, ".dense", made_by=made_by, make=make))
 
     def search(self, queries: list[str], topk: int) -> list[list[dict[str, Any]]]:

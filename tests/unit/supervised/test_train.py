@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -21,12 +23,14 @@ from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.observe.run_dir import read_metrics
+from jax_agent_rl.runtime.identity import CHANGES
 from jax_agent_rl.runtime.policy import PolicyChoice, export_run, open_policy, resolve_model
 from jax_agent_rl.supervised.conversations import Pair
 from jax_agent_rl.supervised.train import Dpo, Sft, train
 from tests.tiny import TINY, tiny_params
 from tests.tiny_chat import CONFIG, params, tokenizer
 
+RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 WORDS = ("one", "two", "three", "answer", "question", "numbers")
 
 
@@ -68,9 +72,16 @@ def settings(kind: type[SftConfig], folder: Path, rows: Path, tmp_path: Path, **
     return build_tree(kind, tree)
 
 
-def run(config: SftConfig, *, resume: bool = False) -> dict:
-    quiet = Console(quiet=True)
-    return asyncio.run(train(config, resume=resume, console=quiet, exit_within=lambda seconds: None))
+def run(config: SftConfig, *, resume: bool = False, accept_changes: Sequence[str] = ()) -> dict:
+    return asyncio.run(
+        train(
+            config,
+            resume=resume,
+            console=Console(quiet=True),
+            exit_within=lambda seconds: None,
+            accept_changes=accept_changes,
+        )
+    )
 
 
 @pytest.mark.parametrize(("kind", "epochs", "steps"), [(SftConfig, 2, 8), (DpoConfig, 5, 19)])
@@ -110,6 +121,90 @@ def test_a_resumed_run_ends_where_one_without_a_break_does(model_folder, rows, t
     # the learning rate is constant, so that a run that was to be shorter went the same way
     last, expected = (list(read_metrics(tmp_path / name / "metrics.jsonl"))[-1]["loss"] for name in ("short", "run"))
     assert last == expected
+
+
+def changed(config: SftConfig, path: str, value: object) -> SftConfig:
+    """The configuration with one key set."""
+    return build_tree(type(config), config.model_dump(mode="json"), [f"{path}={json.dumps(value)}"])
+
+
+def other_rows(folder: Path, rows: Path, tmp_path: Path, config: SftConfig) -> SftConfig:
+    rows.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
+    return config
+
+
+def other_weights(folder: Path, rows: Path, tmp_path: Path, config: SftConfig) -> SftConfig:
+    copy = shutil.copytree(folder, tmp_path / "other")
+    (copy / "model.safetensors").unlink()
+    save_hf(tmp_path / "new", CONFIG, jax.tree.map(lambda x: 0.2 * x, params()))
+    shutil.copy(tmp_path / "new" / "model.safetensors", copy)
+    return changed(config, "model.path", str(copy))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_rows, "data.train: other rows"),
+        (other_weights, "model.path: other weights"),
+        (lambda *_: changed(_[-1], "learner.learning_rate", 0.02), r"learner.learning_rate was 0\.01, is 0\.02"),
+        (lambda *_: changed(_[-1], "learner.lora.alpha", 3.0), "learner.lora.alpha was 32.0, is 3.0"),
+        (lambda *_: changed(_[-1], "seed", 5), "seed was 0, is 5"),
+    ],
+)
+def test_another_run_is_not_resumed_and_nothing_of_this_one_changes(model_folder, rows, tmp_path, change, message):
+    config = changed(settings(SftConfig, model_folder, rows, tmp_path, steps=2), "learner.lora", {"rank": 2})
+    run(config)
+    folder = tmp_path / "run"
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    other = change(model_folder, rows, tmp_path, changed(config, "trainer.steps", 3))
+    with pytest.raises(CheckpointError, match=message):
+        run(other, resume=True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_what_is_changed_when_a_run_resumes_is_on_record(model_folder, rows, tmp_path):
+    config = settings(SftConfig, model_folder, rows, tmp_path, steps=2)
+    run(config)
+    longer = changed(changed(config, "trainer.steps", 3), "learner.learning_rate", 0.02)
+    with pytest.raises(ConfigError, match="--accept-change learner.learning_rat: .*did you mean"):
+        run(longer, resume=True, accept_changes=["learner.learning_rat"])
+    assert run(longer, resume=True, accept_changes=["learner.learning_rate"])["steps"] == 3
+    records = [json.loads(line) for line in (tmp_path / "run" / CHANGES).open()]
+    assert {(r["step"], r["key"], r["old"], r["new"]) for r in records} == {
+        (2, "learner.learning_rate", 0.01, 0.02),
+        (2, "trainer.steps", 2, 3),
+    }
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert recorded["command"] == "sft" and recorded["learner"]["learning_rate"] == 0.02
+    run(changed(longer, "trainer.steps", 4), resume=True)  # the checkpoint of step 3 is of the accepted settings
+
+
+def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp_path):
+    """Exports are found by content: step 2 of a run that was rewound is another one."""
+    config = settings(SftConfig, model_folder, rows, tmp_path, steps=2, checkpoint_every=1)
+    run(config)
+    folder = tmp_path / "run"
+    abandoned = Path(resolve_model(str(folder)))
+    shutil.rmtree(folder / "checkpoints" / "2")
+    run(changed(config, "learner.learning_rate", 0.3), resume=True, accept_changes=["learner.learning_rate"])
+    exported = Path(resolve_model(str(folder)))
+    assert exported.name == abandoned.name == "step-2" and exported != abandoned
+    one, other = (load_hf(path)[1]["embed"] for path in (abandoned, exported))
+    assert not np.array_equal(one, other)
+    with open_policy(PolicyChoice(run=folder, config=RECIPE)) as subject:
+        np.testing.assert_array_equal(load_hf(subject.config.model.path)[1]["embed"], other)
+
+
+def test_adapters_are_not_merged_into_another_model(model_folder, rows, tmp_path):
+    copy = shutil.copytree(model_folder, tmp_path / "copy")
+    run(changed(settings(SftConfig, copy, rows, tmp_path, steps=1), "learner.lora", {"rank": 2}))
+    export_run(tmp_path / "run", tmp_path / "exported")
+    (copy / "model.safetensors").unlink()
+    save_hf(tmp_path / "new", CONFIG, jax.tree.map(lambda x: 0.2 * x, params()))
+    shutil.copy(tmp_path / "new" / "model.safetensors", copy)
+    for adapter in (True, False):
+        with pytest.raises(CheckpointError, match=r"model.path=.*copy is not the model .* \(weights differ\)"):
+            export_run(tmp_path / "run", tmp_path / f"again-{adapter}", adapter=adapter)
 
 
 def test_an_interrupted_run_saves_the_step_it_was_at(model_folder, rows, tmp_path):

@@ -1,0 +1,132 @@
+"""Fingerprints: equal for equal content, whatever it is called, and different for anything else."""
+
+import dataclasses
+import enum
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_agent_rl.utils.fingerprints import (
+    RowFingerprint,
+    code_fingerprint,
+    file_fingerprint,
+    fingerprint,
+    folder_fingerprint,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def canonical(value: object) -> str:
+    """Text that is equal for equal values: numbers with their types, keys in order."""
+    return json.dumps(value, sort_keys=True)
+
+
+@given(JSON, JSON)
+def test_values_have_equal_fingerprints_if_they_are_equal(one: object, other: object):
+    assert (fingerprint(one) == fingerprint(other)) == (canonical(one) == canonical(other))
+    assert fingerprint(json.loads(json.dumps(one))) == fingerprint(one)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=5))
+def test_the_order_of_keys_does_not_matter(value: dict):
+    assert fingerprint(dict(reversed(value.items()))) == fingerprint(value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["ab", "c"], ["a", "bc"]),
+        ([[1], 2], [[1, 2]]),
+        ({"a": {"b": 1}}, {"a": "b", "1": 1}),
+        ("1", 1),
+        (1, True),
+        (b"a", "a"),
+        (None, "None"),
+        ([], {}),
+        (np.zeros(2, np.float32), np.zeros(2, np.int32)),
+        (np.zeros((1, 4)), np.zeros((2, 2))),
+    ],
+)
+def test_what_looks_alike_is_told_apart(one: object, other: object):
+    assert fingerprint(one) != fingerprint(other)
+
+
+class Kind(enum.StrEnum):
+    ONE = "one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Thing:
+    numbers: np.ndarray
+    kind: Kind
+
+
+def test_arrays_and_dataclasses_are_known_by_their_content():
+    first, same, other = (Thing(np.arange(n) / 3, Kind.ONE) for n in (4, 4, 5))
+    assert fingerprint(first) == fingerprint(same) != fingerprint(other)
+    assert fingerprint({3, 1}) == fingerprint({1, 3}) and fingerprint((1, 2)) == fingerprint([1, 2])
+    with pytest.raises(TypeError, match="object has no fingerprint"):
+        fingerprint(object())
+
+
+def test_a_fingerprint_is_the_same_in_every_process():
+    value = {"b": [1, 2.5, None], "a": {"x", "y", "z"}}
+    program = f"from jax_agent_rl.utils.fingerprints import fingerprint; print(fingerprint({value!r}))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == fingerprint(value)
+
+
+def test_a_file_is_read_again_when_it_changes_although_its_size_and_time_do_not(tmp_path: Path):
+    file = tmp_path / "a"
+    file.write_text("one")
+    status, first = file.stat(), file_fingerprint(file)
+    file.write_text("two")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file_fingerprint(file) != first
+    file.write_text("one")
+    assert file_fingerprint(file) == first
+
+
+def test_a_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: Path):
+    for name in ("one", "moved"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "a").write_text("a")
+    before = folder_fingerprint(tmp_path / "one")
+    assert before == folder_fingerprint(tmp_path / "moved")
+    (tmp_path / "one" / "inner" / "a").rename(tmp_path / "one" / "inner" / "b")
+    assert folder_fingerprint(tmp_path / "one") != before
+
+
+def test_code_is_known_by_its_file_and_a_module_by_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "somebodys_reward.py"
+    file.write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert code_fingerprint(str(file)) == code_fingerprint("somebodys_reward") == file_fingerprint(file)
+    assert code_fingerprint("no.such.module") != code_fingerprint("no.other.module")
+
+
+@given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), max_size=5))
+def test_rows_are_known_by_their_content_and_order(rows: list[dict]):
+    def of(rows: list[dict]) -> str:
+        content = RowFingerprint()
+        for row in rows:
+            content.add(row)
+        return content.value()
+
+    assert of(rows) == of(json.loads(json.dumps(rows)))
+    assert of([*rows, {}]) != of(rows)
+    if canonical(rows) != canonical(rows[::-1]):
+        assert of(rows[::-1]) != of(rows)
