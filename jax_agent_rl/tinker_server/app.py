@@ -348,7 +348,7 @@ async def open_server(
     codec = ChatCodec.from_pretrained(folder)
     database = Database(Path(settings.state_dir))
     try:
-        _check_identity(settings, folder, database)
+        check_states(settings, folder, database)
         model, params = load_hf(folder)
     except BaseException:
         database.close()
@@ -377,7 +377,7 @@ async def open_server(
         database.close()
 
 
-def _check_identity(settings: TinkerServerSettings, folder: str, database: Database) -> None:
+def check_states(settings: TinkerServerSettings, folder: str, database: Database) -> None:
     """Check that the states in ``state_dir`` are of this model and of these adapters, and record it.
 
     Raises:

@@ -33,9 +33,10 @@ from tinker.types import GetInfoResponse  # noqa: E402
 
 from jax_agent_rl.config.commands import TinkerServerSettings  # noqa: E402
 from jax_agent_rl.config.loading import build_tree  # noqa: E402
+from jax_agent_rl.errors import CheckpointError  # noqa: E402
 from jax_agent_rl.learner.sequence_learner import SequenceLearner  # noqa: E402
 from jax_agent_rl.models.hf import save_hf  # noqa: E402
-from jax_agent_rl.tinker_server.app import TinkerServer, open_server  # noqa: E402
+from jax_agent_rl.tinker_server.app import TinkerServer, check_states, open_server  # noqa: E402
 from jax_agent_rl.tinker_server.database import Database, Request  # noqa: E402
 from jax_agent_rl.tinker_server.requests import SampleRequest  # noqa: E402
 from jax_agent_rl.tinker_server.training import PREFIX, Models  # noqa: E402
@@ -509,6 +510,25 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
                 step(client, 9)
                 found = logprobs_of(client.forward(batch, "cross_entropy").result())
     assert all(map(np.array_equal, found, expected))
+
+
+def test_states_of_another_model_or_of_other_adapters_are_not_continued(model_folder, tmp_path):
+    def settings(**changed) -> TinkerServerSettings:
+        tree = {"model": {"path": str(model_folder)}, "state_dir": str(tmp_path), "lora": {"rank": 4, "alpha": 8.0}}
+        return build_tree(TinkerServerSettings, tree | changed)
+
+    store = Database(tmp_path)
+    check_states(settings(), str(model_folder), store)
+    check_states(settings(lora={"rank": 8}), str(model_folder), store)  # nothing was trained yet
+    check_states(settings(), str(model_folder), store)
+    store.add_model("m", "s", {})
+    check_states(settings(port=1, pack_length=128), str(model_folder), store)
+    with pytest.raises(CheckpointError, match=r"lora.alpha was 8\.0, is 9\.0\n.*choose another state_dir"):
+        check_states(settings(lora={"rank": 4, "alpha": 9.0}), str(model_folder), store)
+    save_hf(tmp_path / "other", CONFIG, params())
+    with pytest.raises(CheckpointError, match="model.path: other .*weights"):
+        check_states(settings(model={"path": str(tmp_path / "other")}), str(tmp_path / "other"), store)
+    store.close()
 
 
 async def test_after_a_restart_clients_that_are_there_come_before_those_that_may_be_gone(tmp_path):

@@ -110,6 +110,7 @@ class RemoteBackend(ProxyBackend):
                 self._session.headers[wire.INSTANCE_HEADER] = greeting["instance"]
                 self._capabilities = wire.decode_capabilities(greeting["capabilities"])
                 self._version = int(greeting["policy_version"])
+                self.weights_fingerprint = str(greeting.get("weights", ""))
         except BaseException:
             await self._session.close()
             self._session = None

@@ -75,6 +75,17 @@ def test_other_settings_may_replace_a_journal_of_which_nothing_came(file):
         assert journal.kept == 2
 
 
+def test_rollout_servers_have_to_serve_the_weights_that_were_sampled_from(file):
+    with Journal(file, SETTINGS) as journal:
+        journal.require_served({"version": 2, "weights": "a"})
+        journal.require_served({"version": 3, "weights": "b"})  # nothing was sampled yet
+        journal.add(0, records(0), {})
+    with Journal(file, SETTINGS) as journal:
+        journal.require_served({"version": 3, "weights": "b"})
+        with pytest.raises(ConfigError, match="weights was 'b', is 'c'"):
+            journal.require_served({"version": 3, "weights": "c"})
+
+
 def test_two_processes_do_not_write_one_journal(file):
     with Journal(file, SETTINGS), pytest.raises(ConfigError, match="another process"):
         Journal(file, SETTINGS)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.errors import EngineDiedError
+from jax_agent_rl.errors import ConfigError, EngineDiedError
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.http.server import RolloutServer
 from jax_agent_rl.rollout.protocol import WeightUpdate
 from jax_agent_rl.types import PauseMode, SamplingParams
+from jax_agent_rl.utils.weight_transfer import file_digest
 from tests.toy_backend import ToyBackend, to_text
 
 
@@ -80,6 +81,58 @@ async def test_a_killed_and_restarted_rollout_server_comes_back_with_the_served_
         while len(client.servers) < 2:
             await asyncio.sleep(0.01)
         assert hosts[1].engine.policy_version == 1
+    finally:
+        await client.close()
+        for host in hosts:
+            await host.kill()
+
+
+def weights(folder: Path, version: int, content: str) -> WeightUpdate:
+    """An update with a file of this content."""
+    file = folder / f"v{version}-{content}.safetensors"
+    file.write_text(content)
+    digests = {file.name: file_digest(file)}
+    return WeightUpdate(version=version, kind="safetensors", payload=[str(file)], digests=digests)
+
+
+async def test_a_server_with_the_same_version_of_another_run_takes_no_request_before_it_has_our_weights(tmp_path: Path):
+    """A run was rewound and has written version 2 again; one server still has the abandoned one."""
+    hosts = [Host(), Host()]
+    await asyncio.gather(*(host.start() for host in hosts))
+    client = LLMServerClient(decode_text=to_text)
+    try:
+        stranger = RemoteBackend(hosts[1].url)
+        await stranger.start()
+        await stranger.update_weights(weights(tmp_path, 2, "other"))
+        await stranger.close()
+        await client.start({"ours": functools.partial(RemoteBackend, hosts[0].url)})
+        await client.update_weights(weights(tmp_path, 2, "base"))
+        joining = asyncio.ensure_future(client.join("other", functools.partial(RemoteBackend, hosts[1].url)))
+        while len(client.backends) < 2:
+            await asyncio.sleep(0.001)
+        assert [server.name for server in client.servers] == ["ours"]
+        await client.update_weights(weights(tmp_path, 3, "base"))
+        await joining
+        assert {server.name for server in client.servers} == {"ours", "other"}
+        assert [host.engine.policy_version for host in hosts] == [3, 3]
+    finally:
+        await client.close()
+        for host in hosts:
+            await host.kill()
+
+
+async def test_servers_with_different_weights_of_one_version_are_refused_at_the_start(tmp_path: Path):
+    hosts = [Host(), Host()]
+    await asyncio.gather(*(host.start() for host in hosts))
+    client = LLMServerClient(decode_text=to_text)
+    try:
+        for host, content in zip(hosts, ("base", "other"), strict=True):
+            backend = RemoteBackend(host.url)
+            await backend.start()
+            await backend.update_weights(weights(tmp_path, 2, content))
+            await backend.close()
+        with pytest.raises(ConfigError, match="different weights of version 2"):
+            await client.start({host.url: functools.partial(RemoteBackend, host.url) for host in hosts})
     finally:
         await client.close()
         for host in hosts:

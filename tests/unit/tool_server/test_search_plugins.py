@@ -1,6 +1,8 @@
 """Search by words and by meaning: scores of an independent source, indexes made once, errors that name their line."""
 
 import json
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +67,28 @@ def test_the_index_is_made_once_and_again_when_the_corpus_changes(corpus):
     corpus.write_text(corpus.read_text() + "\n" + json.dumps({"id": "p3", "contents": "Zebra\nStriped."}))
     (hits,) = BM25Index.open(settings).search(["zebra"], 3)
     assert hits[0]["document"]["id"] == "p3" and stamp.stat().st_mtime_ns != made
+
+
+def test_another_corpus_of_the_same_size_and_time_gets_an_index_of_its_own(corpus):
+    settings = SearchSettings(corpus=str(corpus))
+    BM25Index.open(settings)
+    status = corpus.stat()
+    other = corpus.with_name("other.jsonl")
+    other.write_text(corpus.read_text().replace("Germany", "Hungary"))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(corpus)
+    (hits,) = BM25Index.open(settings).search(["hungary"], 3)
+    assert hits[0]["document"]["id"] == "p1"
+
+
+def test_an_index_stays_when_its_corpus_is_only_touched(corpus):
+    settings = SearchSettings(corpus=str(corpus))
+    BM25Index.open(settings)
+    scores = next(corpus.with_name("corpus.jsonl.bm25s").glob("*.npy"))
+    made = scores.stat().st_mtime_ns
+    corpus.write_text(corpus.read_text())
+    BM25Index.open(settings)
+    assert next(corpus.with_name("corpus.jsonl.bm25s").glob("*.npy")).stat().st_mtime_ns == made
 
 
 @pytest.mark.parametrize("line", ["not json", '{"id": 1}', "[]"])
@@ -135,6 +159,19 @@ def test_embeddings_are_made_once_and_again_when_the_prompt_of_passages_changes(
     assert stamp.stat().st_mtime_ns == made
     DenseIndex.open(settings.model_copy(update={"passage_prompt": "passage: "}))
     assert stamp.stat().st_mtime_ns != made
+
+
+def test_embeddings_are_made_again_by_another_encoder_in_the_same_folder(corpus, encoder, tmp_path):
+    from jax_agent_rl.tool_server.plugins.search import DenseIndex
+
+    copy = shutil.copytree(encoder, tmp_path / "encoder")
+    settings = SearchSettings(corpus=str(corpus), encoder=str(copy))
+    stamp = corpus.with_name("corpus.jsonl.dense") / "corpus.json"
+    DenseIndex.open(settings)
+    made = stamp.read_text()
+    (copy / "README.md").write_text("another one")
+    DenseIndex.open(settings)
+    assert stamp.read_text() != made
 
 
 def test_an_encoder_that_is_not_there_is_named(corpus, tmp_path):
