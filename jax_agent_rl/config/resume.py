@@ -67,7 +67,7 @@ DEFINES = _paths(
         "environments": "scope",
         "algorithm": "adv_estimator gamma lam bootstrap turn_reward turn_advantage_coef shared_tokens clip_ratio_low "
         "clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor segment_weight entropy_coeff "
-        "filter_zero_variance max_resample_rounds",
+        "filter_zero_variance filter_metric max_resample_rounds",
         "algorithm.gigpo": "gamma step_advantage_w mode similarity",
         "algorithm.gdpo": "reward_keys reward_weights",
         "algorithm.policy_loss": "loss_mode behav_imp_weight_cap tau_pos tau_neg clip_cov_ratio clip_cov_lb "

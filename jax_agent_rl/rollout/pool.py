@@ -131,7 +131,7 @@ class ServerPool:
             if len(set(versions.values())) > 1:
                 raise ConfigError(f"the rollout servers have different policy versions: {versions}; restart all")
             weights = {server.name: _weights_of(server) for server in servers}
-            if len(set(weights.values())) > 1:
+            if len(set(weights.values()) - {""}) > 1:
                 raise ConfigError(
                     f"the rollout servers have different weights of version {min(versions.values())}, of other runs or "
                     f"of one that was rewound: {weights}; restart all"
@@ -225,7 +225,8 @@ class ServerPool:
             )
         self.queue.add(server)
         self._members[server.name] = server
-        self._version, self._weights = version, known or self._weights
+        self._version = version
+        self._weights = known or self._weights
         self._joined += self._has_requests
 
     async def remove_server(self, name: str, *, drain: bool = False) -> AsyncServer:

@@ -166,8 +166,12 @@ class RowFingerprint:
         self._count = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the next row, which holds what JSON can hold, and bytes of images."""
-        text = json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_as_json)
+        """Add the next row, which holds what JSON can hold, and bytes of images.
+
+        The order of its columns does not matter, that of the keys inside them does: a template may write them out.
+        """
+        ordered = {name: row[name] for name in sorted(row)}
+        text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":"), default=_as_json)
         _feed_bytes(self._hasher, "row", text.encode("utf-8", "surrogatepass"))
         self._count += 1
 

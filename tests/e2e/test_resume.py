@@ -1,15 +1,21 @@
 """A run that was killed and resumed is, to the bit, the run that never was."""
 
+import json
 import random
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 
+from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.observe.run_dir import read_records
+from jax_agent_rl.runtime.identity import CHANGES
 from tests.run_results import require_same
-from tests.tiny_run import tiny_recipe
+from tests.tiny_chat import CONFIG, params
+from tests.tiny_run import REWARD, tiny_recipe
 from tests.warm import python
 
 COMMAND = ["-m", "jax_agent_rl.cli", "train"]
@@ -92,3 +98,44 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_in_its_f
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == [0, 2]
     steps = {r["step"] for r in read_records(tmp_path / "run" / "trajectories.jsonl") if r["split"] == "train"}
     assert steps == {1, 2} and (tmp_path / "run" / "summary.json").exists()
+
+
+def resume(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*python(), *COMMAND, str(recipe), "--resume", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_a_run_goes_on_as_what_it_is_of_or_not_at_all(tmp_path: Path):
+    """Another model, other rows, other code and another alpha are named before a file changes."""
+    recipe = tiny_recipe(tmp_path, trainer={"steps": 1}, learner={"pack_length": 64, "lora": {"rank": 2, "alpha": 4.0}})
+    train(recipe)
+    run = tmp_path / "run"
+    before = contents(run)
+
+    model = shutil.copytree(tmp_path / "model", tmp_path / "other")
+    save_hf(tmp_path / "scaled", CONFIG, jax.tree.map(lambda x: 0.9 * x, params()))
+    shutil.copy(tmp_path / "scaled" / "model.safetensors", model)
+    (tmp_path / "rows.jsonl").write_text("".join((tmp_path / "train.jsonl").open().readlines()[1:]))
+    (tmp_path / "scores.py").write_text(REWARD.replace("% 3", "% 4"))
+    changes = [
+        f"model.path={model}",
+        f"data.train={tmp_path / 'rows.jsonl'}",
+        f"reward.path={tmp_path / 'scores.py'}",
+        "learner.lora.alpha=8",
+    ]
+    result = resume(recipe, "trainer.steps=2", *changes)
+    assert result.returncode != 0
+    for key in (change.partition("=")[0] for change in changes):
+        assert f"  {key}" in result.stdout + result.stderr
+    assert "opt_state" not in result.stdout + result.stderr
+    assert contents(run) == before
+
+    result = resume(recipe, "trainer.steps=2", "--accept-change", "learner.lora.alpha", "learner.lora.alpha=8")
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    changed = {r["key"]: (r["step"], r["old"], r["new"]) for r in read_records(run / CHANGES)}
+    assert changed == {"trainer.steps": (1, 1, 2), "learner.lora.alpha": (1, 4.0, 8.0)}
+    assert json.loads((run / "config.json").read_text())["learner"]["lora"]["alpha"] == 8.0

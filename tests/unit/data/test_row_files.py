@@ -24,7 +24,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.run import report_idle_tools
 from jax_agent_rl.config.task import DataSource
-from jax_agent_rl.data.dataset import RowOutlines, open_dataset
+from jax_agent_rl.data.dataset import RowOutlines, fingerprint_rows, open_dataset
 from jax_agent_rl.data.reader import MAX_DEPTH, read_row_file
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
@@ -500,8 +500,10 @@ def results_of(file: Path) -> dict[str, Any]:
     outlines = list(RowOutlines(dataset))
     config = build({"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, [])
     asks = RewardFunction.of(lambda prompt, free, ground_truth: 0.0, "last_turn")
+    assert dataset.fingerprint == fingerprint_rows([DataSource(path=str(file))])
     return {
         "reader": rows_of(file),
+        "fingerprint": dataset.fingerprint,
         "rows": rows,
         "outlines": outlines,
         "played": [played(row) for row in rows],
