@@ -58,12 +58,13 @@ DEFINES = _paths(
         "max_parallel_calls constrain_tool_calls max_tool_response_length tool_response_truncate_side edited_history "
         "max_turns min_turns action_stop_tokens max_action_length max_obs_length truncate_obs_side "
         "truncate_response_side mask_observations enable_mtrl mtrl_role mtrl_sep turn_end_token "
-        "additional_eos_token_ids call_tool_first force_finish_for_last_turn mask_overlong_loss mask_void_traj",
+        "additional_eos_token_ids chat_template_kwargs call_tool_first force_finish_for_last_turn mask_overlong_loss "
+        "mask_void_traj",
         "agent.command": "argv container image",
         "tool_config": "enabled max_tool_turns",
         "search": "topk max_turns",
         "reward.remote": "data_sources",
-        "reward.judge": "max_tokens temperature max_model_len",
+        "reward.judge": "max_tokens temperature max_model_len chat_template_kwargs",
         "environments": "scope",
         "algorithm": "adv_estimator gamma lam bootstrap turn_reward turn_advantage_coef shared_tokens clip_ratio_low "
         "clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor segment_weight entropy_coeff "
