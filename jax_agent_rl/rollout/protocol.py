@@ -302,7 +302,6 @@ class BackendSpec:
 
 
 @runtime_checkable
-@runtime_checkable
 class IdentifiesWeights(Protocol):
     """A backend whose engine outlives a run, and knows which weights it serves.
 
@@ -313,6 +312,7 @@ class IdentifiesWeights(Protocol):
     weights_fingerprint: str
 
 
+@runtime_checkable
 class RolloutBackend(Protocol):
     """Interface of every engine. All methods may be called from one asyncio loop, concurrently."""
 

@@ -295,7 +295,9 @@ class SavedRun:
         """Return the fingerprint of what is exported: it depends on no name, step or time."""
         part = ".policy.opt_state.average." if ema else ".policy.params."
         base = self._base() or model_fingerprints(self.trained.model_path)
-        return fingerprint([EXPORT_FORMAT, self.notes.fingerprint(part), base, self.trained.learner.lora])
+        lora = self.trained.learner.lora
+        adapter = None if lora is None else lora.model_dump(mode="json")
+        return fingerprint([EXPORT_FORMAT, self.notes.fingerprint(part), base, adapter])
 
     def require_base(self) -> None:
         """Check that the model the run was trained over is still the same: adapters and tokenizer go with it.

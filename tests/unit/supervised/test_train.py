@@ -195,6 +195,24 @@ def test_a_step_that_was_trained_again_is_exported_again(model_folder, rows, tmp
         np.testing.assert_array_equal(load_hf(subject.config.model.path)[1]["embed"], other)
 
 
+def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folder, rows, tmp_path):
+    folder = tmp_path / "run"
+    config = settings(SftConfig, model_folder, rows, tmp_path, steps=1)
+    config = changed(config, "learner.lora", {"rank": 2, "alpha": 4})
+    run(config)
+    before = Path(resolve_model(str(folder)))
+    assert Path(resolve_model(str(folder))) == before
+
+    # A step that changes next to nothing; every merged change is twice as large.
+    for key, value in {"learner.lora.alpha": 8, "learner.learning_rate": 1e-12, "trainer.steps": 2}.items():
+        config = changed(config, key, value)
+    run(config, resume=True, accept_changes=["learner.lora", "learner.learning_rate"])
+    after = Path(resolve_model(str(folder)))
+    base, one, two = (load_hf(path)[1]["layers"]["q"] for path in (model_folder, before, after))
+    assert np.abs(one - base).max() > 1e-6
+    np.testing.assert_allclose(two - base, 2 * (one - base), atol=1e-7)
+
+
 def test_adapters_are_not_merged_into_another_model(model_folder, rows, tmp_path):
     copy = shutil.copytree(model_folder, tmp_path / "copy")
     run(changed(settings(SftConfig, copy, rows, tmp_path, steps=1), "learner.lora", {"rank": 2}))
