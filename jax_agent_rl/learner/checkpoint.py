@@ -78,18 +78,35 @@ class Checkpointer:
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
         """Start saving ``state`` (a pytree of arrays) and ``progress`` (JSON); return once the arrays are copied.
 
+        A state that is saved already is not written again. Another one takes the place of a checkpoint of the same
+        step, and of those after it: a run that went back to an earlier step has abandoned them.
+
         Raises:
             CheckpointError: this or an earlier save could not be written. Complete checkpoints are intact.
         """
         with self._writing():
             if self._shared is not None:
                 self._shared.agree()  # what follows takes all processes
+            arrays = _manifest(state)
             if step in self.steps:
-                return
+                self._manager.wait_until_finished()  # it may be the one that is being written
+                if self._holds(step, arrays):
+                    return
+                self._delete_after(step - 1)
             self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            notes = ocp.args.JsonSave(_sealed(progress, _manifest(state)))
+            notes = ocp.args.JsonSave(_sealed(progress, arrays))
             arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=notes)
             self._manager.save(step, args=arguments, force=True)
+
+    def _holds(self, step: int, arrays: dict[str, dict[str, Any]]) -> bool:
+        """Return whether the checkpoint of a step is of these arrays; a damaged one is of none."""
+        try:
+            holds = _notes(self._folder, step).arrays == arrays
+        except (OSError, ValueError, KeyError, TypeError):
+            holds = False
+        if self._shared is not None:  # none deletes what another has yet to read
+            holds = bool(multihost_utils.process_allgather(np.asarray(holds)).all())
+        return holds
 
     def check(self) -> None:
         """Raise CheckpointError if a save in the background has failed, on any process; never wait."""
@@ -144,6 +161,9 @@ class Checkpointer:
 
     def delete_newer(self, step: int) -> None:
         """Delete the checkpoints after a step: a run that went back to it is about to record its own next step."""
+        self._delete_after(step)
+
+    def _delete_after(self, step: int) -> None:
         for newer in self.steps:
             if newer > step:
                 self._manager.delete(newer)

@@ -32,14 +32,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def restored_equals(folder: Path, step: int, *, named: int | None = None) -> bool:
-    """Whether what comes back (of the newest checkpoint, or the one named) is what was saved for ``step``."""
+def restored_equals(folder: Path, step: int, *, named: int | None = None, saved: dict | None = None) -> bool:
+    """Whether what comes back (of the newest checkpoint, or the one named) is ``saved``, or else ``state(step)``."""
     checkpointer = Checkpointer(folder, keep=3)
     try:
         found, got, progress = checkpointer.restore(state(0), step=named)
     finally:
         checkpointer.close()
-    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), got, state(step))
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), got, saved or state(step))
     return found == progress["step"] == step and all(jax.tree.leaves(same))
 
 
@@ -79,11 +79,32 @@ def test_whatever_is_damaged_either_does_not_matter_or_is_said_with_the_checkpoi
 
 
 def test_going_back_to_a_step_forgets_the_ones_after_it(folder: Path):
+    checkpointer = Checkpointer(folder, keep=3)
+    checkpointer.save(3, state(3), {"step": 3})
+    checkpointer.close()
     assert restored_equals(folder, 1, named=1)
+
     checkpointer = Checkpointer(folder, keep=3)
     checkpointer.save(2, state(22), {"step": 2})
     checkpointer.close()
-    assert not restored_equals(folder, 2) and sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+    assert restored_equals(folder, 2, named=2, saved=state(22))
+    assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+
+
+def test_a_state_that_is_saved_already_is_not_written_again(folder: Path):
+    written = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+    checkpointer = Checkpointer(folder, keep=3)
+    checkpointer.save(2, state(2), {"step": 2})
+    checkpointer.close()
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()} == written
+
+
+def test_a_damaged_checkpoint_of_the_step_is_replaced(folder: Path):
+    (folder / "2" / "notes" / "metadata").write_text("[]")
+    checkpointer = Checkpointer(folder, keep=3)
+    checkpointer.save(2, state(2), {"step": 2})
+    checkpointer.close()
+    assert restored_equals(folder, 2)
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(folder: Path):
