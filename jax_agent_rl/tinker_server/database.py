@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,29 @@ class Database:
         rows = self._run("SELECT id FROM models WHERE ?1 IS NULL OR session = ?1 ORDER BY created DESC", session)
         return [row["id"] for row in rows]
 
-    def set_snapshot(self, model: str, number: int) -> None:
-        """Note that a snapshot holds the effect of a model's requests up to this one; they will not be repeated."""
-        self._run("UPDATE models SET snapshot = ? WHERE id = ?", number, model)
-        self._run("UPDATE requests SET body = NULL WHERE owner = ? AND number <= ?", model, number)
+    def set_snapshot(self, request: Request, result: bytes) -> None:
+        """Note that a snapshot holds the effect of a model's requests up to this one, which has this result.
+
+        They will not be repeated. All of it is noted at once: a request whose effect is in the snapshot is done.
+        """
+        up_to = (request.owner, request.number)
+        with self._lock, self._transaction():
+            self._connection.execute("UPDATE models SET snapshot = ?2 WHERE id = ?1", up_to)
+            self._connection.execute(
+                "UPDATE requests SET state = 'done', result = ? WHERE id = ?", (result, request.id)
+            )
+            self._connection.execute("UPDATE requests SET body = NULL WHERE owner = ? AND number <= ?", up_to)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Change everything that is executed in this context, or nothing. The lock is held."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
 
     def add_sampler(self, sampler: str, path: str | None) -> None:
         """Add a sampling session of a checkpoint, or of the base model."""

@@ -22,7 +22,7 @@ from jax_agent_rl.models.lora import PeftAdapter, blank_adapter
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.tinker_server.database import Database, Request
 from jax_agent_rl.tinker_server.requests import SampleRequest
-from jax_agent_rl.tinker_server.training import Models
+from jax_agent_rl.tinker_server.training import Checkpoint, Models
 from jax_agent_rl.tinker_server.wire import (
     BadRequest,
     ContextScores,
@@ -33,9 +33,6 @@ from jax_agent_rl.tinker_server.wire import (
     write_samples,
 )
 from jax_agent_rl.types import PauseMode, SamplingParams, TokenOutput
-
-Checkpoint = tuple[str, float]
-"""A checkpoint's path, and when it was made: another one may get its name."""
 
 
 class Sampler:
@@ -106,13 +103,13 @@ class Sampler:
         path = session["path"] if session else asked.model_path
         checkpoint = None
         if path is not None:
-            if (found := self._database.checkpoint(path)) is None:
+            if self._database.checkpoint(path) is None:
                 raise BadRequest(
                     f"there is no checkpoint {path!r} any more: weights without a name are kept for "
                     f"sampler_ttl_seconds={self._settings.sampler_ttl_seconds} after their last sample; start the "
                     "server with more, or save them under a name"
                 )
-            checkpoint = (path, found["created"])
+            checkpoint = (path, await asyncio.to_thread(self._models.fingerprint, path))
         ids = read_prompt(body["prompt"], vocab_size=self._models.vocab_size)
         room = self.longest - len(ids)
         if not ids or room < 1:
@@ -227,9 +224,8 @@ class Sampler:
         return next(holding, next((place for place in self._held if not self._users[place]), None))
 
     async def _load(self, place: str, checkpoint: Checkpoint | None) -> None:
-        path = None if checkpoint is None else checkpoint[0]
-        read: Any = self._models.adapter if self._adapters else self._models.merged
-        weights = await asyncio.get_running_loop().run_in_executor(self._training, read, path)
+        loop = asyncio.get_running_loop()
+        weights, held = await loop.run_in_executor(self._training, self._read, checkpoint)
         update: dict[str, Any] = {"payload": weights}
         if self._adapters:
             update = {"payload": {}, "partial": True, "adapters": {place: weights}}
@@ -239,4 +235,13 @@ class Sampler:
             await self._backend.update_weights(WeightUpdate(version=version, kind="arrays", **update))
         finally:
             await self._backend.resume()
-        self._held[place] = checkpoint
+        self._held[place] = held
+
+    def _read(self, checkpoint: Checkpoint | None) -> tuple[Any, Checkpoint | None]:
+        """Return a checkpoint's weights as the engine takes them, and which checkpoint they are of.
+
+        It runs in the thread that also writes checkpoints: one may have been replaced since it was asked for.
+        """
+        path = None if checkpoint is None else checkpoint[0]
+        read: Any = self._models.adapter if self._adapters else self._models.merged
+        return read(path), None if path is None else (path, self._models.fingerprint(path))

@@ -33,8 +33,11 @@ from jax_agent_rl.tinker_server.wire import (
     write_batch_result,
 )
 from jax_agent_rl.utils.files import replacing
+from jax_agent_rl.utils.fingerprints import file_fingerprint
 
 PREFIX = "tinker://"
+Checkpoint = tuple[str, str]
+"""A checkpoint's path, and the fingerprint of its content: another one may get its name."""
 
 
 class Models:
@@ -59,7 +62,7 @@ class Models:
         self._base = SequenceLearner(model, params, config=config, reference=True, lengths=8)
         self._learners: dict[str, SequenceLearner] = {}
         self._updates: dict[str, int] = {}
-        self._scored: tuple[tuple[str, float] | None, Params | None] = (None, None)  # the last checkpoint scored with
+        self._scored: tuple[Checkpoint | None, Params | None] = (None, None)  # the last checkpoint scored with
         self._run_request: dict[str, Callable[[str, Request], bytes]] = {
             "create_model": lambda model, _: _reply("create_model", model_id=model),
             "forward": self._forward_backward,
@@ -80,9 +83,30 @@ class Models:
             raise BadRequest(str(error)) from error
         is_due = self._updates[request.owner] % self._settings.snapshot_every == 0
         if request.kind == "load_weights" or request.kind == "optim_step" and is_due:  # no gradient is left after these
-            self._write(self._snapshot_file(request.owner), request.owner)
-            self._database.set_snapshot(request.owner, request.number)
+            self._snapshot(request, result)
         return result
+
+    def _snapshot(self, request: Request, result: bytes) -> None:
+        """Write the state after a request, then note it together with the result, then remove older states.
+
+        A server that is killed in between finds the older state, and the requests since then.
+        """
+        file = self._snapshot_file(request.owner, request.number)
+        self._write(file, request.owner)
+        self._database.set_snapshot(request, result)
+        self._remove_snapshots(request.owner, kept=file)
+
+    def fingerprint(self, path: str) -> str:
+        """Return the fingerprint of a checkpoint: another one may get its name.
+
+        Raises:
+            BadRequest: there is no such file.
+        """
+        file = self._file(path)
+        try:
+            return file_fingerprint(file)
+        except FileNotFoundError:
+            raise BadRequest(f"there is no checkpoint {path!r} any more") from None
 
     def adapter(self, path: str) -> PeftAdapter:
         """Return the adapter of a checkpoint, for the engine."""
@@ -98,10 +122,13 @@ class Models:
         """V."""
         return self._model.vocab_size
 
-    def score(self, checkpoint: tuple[str, float] | None, work: list[ScoringRequest]) -> list[ContextScores]:
-        """Score contexts under a checkpoint (its path, and when it was made) or the base model, all in one batch."""
+    def score(self, checkpoint: Checkpoint | None, work: list[ScoringRequest]) -> list[ContextScores]:
+        """Score contexts under a checkpoint or the base model, all in one batch."""
         if checkpoint != self._scored[0]:
-            self._scored = (checkpoint, None if checkpoint is None else self._trained(checkpoint[0]))
+            self._scored = (None, None)
+        if checkpoint is not None and self._scored[0] is None:
+            path = checkpoint[0]  # it may have been replaced since it was asked for
+            self._scored = ((path, self.fingerprint(path)), self._trained(path))
         data = [_sequence(context.ids, np.arange(len(context.ids) - 1)) for context in work]
         others, views = [], []  # a sequence for each column of targets, and where its log-probs go
         targets = [None if context.targets is None else np.zeros(context.targets.shape) for context in work]
@@ -142,7 +169,7 @@ class Models:
     def remove_training_state(self, model: str) -> None:
         """Remove the state of a model that the database has forgotten, in memory and on disk."""
         self.forget([model])
-        self._snapshot_file(model).unlink(missing_ok=True)
+        self._remove_snapshots(model)
 
     def unknown_files(self, paths: list[str]) -> list[Path]:
         """Return the files in the checkpoints' folders that are not of these checkpoints."""
@@ -224,13 +251,28 @@ class Models:
             initial = new_adapters(lora.model_copy(update={"seed": settings["seed"]}), self._model)
         self._learners[model], self._updates[model] = self._base.twin(initial), 0
         if settings["snapshot"]:
-            self._read(self._snapshot_file(model), model, optimizer=True)
+            file = self._snapshot_file(model, settings["snapshot"])
+            self._read(file if file.is_file() else self._unnumbered_snapshot(model), model, optimizer=True)
         for before in self._database.since(model, settings["snapshot"]):
             if before.number < request.number and before.kind in ("forward_backward", "optim_step", "load_weights"):
                 self._run_request[before.kind](model, before)
 
-    def _snapshot_file(self, model: str) -> Path:
+    def _snapshot_file(self, model: str, number: int) -> Path:
+        """Return the file of a model's state after the request of a number."""
+        return self._below("models", model, str(number))
+
+    def _unnumbered_snapshot(self, model: str) -> Path:
+        """Return where an earlier version of the server wrote all snapshots of a model."""
         return self._below("models", model)
+
+    def _remove_snapshots(self, model: str, *, kept: Path | None = None) -> None:
+        """Remove the snapshots of a model, except one."""
+        folder = self._snapshot_file(model, 0).parent
+        for file in (*folder.glob("*"), self._unnumbered_snapshot(model)):
+            if file != kept:
+                file.unlink(missing_ok=True)
+        if kept is None and folder.is_dir():
+            folder.rmdir()
 
     def _file(self, path: str) -> Path:
         """Return the file of a checkpoint's path; raise BadRequest for what is none."""

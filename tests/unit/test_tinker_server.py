@@ -442,6 +442,34 @@ def test_a_checkpoint_that_gets_the_name_of_another_takes_its_place(service):
     assert not np.allclose(sampled, sampled_again, atol=1e-3) and not np.allclose(scored, scored_again, atol=1e-3)
 
 
+def test_weights_of_one_name_are_told_apart_by_their_content_although_the_clock_stands_still(
+    model_folder, tmp_path, monkeypatch
+):
+    """The same weights again are the same checkpoint, also after others had its name."""
+    now = time.time()
+    monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now)
+    prompt = tinker.ModelInput.from_ints([5, 9, 17])
+    found = []
+    with serving(model_folder, tmp_path) as url:
+        service = connect(url)
+        client = trainer(service)
+        start = client.save_state("start").result().path
+        for turn in range(3):
+            path = client.save_weights_for_sampler("again").result().path
+            sampler = service.create_sampling_client(model_path=path).result()
+            answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2, seed=1, stop=[])).result()
+            found.append((answer.sequences[0].logprobs, sampler.compute_logprobs(prompt).result()[1:]))
+            if turn == 0:
+                client.forward_backward(data(), "cross_entropy").result()
+                client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+            else:
+                client.load_state(start).result()
+    (sampled, scored), (sampled_then, scored_then), (sampled_again, scored_again) = found
+    assert not np.allclose(sampled, sampled_then, atol=1e-3) and not np.allclose(scored, scored_then, atol=1e-3)
+    np.testing.assert_allclose(sampled_again, sampled, atol=1e-5)
+    np.testing.assert_allclose(scored_again, scored, atol=1e-5)
+
+
 def test_checkpoints_are_listed_until_they_are_deleted_or_expire(model_folder, tmp_path, monkeypatch):
     with serving(model_folder, tmp_path) as url:
         service = connect(url)
@@ -509,6 +537,46 @@ def test_a_server_that_was_killed_goes_on_where_it_was(model_folder, tmp_path):
             if not numbers:
                 step(client, 9)
                 found = logprobs_of(client.forward(batch, "cross_entropy").result())
+    assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("is_noted", [False, True], ids=["before its snapshot is noted", "after it"])
+def test_a_server_that_is_killed_while_it_finishes_an_update_repeats_it_once(
+    model_folder, tmp_path, monkeypatch, is_noted: bool
+):
+    batch = data()
+    with serving(model_folder, tmp_path / "whole", snapshot_every=1) as url:
+        client = trainer(connect(url))
+        for _ in range(2):
+            client.forward_backward(batch, "cross_entropy").result()
+            client.optim_step(ADAM).result()
+        expected = logprobs_of(client.forward(batch, "cross_entropy").result())
+
+    note = Database.set_snapshot
+    noted: list[int] = []
+    reached = threading.Event()
+
+    def killed(store: Database, request: Request, result: bytes) -> None:
+        noted.append(request.number)
+        if len(noted) == 2 and not is_noted:
+            reached.set()
+            raise asyncio.CancelledError  # which ends the thread's caller without another word
+        note(store, request, result)
+        if len(noted) == 2:
+            reached.set()
+            raise asyncio.CancelledError
+
+    with monkeypatch.context() as patched, serving(model_folder, tmp_path / "killed", snapshot_every=1) as url:
+        patched.setattr(Database, "set_snapshot", killed)
+        client, port = trainer(connect(url)), int(url.rpartition(":")[2])
+        client.forward_backward(batch, "cross_entropy").result()
+        client.optim_step(ADAM).result()
+        client.forward_backward(batch, "cross_entropy").result()
+        update = client.optim_step(ADAM)
+        assert reached.wait(120)
+    with serving(model_folder, tmp_path / "killed", snapshot_every=1, port=port):
+        update.result()
+        found = logprobs_of(client.forward(batch, "cross_entropy").result())
     assert all(map(np.array_equal, found, expected))
 
 
@@ -672,15 +740,15 @@ def test_a_session_that_is_not_heard_of_goes_with_its_training_states_and_leaves
             client.forward_backward(batch, "cross_entropy").result()
             client.optim_step(ADAM).result()
         path = client.save_state("kept").result().path
-        assert len(list(tmp_path.glob("models/*.npz"))) == 1
+        assert len(list(tmp_path.glob("models/*/*.npz"))) == 1
     week, month = 7 * 24 * 3600, 31 * 24 * 3600
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week)
     with serving(model_folder, tmp_path, port=port):
-        assert len(list(tmp_path.glob("models/*.npz"))) == 1
+        assert len(list(tmp_path.glob("models/*/*.npz"))) == 1
         before = logprobs_of(client.forward(batch, "cross_entropy").result())
     monkeypatch.setattr("jax_agent_rl.tinker_server.database.time.time", lambda: now + week + month)
     with serving(model_folder, tmp_path, port=port) as url:
-        assert not list(tmp_path.glob("models/*.npz"))
+        assert not list(tmp_path.glob("models/*/*.npz"))
         with pytest.raises(tinker.NotFoundError, match="there is no model"):
             client.forward(batch, "cross_entropy").result()
         again = connect(url).create_training_client_from_state(path).result()
@@ -839,6 +907,6 @@ def test_a_model_of_any_name_has_no_file_elsewhere(tmp_path):
     models._folder = tmp_path
     for name in ("../x", "a/../../x", "..", ".", "", "a\0b", "/x"):
         with pytest.raises(BadRequest, match="no name|no path"):
-            models._snapshot_file(name)
+            models._snapshot_file(name, 1)
         with pytest.raises(BadRequest, match="no name|no path"):
             models._file(f"{PREFIX}{name}/weights/a")
