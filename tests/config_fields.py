@@ -53,13 +53,13 @@ ROPES: list[Raw] = [
 
 
 def variations(raw: Raw) -> Iterator[tuple[str, Raw]]:
-    """Yield a name for each variation, and the whole file."""
+    """Yield a name for each variation, and the whole file: a copy, for transformers writes into what it reads."""
     yield from _of_section(raw, ())
     for name, value in ADDED.items():
-        yield f"{name}={value}, added", raw | {name: value}
+        yield f"{name}={value}, added", copy.deepcopy(raw | {name: value})
     for rope in ROPES:
-        yield f"rope_parameters={rope}", raw | {"rope_parameters": rope}
-        yield f"rope_scaling={rope}", {**raw, "rope_parameters": None, "rope_scaling": rope}
+        yield f"rope_parameters={rope}", copy.deepcopy(raw | {"rope_parameters": rope})
+        yield f"rope_scaling={rope}", copy.deepcopy({**raw, "rope_parameters": None, "rope_scaling": rope})
 
 
 def _of_section(raw: Raw, path: tuple[str, ...]) -> Iterator[tuple[str, Raw]]:
