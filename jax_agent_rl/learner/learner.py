@@ -201,16 +201,26 @@ class Learner:
         twin._policy = OptimizedParams(self.trained, frozen=self._policy.frozen, programs=programs, name=name)
         return twin
 
-    def params_before(self) -> Params | None:
-        """Return :attr:`params` before AdamW's last update, to rounding; None without one, or of another optimizer."""
+    def trained_before(self) -> Params | None:
+        """Return :attr:`trained` before AdamW's last update, to rounding; None without one, or of another optimizer."""
         rate = float(np.asarray(self._rate(max(self._steps - 1 - self._warmup_steps, 0))))
-        before = undo_update(self._policy.state, self._config, rate=rate)
-        return None if before is None else self._merge(before, self._policy.frozen)
+        return undo_update(self._policy.state, self._config, rate=rate)
 
-    def logprobs(self, groups: Sequence[Group]) -> PerTerm:
-        """Return each trajectory's log-probs of its tokens with loss under :attr:`params`, float64 [S]."""
+    def params_before(self) -> Params | None:
+        """Return :attr:`params` before AdamW's last update, as :meth:`trained_before` does."""
+        before = self.trained_before()
+        return None if before is None else self.merged(before)
+
+    def logprobs(self, groups: Sequence[Group], *, trained: Params | None = None) -> PerTerm:
+        """Return each trajectory's log-probs of its tokens with loss, float64 [S].
+
+        Args:
+            groups: of the trajectories.
+            trained: parameters in place of :attr:`trained`.
+        """
         batch = self._scorer.pack_one([t for g in groups for t in g.trajectories])
-        return self._scorer.logprobs(self._policy.weights, batch)
+        weights = self._policy.weights if trained is None else (trained, self._policy.frozen)
+        return self._scorer.logprobs(weights, batch)
 
     def store(self, folder: str, dtype: str) -> str:
         """Write :attr:`params`, in this dtype, to a version's folder; return its manifest's digest (``models.stored``).

@@ -184,16 +184,19 @@ class AgreementCheck:
 UNCHECKED = AgreementCheck(since=0, inspect=lambda comparison: None)
 
 
-def comparable(trajectory: Trajectory, since: int) -> np.ndarray:
+def comparable(trajectory: Trajectory, since: int, before: int | None = None) -> np.ndarray:
     """Return, for each token with loss, whether it can be compared (see the module), bool [S].
 
     Args:
         trajectory: of S tokens with loss.
         since: the first policy version of the parameters compared with.
+        before: the first policy version of later parameters; None: there are none.
     """
-    return np.array(
-        [mine for s in trajectory.sequences for turn in s.turns for mine in _turn_selection(turn, since)], bool
-    )
+    selections = []
+    for sequence in trajectory.sequences:
+        for turn in sequence.turns:
+            selections += _turn_selection(turn, since, before)
+    return np.array(selections, bool)
 
 
 def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: Iterable[np.ndarray]) -> Comparison:
@@ -202,10 +205,11 @@ def compare(old: Iterable[np.ndarray], rollout: Iterable[np.ndarray], tokens: It
     return Comparison.of(np.concatenate(gaps) if gaps else np.zeros(0))
 
 
-def _turn_selection(turn: Turn, since: int) -> list[bool]:
+def _turn_selection(turn: Turn, since: int, before: int | None) -> list[bool]:
     versions = turn.output.policy_versions
     first = versions[0] if versions else -1
-    same = np.cumprod([version == first >= since for version in versions]).astype(bool)
+    is_comparable = first >= since and (before is None or first < before)
+    same = np.cumprod([version == first and is_comparable for version in versions]).astype(bool)
     sampled = same[np.asarray(turn.output.loss_mask, bool)].tolist()
     return sampled + [False] * (len(turn.appended_ids) * turn.learn_appended)
 
