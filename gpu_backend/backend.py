@@ -393,6 +393,10 @@ class VllmBackend:
         """Return a sample of every tensor as it is served; empty where tensors cannot be read back whole."""
         return await self._updater.tensor_samples()
 
+    async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
+        """Return nothing: vLLM's own replicas cannot be read back one by one."""
+        return ()
+
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
         """Return nothing: the layers of a compiled graph cannot be observed."""
         return ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Experts, Params, Rope
 from jax_agent_rl.rollout.protocol import GenerateRequest, RolloutBackend
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, TokenOutput, Trajectory, Turn, digest_ids
-from tests.tiny import TINY
+from tests.tiny import TINY, tiny_params
 
 PROMPTS = (21, 34, 17, 29)
 """Ids of the prompts."""
@@ -109,6 +110,99 @@ async def rollouts(
     return [Group(group_id="g", trajectories=tuple(made))]
 
 
+BeforeTurn = Callable[[int], Awaitable[None]]
+
+
+async def nothing(turn: int) -> None:
+    """Do nothing before a turn."""
+
+
+async def conversations(
+    backend: RolloutBackend,
+    model: DecoderConfig,
+    *,
+    between: Between = Between(),  # noqa: B008  (frozen)
+    before_turn: BeforeTurn = nothing,
+    turns: int = 3,
+    temperature: float = 1.0,
+    max_tokens: int = 8,
+    inserted: int = 5,
+    lengths: Sequence[int] = (21, 24, 17, 26),
+) -> list[Group]:
+    """One trajectory of several turns for each prompt; random ids are inserted after each turn but the last.
+
+    All of them make their first turn, then their second one, and so on.
+    """
+    rng = np.random.default_rng(6)
+    contexts = [list(prompt) for prompt in prompts(model, lengths)]
+    made: list[list[Turn]] = [[] for _ in lengths]
+    for turn in range(turns):
+        await before_turn(turn)
+        for i, context in enumerate(contexts):
+            sampling = SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=10 * turn + i
+            )
+            request = GenerateRequest(request_id=f"r{turn}-{i}", prompt_ids=tuple(context), sampling=sampling)
+            output = between.answer(request, await backend.generate(between.ask(request)))
+            last = turn == turns - 1
+            appended = () if last else tuple(rng.integers(3, model.vocab_size, inserted).tolist())
+            made[i].append(Turn(output=output, appended_ids=appended))
+            context += [*output.token_ids, *appended]
+    trajectories = [
+        Trajectory.from_turns(
+            prompt_ids=prompt,
+            turns=made[i],
+            trajectory_id=f"t{i}",
+            group_id="g",
+            agent_name="tool_agent",
+            finish_reason=FinishReason.ANSWER,
+        )
+        for i, prompt in enumerate(prompts(model, lengths))
+    ]
+    return [Group(group_id="g", trajectories=tuple(trajectories))]
+
+
+async def look_into(backend: JetStreamBackend) -> EngineView:
+    """As the trainer does, from a thread beside the loop."""
+    loop = asyncio.get_running_loop()
+    tensors = await backend.tensor_samples()
+
+    def layers(ids):
+        return asyncio.run_coroutine_threadsafe(backend.layer_outputs(ids), loop).result(timeout=60)
+
+    return EngineView(precision=backend.capabilities.precision, tensors=tensors, layers=layers)
+
+
+async def diagnosed_engine(
+    model: DecoderConfig,
+    served: DecoderConfig | None = None,
+    *,
+    params: Params | None = None,
+    served_params: Params | None = None,
+    between: Between = Between(),  # noqa: B008  (frozen)
+    inspected: bool = False,
+    older: Mapping[str, Params] | None = None,
+    talks: bool = False,
+    lengths: Sequence[int] | None = None,
+    tolerance: Tolerance = JAX_ENGINE["float32"],
+    adapters: bool = False,
+    **options: Any,
+) -> Diagnosis:
+    """What is said about an engine that runs ``served`` with ``served_params`` where the learner has others."""
+    params = tiny_params(1, model) if params is None else params
+    backend = jax_engine(served or model, params if served_params is None else served_params, **options)
+    await backend.start()
+    try:
+        roll_out: Any = conversations if talks else rollouts
+        more = {} if lengths is None else {"lengths": lengths}
+        groups = await roll_out(backend, model, between=between, **more)
+        view = await look_into(backend) if inspected else None
+        arguments: dict[str, Any] = {"older": older, "tolerance": tolerance, "adapters": adapters}
+        return await asyncio.to_thread(diagnosis, groups, model, params, engine=view, **arguments)
+    finally:
+        await backend.close()
+
+
 def as_if_asked(request: GenerateRequest, output: TokenOutput) -> TokenOutput:
     """The engine believes that it saw what it was sent."""
     return replace(output, context_digest=digest_ids((*request.prompt_ids, *output.token_ids)))
@@ -124,8 +218,9 @@ def diagnosis(
     since: int = 0,
     older: Mapping[str, Params] | None = None,
     tolerance: Tolerance = JAX_ENGINE["float32"],
+    adapters: bool = False,
 ) -> Diagnosis:
-    """What is said about rollouts that a learner with these parameters is to train on."""
+    """What is said about rollouts that a learner with these parameters is to train on; it takes as long as it likes."""
     subject = DiagnosisSubject(
         model=model,
         params=params,
@@ -133,5 +228,6 @@ def diagnosis(
         temperature=temperature,
         contexts=collect_contexts(groups, since),
         older={name: (lambda made=made: made) for name, made in (older or {}).items()},
+        adapters=adapters,
     )
-    return diagnose(subject, tolerance=tolerance, engine=engine)
+    return diagnose(subject, tolerance=tolerance, engine=engine, clock=lambda: 0.0)

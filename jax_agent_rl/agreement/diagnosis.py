@@ -2,22 +2,33 @@
 
 ::
 
-    contexts ─► the worst few ─► the engine's tensors, its layers   (where it can be inspected)
-                             ─► each hypothesis: best attempt, residual ─► verdict ─► one line to act on
+    contexts ─► the worst few ─► the engine's tensors, its layers          (where it can be inspected)
+                             ─► what follows the hidden states: the head, logits, temperature, support
+                             ─► families of hypotheses, ordered by what is known, within a time limit (``search``)
+                             ─► verdict ─► one line to act on
 
 What was read off the engine counts more than what merely explains the numbers, and of explanations the best counts.
+What time did not suffice for is said.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jax_agent_rl.agreement.hypotheses import HYPOTHESES, PER_CONTEXT, Attempt, tensor_search
+from jax_agent_rl.agreement.hypotheses import (
+    FAMILIES,
+    PER_CONTEXT,
+    tensors_of_all_layers,
+    tensors_of_one_layer,
+    with_one_kept,
+)
 from jax_agent_rl.agreement.inspection import (
     MAX_IDS,
+    LayerDifference,
     Samples,
     TensorFault,
     first_difference,
@@ -26,17 +37,16 @@ from jax_agent_rl.agreement.inspection import (
     tensor_faults,
 )
 from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance
-from jax_agent_rl.agreement.subject import DiagnosisSubject, Scores
+from jax_agent_rl.agreement.search import SECONDS, Examined, Search, TimeLimit, examine, order_families
+from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
-MAX_EXAMINED = 4
-"""Contexts that hypotheses are tried on."""
-EXPLAINED = 0.05
-"""Share of the gap that an attempt may leave and still explain it, where rounding leaves less."""
-FULLY_EXPLAINED = 0.01
-"""Share of the mean gap below which no further attempt is made."""
+LAST = 0.15
+"""Share of the time that is kept for the comparison with a coarser dtype."""
+ALL_LAYERS, ONE_LAYER = "tensors in every layer", "one wrong tensor"
+"""Names of findings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,85 +56,170 @@ class EngineView:
     Attributes:
         precision: the declared compute precision.
         tensors: a sample of each tensor.
+        replicas: samples of further engines that serve the same weights.
         layers: returns the layers' outputs for a context.
     """
 
     precision: str = "float32"
     tensors: Samples = field(default_factory=dict)
+    replicas: Sequence[Samples] = ()
     layers: Callable[[Sequence[int]], Sequence[LayerOutput]] = lambda token_ids: ()
 
 
-def diagnose(subject: DiagnosisSubject, *, tolerance: Tolerance, engine: EngineView | None = None) -> Diagnosis:
+def diagnose(
+    subject: DiagnosisSubject,
+    *,
+    tolerance: Tolerance,
+    engine: EngineView | None = None,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Diagnosis:
     """Test every hypothesis.
 
     Args:
         subject: with all comparable contexts; the worst are examined.
         tolerance: of the run.
         engine: what can be read off the engine.
+        seconds: after which no other hypothesis is begun.
+        clock: seconds, monotonic.
     """
-    engine, whole = engine or EngineView(), subject
-    subject, plain = worst(subject)
-    search = _Search(subject, subject.compare(plain), tolerance)
-    findings = [_check_ids(whole)]
+    limit = TimeLimit(seconds, clock)
+    return explain(subject, examine(subject, tolerance, limit), tolerance=tolerance, engine=engine, limit=limit)
 
-    def conclude(cause: Cause, detail: str) -> Diagnosis:
-        return Diagnosis(contexts=subject.contexts, gap=search.gap, findings=findings, cause=cause, detail=detail)
 
-    if findings[0].verdict == "found":
-        return conclude(Cause.TOKEN_DRIFT, findings[0].detail)
-    if tolerance.holds(search.gap):
-        findings.append(_check_learner(whole, search.gap))
-        return conclude(Cause.LEARNER if findings[-1].verdict == "found" else Cause.ROUNDING, findings[-1].detail)
-    faults = _find_tensor_faults(subject, engine)
-    findings += [_check_tensors(engine, faults), layers := _check_layers(subject, engine)]
-    attempts: list[tuple[Cause, Attempt]] = []
-    done = "the engine has other tensors" if faults else None
-    for cause in HYPOTHESES:
-        if done is not None:
-            findings.append(HypothesisResult(cause, "not tested", done))
-            continue
-        finding, best = search.test(cause)
-        findings.append(finding)
+def explain(
+    subject: DiagnosisSubject,
+    examined: Examined,
+    *,
+    tolerance: Tolerance,
+    engine: EngineView | None,
+    limit: TimeLimit,
+) -> Diagnosis:
+    """Test every hypothesis on contexts that have been examined; arguments as :func:`diagnose`."""
+    older = with_one_kept(subject.older)
+    subject = replace(subject, older=older)
+    examined = replace(examined, subject=replace(examined.subject, older=older))
+    return _Diagnosing(subject, examined, engine or EngineView(), tolerance, limit).run()
+
+
+class _Diagnosing:
+    """One diagnosis, top to bottom."""
+
+    def __init__(
+        self,
+        whole: DiagnosisSubject,
+        examined: Examined,
+        engine: EngineView,
+        tolerance: Tolerance,
+        limit: TimeLimit,
+    ) -> None:
+        self._whole, self._examined, self._engine = whole, examined, engine
+        self._tolerance, self._limit = tolerance, limit
+        self._findings: list[HypothesisResult] = []
+
+    def run(self) -> Diagnosis:
+        drift = _check_ids(self._whole)
+        self._findings.append(drift)
+        if drift.verdict == "found":
+            return self._conclude(Cause.TOKEN_DRIFT, drift.detail)
+        if self._tolerance.holds(self._examined.gap):
+            own = _check_learner(self._whole, self._examined)
+            self._findings.append(own)
+            return self._conclude(Cause.LEARNER if own.verdict == "found" else Cause.ROUNDING, own.detail)
+
+        subject = self._examined.subject
+        faults = _find_tensor_faults(subject, self._engine)
+        difference, layers = _check_layers(subject, self._engine)
+        self._findings += [_check_tensors(self._engine, faults), layers]
+        if faults:
+            causes = [fault.cause for fault in faults]
+            cause = max(dict.fromkeys(causes), key=causes.count)
+            named = [fault for fault in faults if fault.cause is cause]
+            return self._conclude(cause, _describe(named, len(self._engine.tensors)))
+        return self._search(difference, layers)
+
+    def _search(self, difference: LayerDifference | None, layers: HypothesisResult) -> Diagnosis:
+        """Try what explains the numbers."""
+        search = Search(examined=self._examined, tolerance=self._tolerance, limit=self._limit)
+        rounds = _may_be_rounding(self._examined)
+        self._limit.reserve(LAST if rounds else 0.0)
+        suggested = [] if difference is None else difference.causes
+        families = order_families(suggested, is_late=_is_late(self._examined), tensors_agree=bool(self._engine.tensors))
+        if layers.verdict == "ruled out":
+            # Where a context is prefilled nothing is wrong: what is left happens between turns, or in decode steps.
+            settings = [Cause.SETTING, Cause.ROTARY, Cause.WINDOW, Cause.EXPERTS]
+            families = [cause for cause in families if cause not in settings] + settings
+        if difference is None:
+            search.read()
+            search.compare_answers()
+        early = len(suggested) if suggested else len(families) // 2
+        for number, cause in enumerate(families):
+            if number == early:
+                search.try_family(ALL_LAYERS, tensors_of_all_layers)
+            search.try_family(cause, FAMILIES[cause], per_context=cause in PER_CONTEXT)
+        if difference is not None:
+            search.read()
+            search.compare_answers()
+        search.try_family(ONE_LAYER, tensors_of_one_layer(self._suspect_layers(difference, layers)))
+        self._limit.reserve(0.0)
+        self._findings += search.findings
+
+        best = search.best
         if best is not None:
-            attempts.append((cause, best))
-            if search.is_over(best):
-                done = f"{cause} explains everything"
-    explaining = search.explaining(attempts)
-    if not faults and not explaining and not engine.tensors:
-        attempts = list(tensor_search(subject))
-        explaining = search.explaining(attempts)
-        _, best = explaining[0] if explaining else min(attempts, key=lambda each: search.left(each[1]).mean)
-        detail = f"every tensor removed, exchanged or transposed, the best: the engine {best.label}"
-        verdict = "explains" if explaining else "ruled out"
-        findings.append(HypothesisResult("one wrong tensor", verdict, detail, search.left(best)))
-    if faults:
-        causes = [fault.cause for fault in faults]
-        cause = max(dict.fromkeys(causes), key=causes.count)
-        return conclude(cause, _describe([fault for fault in faults if fault.cause is cause], len(engine.tensors)))
-    if explaining:
-        cause, best = explaining[0]
-        return conclude(cause, f"the engine {best.label}")
-    if (rounding := _describe_rounding(subject, plain)) is not None:
-        return conclude(Cause.DTYPE, rounding)
-    if layers.verdict == "found":
-        return conclude(Cause.UNKNOWN, layers.detail)
-    left = {finding.left.mean: finding for finding in reversed(findings) if finding.left is not None}
-    nearest = left[min(left)]
-    return conclude(Cause.UNKNOWN, f"no hypothesis explains the gap; the nearest is {nearest.name} ({nearest.detail})")
+            return self._conclude(best.cause, f"the engine {best.label}")
+        if rounds and self._limit.allows():
+            rounding = _describe_rounding(self._examined)
+            if rounding is not None:
+                return self._conclude(Cause.DTYPE, rounding)
+        elif rounds:
+            search.untried.append("a coarser dtype in other kernels")
+        untried = _describe_untried(search.untried, self._limit.seconds)
+        if difference is not None:
+            return self._conclude(Cause.UNKNOWN, f"{difference.describe()}{untried}")
+        nearest = search.nearest()
+        detail = "no hypothesis explains the gap"
+        if nearest is not None:
+            detail += f"; the nearest is {nearest.name} ({nearest.detail})"
+        return self._conclude(Cause.UNKNOWN, f"{detail}{untried}")
+
+    def _suspect_layers(self, difference: LayerDifference | None, layers: HypothesisResult) -> list[int]:
+        """Return the layers that may hold a wrong tensor."""
+        if layers.verdict == "ruled out" or self._engine.tensors and difference is None:
+            return []
+        if difference is not None:
+            return [max(difference.layer, 0)]
+        return list(range(self._whole.model.num_layers))
+
+    def _conclude(self, cause: Cause, detail: str) -> Diagnosis:
+        return Diagnosis(
+            contexts=self._examined.subject.contexts,
+            gap=self._examined.gap,
+            findings=self._findings,
+            cause=cause,
+            detail=detail,
+            backend=self._whole.backend,
+        )
 
 
-def worst(subject: DiagnosisSubject) -> tuple[DiagnosisSubject, Scores]:
-    """Return the ``MAX_EXAMINED`` contexts with the largest mean gaps, and their scores by a plain pass."""
-    scores = []
-    for begin in range(0, len(subject.contexts), MAX_EXAMINED):
-        scores += replace(subject, contexts=subject.contexts[begin : begin + MAX_EXAMINED]).score()
-    means = [np.abs(gap).mean() for gap in subject.gaps(scores)]
-    order = sorted(range(len(means)), key=lambda i: -means[i])[:MAX_EXAMINED]
-    return replace(subject, contexts=[subject.contexts[i] for i in order]), [scores[i] for i in order]
+def _describe_untried(untried: Sequence[str], seconds: float) -> str:
+    if not untried:
+        return ""
+    return (
+        f"; in {seconds:.0f} seconds there was no time to try all of: {', '.join(untried)} (`jax-agent-rl diagnose "
+        "--seconds 600 RUN` does)"
+    )
+
+
+def _is_late(examined: Examined) -> bool:
+    """Return whether contexts agree until a later turn than their first."""
+    breaches = [(context, context.breach) for context in examined.subject.contexts if context.breach is not None]
+    late = [context.sampled_from(breach) > context.sampled_from(int(context.at[0])) for context, breach in breaches]
+    return bool(late) and all(late)
 
 
 def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
-    count, drifted = len(subject.contexts), [context for context in subject.contexts if context.drifted]
+    count = len(subject.contexts)
+    drifted = [context for context in subject.contexts if context.drifted]
     if not drifted:
         return HypothesisResult("ids", "ruled out", f"all {count} contexts are those that the engine reported")
     detail = (
@@ -134,9 +229,13 @@ def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
     return HypothesisResult("ids", "found", detail)
 
 
-def _check_learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResult:
+def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisResult:
     """Test, where a plain pass agrees with the engine, whether the learner's own pass does not."""
-    own = [context.learner - context.rollout for context in subject.contexts if context.learner is not None]
+    gap = examined.gap
+    contexts: Sequence[Context] = subject.contexts
+    if subject.packed is not None and all(context.learner is None for context in contexts):
+        contexts = subject.packed()
+    own = [context.learner - context.rollout for context in contexts if context.learner is not None]
     packed = Comparison.of(np.concatenate(own)) if own else None
     if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
         detail = (
@@ -145,7 +244,9 @@ def _check_learner(subject: DiagnosisSubject, gap: Comparison) -> HypothesisResu
             f"{packed.largest:.1e})"
         )
         return HypothesisResult("learner", "found", detail, gap)
-    detail = f"nothing is wrong in the contexts examined (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"
+    count = len(subject.contexts)
+    some = "" if examined.scored == count else f", {examined.scored} of {count}"
+    detail = f"nothing is wrong in the contexts examined{some} (mean {gap.mean:.1e}, largest {gap.largest:.1e} nats)"
     return HypothesisResult("learner", "ruled out", detail, gap)
 
 
@@ -164,7 +265,15 @@ def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[T
 
     older = {name: lambda make=make: sample_tensors(model, make()) for name, make in subject.older.items()}
     own = sample_tensors(model, params)
-    return tensor_faults(engine.tensors, own, precision=engine.precision, transposed=transposed, older=older)
+    engines = (engine.tensors, *engine.replicas)
+    for number, samples in enumerate(engines, 1):
+        faults = tensor_faults(samples, own, precision=engine.precision, transposed=transposed, older=older)
+        if faults and len(engines) > 1:
+            which = f"of engine {number} of {len(engines)}"
+            return [replace(fault, name=f"{fault.name} ({which})") for fault in faults]
+        if faults:
+            return faults
+    return []
 
 
 def _check_tensors(engine: EngineView, faults: Sequence[TensorFault]) -> HypothesisResult:
@@ -172,94 +281,55 @@ def _check_tensors(engine: EngineView, faults: Sequence[TensorFault]) -> Hypothe
     if not count:
         return HypothesisResult("tensors", "not tested", "the engine's tensors cannot be read from here")
     if not faults:
-        return HypothesisResult("tensors", "ruled out", f"all {count} tensors of the engine are the learner's")
+        whose = f"each of {1 + len(engine.replicas)} engines" if engine.replicas else "the engine"
+        return HypothesisResult("tensors", "ruled out", f"all {count} tensors of {whose} are the learner's")
     return HypothesisResult("tensors", "found", _describe(faults, count))
 
 
 def _describe(faults: Sequence[TensorFault], count: int) -> str:
-    first, details = faults[0], {fault.detail for fault in faults}
-    if len(details) == 1 and len(faults) > 3:
+    first = faults[0]
+    if len({fault.detail for fault in faults}) == 1 and len(faults) > 3:
         return f"{len(faults)} of {count} tensors: each {first.detail}, e.g. {first.name}"
     shown = "; ".join(f"{fault.name} {fault.detail}" for fault in faults[:3])
     return shown if len(faults) <= 3 else f"{len(faults)} of {count} tensors: {shown}; …"
 
 
-def _check_layers(subject: DiagnosisSubject, engine: EngineView) -> HypothesisResult:
+def _check_layers(subject: DiagnosisSubject, engine: EngineView) -> tuple[LayerDifference | None, HypothesisResult]:
     ids = min((context.token_ids for context in subject.contexts), key=len)[:MAX_IDS]
     theirs = engine.layers(ids)
     if not theirs:
-        return HypothesisResult("layers", "not tested", "the engine's activations cannot be read from here")
+        return None, HypothesisResult("layers", "not tested", "the engine's activations cannot be read from here")
     own = learner_outputs(subject.model, subject.params, subject.dtype, ids)
-    if (fault := first_difference(theirs, own, precision=engine.precision)) is not None:
-        return HypothesisResult("layers", "found", fault)
+    difference = first_difference(theirs, own, precision=engine.precision)
+    if difference is not None:
+        return difference, HypothesisResult("layers", "found", difference.describe())
     detail = f"the embeddings and all {len(own) - 1} layers agree on a prefilled context of {len(ids)} ids"
-    return HypothesisResult("layers", "ruled out", detail)
+    return None, HypothesisResult("layers", "ruled out", detail)
 
 
-# --- what explains the numbers --------------------------------------------------------------------------------------
+# --- coarser precision in other kernels -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Search:
-    """The gap of a subject, and what attempts leave of it."""
-
-    subject: DiagnosisSubject
-    gap: Comparison
-    tolerance: Tolerance
-
-    def left(self, attempt: Attempt) -> Comparison:
-        return self.subject.compare(attempt.scores)
-
-    def is_over(self, attempt: Attempt) -> bool:
-        """Whether an attempt leaves so little that no other needs to be made."""
-        return self.left(attempt).mean <= FULLY_EXPLAINED * self.gap.mean
-
-    def explains(self, attempt: Attempt) -> bool:
-        left, gap, allowed = self.left(attempt), self.gap, self.tolerance
-        mean = left.mean <= max(2 * allowed.mean, EXPLAINED * gap.mean)
-        largest = left.largest <= max(2 * allowed.token, 2 * EXPLAINED * gap.largest)
-        return mean and largest and left.mean < gap.mean / 2
-
-    def explaining(self, attempts: Sequence[tuple[Cause, Attempt]]) -> list[tuple[Cause, Attempt]]:
-        """Return the attempts that explain the gap, the best first."""
-        found = [(cause, attempt) for cause, attempt in attempts if self.explains(attempt)]
-        return sorted(found, key=lambda each: self.left(each[1]).mean)
-
-    def test(self, cause: Cause) -> tuple[HypothesisResult, Attempt | None]:
-        attempts = []
-        for attempt in HYPOTHESES[cause](self.subject):
-            attempts.append(attempt)
-            if self.is_over(attempt):
-                break
-        if not attempts:
-            return HypothesisResult(cause, "not tested", "there is nothing to try"), None
-        mixed = cause in PER_CONTEXT
-        best = self._mix(attempts) if mixed else min(attempts, key=lambda attempt: self.left(attempt).mean)
-        verdict = "explains" if self.explains(best) else "ruled out"
-        tried = f"best of {len(attempts)} settings" if len(attempts) > 1 else "best setting"
-        return HypothesisResult(cause, verdict, f"{tried}: the engine {best.label}", self.left(best)), best
-
-    def _mix(self, attempts: Sequence[Attempt]) -> Attempt:
-        """Combine the best attempt for each context, named after the most frequent one."""
-        gaps = np.array([[np.abs(gap).mean() for gap in self.subject.gaps(attempt.scores)] for attempt in attempts])
-        chosen = gaps.argmin(axis=0)
-        scores = [attempts[pick].scores[i] for i, pick in enumerate(chosen)]
-        return Attempt(attempts[int(np.bincount(chosen).argmax())].label, scores)
+def _may_be_rounding(examined: Examined) -> bool:
+    """Return whether the gap has no direction, as rounding has none."""
+    gap = np.concatenate(examined.subject.gaps(examined.plain))
+    return bool(abs(gap.mean()) <= 0.5 * np.abs(gap).mean())
 
 
-def _describe_rounding(subject: DiagnosisSubject, plain: Scores) -> str | None:
+def _describe_rounding(examined: Examined) -> str | None:
     """Describe the gap if it has the size and kind that a coarser dtype makes, else return None.
 
     Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how large the differences
     are, and in part where they lie.
     """
-    gap = np.concatenate(subject.gaps(plain))
-    if abs(gap.mean()) > 0.5 * np.abs(gap).mean():
-        return None
-    for name in ("float16", "bfloat16"):
+    subject = examined.subject
+    plain = examined.tokens.plain
+    gap = np.concatenate(subject.gaps(examined.plain))
+    for name in ("bfloat16", "float16"):
         if name == subject.dtype:
             continue
-        change = np.concatenate(subject.score(dtype=name)) - np.concatenate(plain)
+        weights = subject.weights(dtype=name)
+        change = subject.tokens(subject.hidden(weights=weights), weights).plain - plain
         times = float(np.abs(gap).mean() / max(np.abs(change).mean(), 1e-30))
         correlation = float(np.corrcoef(gap, change)[0, 1]) if gap.std() > 0 and change.std() > 0 else 0.0
         if 1 / 3 <= times <= 3 and correlation > 0.2:

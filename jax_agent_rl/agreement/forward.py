@@ -1,48 +1,46 @@
 """The learner's model without packing: one context per row, and every setting that might be wrong an argument.
 
-Positions, rotary tables, windows and keys and values of other weights are arrays here, so that one compiled program
-serves almost every hypothesis. Its layers are the learner's own (``models.decoder``).
+Positions, masks, the numbers of a config, keys and values of other weights and the tensors of single layers are arrays
+here, so that one compiled program serves almost every hypothesis. Its layers are the learner's own
+(``models.decoder``); its attention is a plain one over a whole row, because the learner's masks cannot forget one id.
 
-Shapes: B contexts, T ids, D hidden, K key/value heads, h head size, L layers, S compared tokens, V vocabulary.
+Shapes: B contexts, T ids, D hidden, H query heads, K key/value heads, h head size, L layers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jax_agent_rl.generation import decode_supports
-from jax_agent_rl.learner.linear_logprobs import NEGATIVE
-from jax_agent_rl.models.attention import tree_attention
+from jax_agent_rl.models.attention import add_sinks
 from jax_agent_rl.models.config import DecoderConfig, Params, Rope
-from jax_agent_rl.models.decoder import Decoder
+from jax_agent_rl.models.decoder import DecoderLayer
 from jax_agent_rl.models.layers import embed, rms_norm, rope_tables
-from jax_agent_rl.models.tree_kernel import TreeMask
-from jax_agent_rl.types import Support
-
-TOKENS_PER_CHUNK = 32  # whose logits are in memory together
+from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Rows of ids, as numpy arrays.
+    """Rows of ids, as numpy arrays [B, T], padded at the end.
 
     Attributes:
-        token_ids: int32 [B, T], padded at the end.
-        positions: int32 [B, T].
-        fresh: bool [B, T], ids whose keys and values are of these weights.
+        token_ids: int32.
+        positions: int32.
+        fresh: bool, ids whose keys and values are of these weights.
+        begins: int32, index of the first id that attends to this one, if it comes later than this one.
+        ends: int32, one past the index of the last id that attends to this one.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     fresh: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,91 @@ class Activations:
     keys: jax.Array
     values: jax.Array
 
+    def before(self, layer: int) -> jax.Array:
+        """Return the input [B, T, D] of a layer."""
+        return self.hidden[layer - 1] if layer else self.embedded
 
-def hidden_states(config: DecoderConfig, params: Params, inputs: Inputs, old: Activations | None = None) -> jax.Array:
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """What comes before the rows, computed already: P ids, the first of each row's context.
+
+    Attributes:
+        keys: [L, B, K, P, h].
+        values: [L, B, K, P, h].
+        positions: int32 [B, P].
+        ends: int32 [B, P], as in :class:`Inputs`, whose indices count from the first of the P ids; 0 hides an id.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    positions: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChange:
+    """Other tensors of one or two layers, the layers before them computed already.
+
+    Attributes:
+        before: [B, T, D], the input of layer ``first``.
+        first: the first layer that is changed.
+        tensors: a layer's whole tree, [2, ...], of layer ``first`` and of the one after it.
+    """
+
+    before: jax.Array
+    first: int
+    tensors: Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """The numbers of a config. As Python's floats they keep the dtype of what they are multiplied with.
+
+    Attributes:
+        tables: cos and sin [2, B, T, r/2], of full layers and of windowed ones.
+        windowed: int32 [L], which of the two a layer has.
+        windows: int32 [L], positions that a layer looks back.
+    """
+
+    rms_norm_eps: float
+    attention_scale: float
+    embed_scale: float
+    tables: tuple[jax.Array, jax.Array]
+    windowed: jax.Array
+    windows: jax.Array
+
+
+def program_of(config: DecoderConfig) -> DecoderConfig:
+    """Return what a program is compiled for: the config without the numbers that are its arguments."""
+    rope = Rope(partial_rotary=config.rope.partial_rotary, interleaved=config.rope.interleaved)
+    return replace(
+        config,
+        rope=rope,
+        local_rope=None,
+        rms_norm_eps=1.0,
+        attention_scale=1.0,
+        embed_scale=1.0,
+        sliding_window=None,
+        windowed_layers=(),
+        vision=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=1,
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+def hidden_states(
+    config: DecoderConfig,
+    params: Params,
+    inputs: Inputs,
+    old: Activations | None = None,
+    change: LayerChange | None = None,
+    prefix: Prefix | None = None,
+) -> jax.Array:
     """Return the final hidden states [B, T, D], after the last norm.
 
     Args:
@@ -63,159 +144,146 @@ def hidden_states(config: DecoderConfig, params: Params, inputs: Inputs, old: Ac
         params: its weights.
         inputs: rows of ids.
         old: activations whose keys and values are attended to where ``inputs.fresh`` is false.
+        change: tensors of single layers.
+        prefix: what comes before the rows.
     """
-    return _run(config, params, inputs, old, keep=False)[0]
+    return _run(config, params, inputs, old, change, prefix, keep=False)[0]
 
 
 def activations(config: DecoderConfig, params: Params, inputs: Inputs) -> Activations:
     """Return the activations between the layers."""
-    _, (hidden, keys, values) = _run(config, params, inputs, None, keep=True)
-    return Activations(
-        embedded=embed(config, params["embed"], jnp.asarray(inputs.token_ids)), hidden=hidden, keys=keys, values=values
-    )
-
-
-def logprobs(
-    params: Params,
-    hidden: jax.Array,
-    ids: np.ndarray,
-    temperatures: tuple[float, ...] | np.ndarray,
-    supports: Sequence[Support | None] = (),
-) -> np.ndarray:
-    """Compute log-probs at several temperatures.
-
-    Args:
-        params: of the output head.
-        hidden: [S, D].
-        ids: int [S].
-        temperatures: C numbers that divide the logits.
-        supports: of the draws, S of them; empty if none was restricted.
-
-    Returns:
-        float64 [C, S].
-    """
-    head = params.get("lm_head", params["embed"])
-    masks = _chunks(jnp.asarray(decode_supports(supports, len(head)))) if supports else None
-    parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)), masks)
-    return np.asarray(_chosen_logprobs(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, : len(ids)]
-
-
-def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """Compute the probability mass of the likeliest ids.
-
-    Args:
-        params: of the output head.
-        hidden: [S, D].
-        temperature: divides the logits.
-        ks: int [C].
-        mass: float [S].
-
-    Returns:
-        float64 [C + 3, S]: that of the k likeliest ids for each k; then of the number of ids whose mass is nearest to
-        ``mass`` that number, their mass, and the mass of one id less.
-    """
-    head = params.get("lm_head", params["embed"])
-    arguments = (_chunks(hidden), head, jnp.float32(temperature), jnp.asarray(ks, jnp.int32))
-    return np.asarray(_mass(*arguments, _chunks(jnp.asarray(mass, jnp.float32))), np.float64)[:, : len(hidden)]
+    _, (hidden, keys, values) = _run(config, params, inputs, None, None, None, keep=True)
+    embedded = embed(config, params["embed"], jnp.asarray(inputs.token_ids))
+    return Activations(embedded=embedded, hidden=hidden, keys=keys, values=values)
 
 
 def _run(
-    config: DecoderConfig, params: Params, inputs: Inputs, old: Activations | None, *, keep: bool
+    config: DecoderConfig,
+    params: Params,
+    inputs: Inputs,
+    old: Activations | None,
+    change: LayerChange | None,
+    prefix: Prefix | None,
+    *,
+    keep: bool,
 ) -> tuple[jax.Array, Any]:
-    length = inputs.token_ids.shape[1]
-    positions = jnp.asarray(inputs.positions)
-    ropes = (config.rope, config.local_rope or config.rope)
-    full, local = (rope_tables(rope, config.head_dim, positions) for rope in ropes)
-    windowed = [config.is_windowed(i) for i in range(config.num_layers)]
-    everything = 2 * length + int(inputs.positions.max(initial=0))
-    windows = [config.sliding_window if w and config.sliding_window else everything for w in windowed]
-    # Arguments are no part of the program: other settings run the same one.
-    rope = Rope(interleaved=config.rope.interleaved)
-    fixed = replace(config, rope=rope, local_rope=None, sliding_window=None, windowed_layers=(), vision=None)
-    params = {name: x for name, x in params.items() if name != "vision"}
-    tables = tuple(jnp.stack(pair) for pair in zip(full, local, strict=True))
-    layers = (jnp.asarray(windowed, jnp.int32), jnp.asarray(windows, jnp.int32))
-    ids, fresh = jnp.asarray(inputs.token_ids), jnp.asarray(inputs.fresh)
+    places = (inputs.token_ids, inputs.positions, inputs.fresh, inputs.begins, inputs.ends)
     old_kv = None if old is None else (old.keys, old.values)
-    return _layers(fixed, params, ids, positions, tables, layers, old_kv, fresh, keep=keep)
+    changed = None if change is None else (change.before, change.first, change.tensors)
+    weights = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    arguments = (_numbers(config, inputs, prefix), tuple(map(jnp.asarray, places)), old_kv, changed, prefix)
+    return _layers(program_of(config), weights, *arguments, keep=keep)
+
+
+def _numbers(config: DecoderConfig, inputs: Inputs, prefix: Prefix | None) -> _Numbers:
+    positions = jnp.asarray(inputs.positions)
+    full = rope_tables(config.rope, config.head_dim, positions)
+    local = rope_tables(config.local_rope or config.rope, config.head_dim, positions)
+    before = 0 if prefix is None else prefix.positions.shape[1]
+    everything = 2 * (before + inputs.token_ids.shape[1]) + int(inputs.positions.max(initial=0))
+    windows = []
+    for layer in range(config.num_layers):
+        size = config.sliding_window if config.is_windowed(layer) else None
+        windows.append(everything if size is None else size)
+    return _Numbers(
+        rms_norm_eps=float(config.rms_norm_eps),
+        attention_scale=float(config.score_scale),
+        embed_scale=float(config.embed_scale),
+        tables=(jnp.stack([full[0], local[0]]), jnp.stack([full[1], local[1]])),
+        windowed=jnp.asarray([config.is_windowed(layer) for layer in range(config.num_layers)], jnp.int32),
+        windows=jnp.asarray(windows, jnp.int32),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
 def _layers(
     config: DecoderConfig,
     params: Params,
-    ids: jax.Array,
-    positions: jax.Array,
-    tables: tuple[jax.Array, jax.Array],
-    settings: tuple[jax.Array, jax.Array],
+    numbers: _Numbers,
+    places: tuple[jax.Array, ...],
     old: tuple[jax.Array, jax.Array] | None,
-    fresh: jax.Array,
+    changed: tuple[jax.Array, jax.Array, Params] | None,
+    prefix: Prefix | None,
     *,
     keep: bool,
 ) -> tuple[jax.Array, Any]:
-    ends = jnp.full(ids.shape, ids.shape[1], jnp.int32)
-    model = Decoder.from_params(config, params)
-    graphdef, state = nnx.split(model.layers)
+    ids, positions, fresh, begins, ends = places
+    key_positions, before = positions, 0
+    if prefix is not None:
+        before = prefix.positions.shape[1]
+        key_positions = jnp.concatenate([prefix.positions, positions], axis=1)
+        ends = jnp.concatenate([prefix.ends, ends], axis=1)
+        begins = jnp.concatenate([jnp.zeros_like(prefix.ends), begins], axis=1)
+    query, key = before + jnp.arange(ids.shape[1])[:, None], jnp.arange(key_positions.shape[1])
+    seen = (key <= query) & (begins[:, None] <= query) & (query < ends[:, None])
+    distance = positions[:, :, None] - key_positions[:, None]
+    own_config = replace(config, rms_norm_eps=numbers.rms_norm_eps, attention_scale=numbers.attention_scale)
 
-    def body(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
-        layer, (local, window), seen = scanned
-        own: list[jax.Array] = []
+    def compute(x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
+        number, tensors, windowed, window, old_kv, prefix_kv = scanned
+        if changed is not None:
+            _, first, others = changed
+            tensors = jax.lax.cond(
+                (number == first) | (number == first + 1),
+                lambda: jax.tree.map(lambda pair: pair[jnp.clip(number - first, 0, 1)], others),
+                lambda: tensors,
+            )
+        own_kv: list[jax.Array] = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-            kv = (k, v)
-            own.extend(kv)
-            if seen is not None:
-                kv = tuple(jnp.where(fresh[:, None, :, None], x, old) for x, old in zip(kv, seen, strict=True))
-            return tree_attention(q, *kv, TreeMask(ends, positions, window), sinks)
+            own_kv.extend((k, v))
+            if old_kv is not None:
+                k = jnp.where(fresh[:, None, :, None], k, old_kv[0])
+                v = jnp.where(fresh[:, None, :, None], v, old_kv[1])
+            if prefix_kv is not None:
+                k = jnp.concatenate([prefix_kv[0], k], axis=2)
+                v = jnp.concatenate([prefix_kv[1], v], axis=2)
+            return _attention(q, k, v, sinks, seen & (distance < window))
 
-        x, _ = nnx.merge(graphdef, layer)(x, tables[0][local], tables[1][local], attend)
-        return x, (x, *own) if keep else None
+        layer = DecoderLayer.from_params(config, tensors)
+        layer.config = own_config  # its numbers are arguments of the program, so no part of what it is compiled for
+        cos, sin = numbers.tables
+        x, _ = layer(x, cos[windowed], sin[windowed], attend)
+        return x, (x, *own_kv) if keep else None
 
-    x, kept = jax.lax.scan(body, embed(config, model.embed[...], ids), (state, settings, old))
-    return rms_norm(config, x, model.final_norm[...]), kept
+    def compute_from_first(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+        assert changed is not None
+        return jax.lax.cond(scanned[0] >= changed[1], lambda: compute(x, scanned)[0], lambda: x), None
 
-
-def _chunks(x: jax.Array) -> jax.Array:
-    """Reshape [S, ...] to [chunks, TOKENS_PER_CHUNK, ...], padded with zeros."""
-    padded = jnp.pad(x, ((0, -len(x) % TOKENS_PER_CHUNK),) + ((0, 0),) * (x.ndim - 1))
-    return padded.reshape(-1, TOKENS_PER_CHUNK, *x.shape[1:])
-
-
-def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    return jnp.einsum("sd,vd->sv", hidden, head, preferred_element_type=jnp.float32)
-
-
-@jax.jit
-def _chosen_logprobs(
-    hidden: jax.Array, head: jax.Array, ids: jax.Array, masks: jax.Array | None, temperatures: jax.Array
-) -> jax.Array:
-    def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        hidden, ids, mask = part
-        scores = _logits(hidden, head)
-        chosen = jnp.take_along_axis(scores, ids[:, None], axis=1)[:, 0]
-        if mask is not None:
-            bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-            scores = jnp.where(bits.reshape(len(mask), -1)[:, : len(head)] == 1, scores, NEGATIVE)
-
-        def at(temperature: jax.Array) -> jax.Array:
-            return chosen / temperature - jax.nn.logsumexp(scores / temperature, axis=-1)
-
-        return jax.lax.map(at, temperatures)
-
-    return jnp.moveaxis(jax.lax.map(chunk, (hidden, ids, masks)), 0, 1).reshape(len(temperatures), -1)
+    prefix_kv = None if prefix is None else (prefix.keys, prefix.values)
+    layers = (jnp.arange(config.num_layers), params["layers"], numbers.windowed, numbers.windows, old, prefix_kv)
+    if changed is None:
+        x = embed(config, params["embed"], ids)
+        x = x * jnp.asarray(numbers.embed_scale, x.dtype)
+        x, outputs = jax.lax.scan(compute, x, layers)
+    else:
+        x, outputs = jax.lax.scan(compute_from_first, changed[0], layers)
+    return rms_norm(own_config, x, params["final_norm"]), outputs
 
 
-@jax.jit
-def _mass(hidden: jax.Array, head: jax.Array, temperature: jax.Array, ks: jax.Array, mass: jax.Array) -> jax.Array:
-    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        probabilities = jax.nn.softmax(_logits(part[0], head) / temperature, axis=-1)
-        total = jnp.cumsum(-jnp.sort(-probabilities, axis=-1), axis=-1)
-        last = total.shape[1] - 1
-        nearest = jnp.argmin(jnp.abs(total - part[1][:, None]), axis=-1)
-        reached, below = (
-            jnp.take_along_axis(total, jnp.maximum(nearest - less, 0)[:, None], axis=1)[:, 0] for less in (0, 1)
-        )
-        by_k = total[:, jnp.clip(ks - 1, 0, last)].T
-        return jnp.concatenate([by_k, jnp.stack([nearest + 1.0, reached, jnp.where(nearest > 0, below, 0.0)])])
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, visible: jax.Array) -> jax.Array:
+    """Attend, a row at a time.
 
-    return jnp.moveaxis(jax.lax.map(chunk, (hidden, mass)), 0, 1).reshape(len(ks) + 3, -1)
+    Args:
+        q: [B, H, T, h], scaled.
+        k: [B, K, S, h].
+        v: [B, K, S, h].
+        sinks: [H], or None.
+        visible: bool [B, T, S], which of the S keys a query sees.
+    """
+    _, heads, count, size = q.shape
+    kv_heads = k.shape[1]
+
+    def attend_row(row: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, visible = row
+        queries = q.reshape(kv_heads, heads // kv_heads, count, size)
+        scores = jnp.einsum("kgth,ksh->kgts", queries, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible, scores, MASK_VALUE)
+        peak = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - peak)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        mixed = jnp.einsum("kgts,ksh->kgth", weights.astype(v.dtype), v) / total.astype(v.dtype)
+        return mixed.reshape(heads, count, size), (peak + jnp.log(total)).reshape(heads, count)
+
+    output, normalizer = jax.lax.map(attend_row, (q, k, v, visible))
+    return output if sinks is None else add_sinks(output, normalizer, sinks)[0]

@@ -13,7 +13,7 @@ from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.hf import hf_tensors
+from jax_agent_rl.models.hf import HEAD, hf_tensors, tensor_names
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
 Samples = Mapping[str, TensorSample]
@@ -40,8 +40,11 @@ class TensorFault:
 
 
 def sample_tensors(model: DecoderConfig, params: Params) -> dict[str, TensorSample]:
-    """Sample every tensor of the learner."""
-    return {name: TensorSample.of(array) for name, array in hf_tensors(model, params)}
+    """Sample every tensor of the learner, the embeddings also as the head that they are in a tied model."""
+    samples = {name: TensorSample.of(array) for name, array in hf_tensors(model, params)}
+    if HEAD not in samples:
+        samples[HEAD] = samples[str(tensor_names(model)["embed"])]
+    return samples
 
 
 def tensor_faults(
@@ -56,15 +59,48 @@ def tensor_faults(
 
     Args:
         engine: samples of the engine's tensors, by name.
-        learner: samples of the learner's.
+        learner: samples of the learner's, of :func:`sample_tensors`.
         precision: of the engine's weights, as it is configured.
         transposed: a sample of the transpose of the learner's tensor of that name.
         older: samples of parameters of other versions, by what to call them.
     """
+    one_sided = _one_sided_faults(engine, learner)
     common = [name for name in learner if name in engine]
     wrong = [name for name in common if not _alike(engine[name], learner[name], precision)]
     if not wrong:
-        return []
+        return one_sided
+    return one_sided + _common_faults(wrong, common, engine, learner, precision, transposed, older)
+
+
+def _one_sided_faults(engine: Samples, learner: Samples) -> list[TensorFault]:
+    """Return the tensors that only one of the two has. A tied head need not be a tensor of its own."""
+    faults = []
+    for name, sample in learner.items():
+        if name not in engine and not (name == HEAD and _is_tied(learner, sample)):
+            detail = "is not among the engine's tensors"
+            if name == HEAD:
+                detail += ", so that it reads logits from its embeddings"
+            faults.append(TensorFault(name, Cause.MISSING_TENSOR, detail))
+    for name in engine:
+        if name not in learner:
+            faults.append(TensorFault(name, Cause.WRONG_TENSOR, "is no tensor of the learner's"))
+    return faults
+
+
+def _is_tied(learner: Samples, head: TensorSample) -> bool:
+    return any(sample is head for name, sample in learner.items() if name != HEAD)
+
+
+def _common_faults(
+    wrong: Sequence[str],
+    common: Sequence[str],
+    engine: Samples,
+    learner: Samples,
+    precision: str,
+    transposed: Callable[[str], TensorSample | None],
+    older: Mapping[str, Callable[[], Samples]],
+) -> list[TensorFault]:
+    """Return what the tensors that both have, and that differ, are instead; arguments as :func:`tensor_faults`."""
     if rounded := _rounded(engine, learner, common):
         return [TensorFault(name, Cause.DTYPE, f"is rounded to {rounded}") for name in wrong]
     before = {name: make() for name, make in older.items()}
@@ -141,7 +177,13 @@ def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids:
     count = len(token_ids)
     ids = np.pad(np.asarray(token_ids, np.int32), (0, -count % 128))[None]
     positions = np.arange(ids.shape[1], dtype=np.int32)[None]
-    inputs = forward.Inputs(token_ids=ids, positions=positions, fresh=np.ones(ids.shape, bool))
+    inputs = forward.Inputs(
+        token_ids=ids,
+        positions=positions,
+        fresh=np.ones(ids.shape, bool),
+        begins=np.zeros(ids.shape, np.int32),
+        ends=np.full(ids.shape, ids.shape[1], np.int32),
+    )
     outputs = forward.activations(model, compute_params(params, dtype), inputs)
     embedded, hidden = (np.asarray(x.astype(jnp.float32)) for x in (outputs.embedded[0], outputs.hidden[:, 0]))
     # [L, K, T, h] -> [L, T, K, h]
@@ -153,8 +195,53 @@ def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids:
     ]
 
 
-def first_difference(engine: Sequence[LayerOutput], learner: Sequence[LayerOutput], *, precision: str) -> str | None:
-    """Describe the first layer whose output differs between engine and learner; None if none does.
+@dataclass(frozen=True, kw_only=True)
+class LayerDifference:
+    """The first layer whose output differs between engine and learner.
+
+    Attributes:
+        layer: its number; -1: the embeddings.
+        parts: which of its ``keys``, ``values`` and ``hidden`` differ.
+        difference: the largest, as a part of the activations' size.
+    """
+
+    layer: int
+    parts: tuple[str, ...]
+    difference: float
+
+    @property
+    def causes(self) -> list[Cause]:
+        """What it speaks for."""
+        if self.layer < 0:
+            return [Cause.SETTING]
+        if "keys" in self.parts and "values" in self.parts:
+            return [Cause.SETTING, Cause.DTYPE]
+        if "keys" in self.parts:
+            return [Cause.ROTARY, Cause.SETTING]
+        return [Cause.SETTING, Cause.WINDOW, Cause.EXPERTS, Cause.ROTARY]
+
+    def describe(self) -> str:
+        """Return it in words."""
+        if self.layer < 0:
+            return f"the embeddings differ already, by {self.difference:.1%} of their size"
+        before = "the embeddings agree"
+        if self.layer:
+            before = f"the embeddings and layers 0 to {self.layer - 1} agree"
+        what = {
+            (True, True): "its keys and values differ: their weights, or the norm before them",
+            (True, False): "its keys differ and its values do not: rotary settings, positions, or the keys' weights",
+            (False, True): "its values differ and its keys do not: the values' weights",
+            (False, False): "its keys and values agree and its output does not: queries, window, output projection, or "
+            "what follows",
+        }["keys" in self.parts, "values" in self.parts]
+        layer = f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"
+        return f"{before}; {layer}: {what}"
+
+
+def first_difference(
+    engine: Sequence[LayerOutput], learner: Sequence[LayerOutput], *, precision: str
+) -> LayerDifference | None:
+    """Return the first layer whose output differs between engine and learner; None if none does.
 
     Args:
         engine: outputs of the engine's layers, embeddings first.
@@ -168,28 +255,14 @@ def first_difference(engine: Sequence[LayerOutput], learner: Sequence[LayerOutpu
             "values": (_unrepeated(theirs.values, own.values), own.values),
             "hidden": (theirs.hidden, own.hidden),
         }
-        differences = {
-            name: _activation_difference(a, b) for name, (a, b) in pairs.items() if a is not None and b is not None
-        }
+        differences = {}
+        for name, (a, b) in pairs.items():
+            if a is not None and b is not None:
+                differences[name] = _activation_difference(a, b)
         parts = tuple(name for name, value in differences.items() if not value <= slack)
         if parts:
-            return _describe_layer(i - 1, parts, max(differences[part] for part in parts))
+            return LayerDifference(layer=i - 1, parts=parts, difference=max(differences[part] for part in parts))
     return None
-
-
-def _describe_layer(layer: int, parts: Sequence[str], difference: float) -> str:
-    """Describe the first layer that differs (-1: the embeddings), by its ``keys``, ``values`` and ``hidden``."""
-    if layer < 0:
-        return f"the embeddings differ already, by {difference:.1%} of their size"
-    before = "the embeddings agree" if not layer else f"the embeddings and layers 0 to {layer - 1} agree"
-    what = {
-        (True, True): "its keys and values differ: their weights, or the norm before them",
-        (True, False): "its keys differ and its values do not: rotary settings, positions, or the keys' weights",
-        (False, True): "its values differ and its keys do not: the values' weights",
-        (False, False): "its keys and values agree and its output does not: queries, window, output projection, or "
-        "what follows",
-    }["keys" in parts, "values" in parts]
-    return f"{before}; layer {layer} is the first that differs, by {difference:.1%} of its size: {what}"
 
 
 def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | None:

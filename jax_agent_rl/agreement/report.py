@@ -143,6 +143,21 @@ class Cause(StrEnum):
         "expert routing",
         "give the engine the num_experts_per_tok and norm_topk_prob of the model's config.json",
     )
+    SETTING = (
+        "model settings",
+        "give the engine the field of the model's config.json that is named, or correct its code of the family",
+    )
+    MASK = (
+        "attention mask",
+        "correct which cached ids the engine's decode steps attend to, and which of them its cache keeps between turns",
+    )
+    ADAPTER = "adapter scale", "give the engine the lora_alpha and r that the adapters were published with"
+    LOGITS = (
+        "changed logits",
+        "turn off penalties, caps and forbidden ids in the engine, also in its generation_config.json, and mask ids "
+        "that only pad the vocabulary",
+    )
+    MIXED_ANSWERS = "mixed answers", "return with each request the log-probs of its own tokens"
     STALE_PREFIX = "stale prefix cache", "empty the engine's prefix cache with every weight update"
     LEARNER = (
         "the learner's packed pass",
@@ -154,9 +169,24 @@ class Cause(StrEnum):
     )
     UNKNOWN = (
         "unknown",
-        "serve the same model with rollout.backend=jetstream: if that agrees, the engine is at fault, else the model's "
-        "files",
+        "serve the same model with another engine: if that agrees, the one in use is at fault, else the model's files",
     )
+
+
+OTHER_ENGINES = {
+    "jetstream": "rollout.backend=vllm",
+    "vllm": "rollout.backend=jetstream",
+    "remote": "rollout.backend=jetstream",
+}
+"""By ``rollout.backend``, the setting that serves a model with another engine."""
+
+
+def advice(cause: Cause, backend: str) -> str:
+    """Return what to do, with the engine that is in use known; an unknown ``backend`` names no other."""
+    other = OTHER_ENGINES.get(backend)
+    if cause is not Cause.UNKNOWN or other is None:
+        return cause.advice
+    return cause.advice.replace("another engine", f"another engine ({other})")
 
 
 @dataclass(frozen=True)
@@ -186,6 +216,7 @@ class Diagnosis:
         findings: in the order of a report.
         cause: the likeliest.
         detail: continues a sentence that begins with "the engine".
+        backend: ``rollout.backend``.
     """
 
     contexts: Sequence[Context]
@@ -193,11 +224,12 @@ class Diagnosis:
     findings: Sequence[HypothesisResult]
     cause: Cause
     detail: str
+    backend: str = ""
 
     @property
     def line(self) -> str:
         """The one line to act on."""
-        return f"{self.cause}: {self.detail}; {self.cause.advice}"
+        return f"{self.cause}: {self.detail}; {advice(self.cause, self.backend)}"
 
     def lines(self) -> list[str]:
         """Return the findings, a line each, then the one to act on."""
@@ -243,6 +275,7 @@ class Evidence:
         tolerance: that was exceeded.
         precision: of the engine.
         tensors: samples of the engine's tensors; empty where they could not be read.
+        replicas: those of further engines.
         diagnosis: the one made during the run, as JSON; None where the learner spans processes.
     """
 
@@ -253,6 +286,7 @@ class Evidence:
     precision: str
     tensors: Mapping[str, TensorSample]
     diagnosis: Mapping[str, Any] | None
+    replicas: Sequence[Mapping[str, TensorSample]] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -262,7 +296,8 @@ class Evidence:
             "precision": self.precision,
             "diagnosis": self.diagnosis,
             "contexts": [context.to_json() for context in self.contexts],
-            "tensors": {name: sample.to_json() for name, sample in self.tensors.items()},
+            "tensors": _samples_to_json(self.tensors),
+            "replicas": [_samples_to_json(samples) for samples in self.replicas],
         }
 
     @classmethod
@@ -278,9 +313,18 @@ class Evidence:
         try:
             saved = json.loads(file.read_text())
             saved["contexts"] = [Context.from_json(context) for context in saved["contexts"]]
-            saved["tensors"] = {name: TensorSample.from_json(sample) for name, sample in saved["tensors"].items()}
+            saved["tensors"] = _samples_from_json(saved["tensors"])
+            saved["replicas"] = [_samples_from_json(samples) for samples in saved.get("replicas", ())]
             return cls(**saved | {"tolerance": Tolerance(**saved["tolerance"])})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error!r}); remove it to diagnose the trajectories"
             ) from None
+
+
+def _samples_to_json(samples: Mapping[str, TensorSample]) -> dict[str, Any]:
+    return {name: sample.to_json() for name, sample in samples.items()}
+
+
+def _samples_from_json(saved: Mapping[str, Any]) -> dict[str, TensorSample]:
+    return {name: TensorSample.from_json(sample) for name, sample in saved.items()}

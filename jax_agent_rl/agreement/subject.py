@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.logits import Tokens
 from jax_agent_rl.config import Config
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import Comparison, comparable
@@ -27,6 +29,8 @@ MAX_INSERTED = 128
 """Ids that a hypothesis may insert into a context."""
 ROWS = 4
 """Contexts of one pass."""
+LENGTH = 64
+"""Rows are padded to a multiple of it: few programs are compiled."""
 
 Scores = list[np.ndarray]
 """For each context the log-probs of its compared tokens, float64 [S]."""
@@ -45,6 +49,8 @@ class Context:
         learner: float64 [S], the learner's own, where it scored them.
         drifted: turns of which the engine reported another context than is trained on.
         supports: of the compared tokens' draws, S of them; empty if none was restricted.
+        starts: indices where sampled and inserted ids take turns, the first sampled ones first.
+        breach: index of the first token about which engine and learner disagree, once that is known.
     """
 
     name: str
@@ -55,6 +61,8 @@ class Context:
     learner: np.ndarray | None = None
     drifted: int = 0
     supports: tuple[Support | None, ...] = ()
+    starts: tuple[int, ...] = ()
+    breach: int | None = None
 
     def cut(self, length: int) -> Context:
         """Return the first ``length`` ids; later ones have no effect on them."""
@@ -66,7 +74,12 @@ class Context:
             rollout=self.rollout[kept],
             learner=None if self.learner is None else self.learner[kept],
             supports=self.supports[: kept.sum()],  # tokens are in order
+            starts=tuple(start for start in self.starts if start < length),
         )
+
+    def sampled_from(self, index: int) -> int:
+        """Return where the stretch of ids begins that ``index`` is in."""
+        return max((start for start in (0, *self.starts) if start <= index), default=0)
 
     def to_json(self) -> dict[str, Any]:
         return {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in vars(self).items()}
@@ -76,44 +89,66 @@ class Context:
         """Invert :meth:`to_json`."""
         learner = None if saved["learner"] is None else np.asarray(saved["learner"], np.float64)
         arrays = {"at": np.asarray(saved["at"], np.int64), "rollout": np.asarray(saved["rollout"], np.float64)}
-        tuples = {"token_ids": tuple(saved["token_ids"]), "supports": tuple(saved.get("supports", ()))}
+        # files of earlier versions have neither supports nor starts
+        tuples = {name: tuple(saved.get(name, ())) for name in ("token_ids", "supports", "starts")}
         return cls(**{**saved, **arrays, **tuples, "learner": learner})
 
 
-def collect_contexts(groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None) -> list[Context]:
+def collect_contexts(
+    groups: Sequence[Group], since: int, learner: Sequence[np.ndarray] | None = None, *, before: int | None = None
+) -> list[Context]:
     """Return every text context with comparable tokens, cut to ``MAX_CONTEXT_LEN`` ids.
 
     Args:
         groups: with their trajectories.
         since: first policy version of the parameters compared with.
         learner: for each trajectory the learner's log-probs of its tokens with loss, float64 [S].
+        before: first policy version of later parameters; None: there are none.
     """
     contexts = []
     for i, trajectory in enumerate(t for group in groups for t in group.trajectories):
-        contexts += _trajectory_contexts(trajectory, since, None if learner is None else learner[i])
-    return [cut for context in contexts if len((cut := context.cut(MAX_CONTEXT_LEN)).at)]
+        begin = 0
+        for sequence in trajectory.sequences:
+            count = sum(sequence.loss_mask)
+            own = None if learner is None else learner[i][begin : begin + count]
+            begin += count
+            context = sequence_context(sequence, since=since, before=before, learner=own)
+            if context is not None:
+                contexts.append(context)
+    return contexts
 
 
-def _trajectory_contexts(trajectory: Trajectory, since: int, learner: np.ndarray | None) -> Iterator[Context]:
-    begin = 0
-    for sequence in trajectory.sequences:
-        with_loss = np.flatnonzero(sequence.loss_mask)
-        mine = comparable(replace(sequence, history_window=None, segments=()), since)
-        own = None if learner is None else learner[begin : begin + len(with_loss)][mine]
-        begin += len(with_loss)
-        if sequence.multi_modal:
-            continue
-        at, drawn_from = with_loss[mine], sequence.supports
-        yield Context(
-            name=sequence.trajectory_id,
-            token_ids=(*sequence.prompt_ids, *sequence.response_ids),
-            prompt=len(sequence.prompt_ids) + int(np.argmax(sequence.response_mask)),
-            at=len(sequence.prompt_ids) + at,
-            rollout=np.asarray(sequence.rollout_logprobs, np.float64)[at],
-            learner=own,
-            drifted=_count_drifted(sequence),
-            supports=tuple(drawn_from[i] for i in at) if sequence.restricted else (),
-        )
+def sequence_context(
+    sequence: Trajectory, *, since: int, before: int | None = None, learner: np.ndarray | None = None
+) -> Context | None:
+    """Return the context of one sequence of ids; None without comparable tokens, or with images.
+
+    Args:
+        sequence: of a trajectory; its segments are left out.
+        since: see :func:`collect_contexts`.
+        before: see :func:`collect_contexts`.
+        learner: the learner's log-probs of its tokens with loss.
+    """
+    if sequence.multi_modal or not any(sequence.response_mask):
+        return None
+    mine = comparable(replace(sequence, history_window=None, segments=()), since, before)
+    at = np.flatnonzero(sequence.loss_mask)[mine]
+    starts, index = [], len(sequence.prompt_ids)
+    for turn in sequence.turns:
+        starts += [index, index + len(turn.output.token_ids)]
+        index += len(turn.output.token_ids) + len(turn.appended_ids)
+    context = Context(
+        name=sequence.trajectory_id,
+        token_ids=(*sequence.prompt_ids, *sequence.response_ids),
+        prompt=len(sequence.prompt_ids) + int(np.argmax(sequence.response_mask)),
+        at=len(sequence.prompt_ids) + at,
+        rollout=np.asarray(sequence.rollout_logprobs, np.float64)[at],
+        learner=None if learner is None else learner[mine],
+        drifted=_count_drifted(sequence),
+        supports=tuple(sequence.supports[i] for i in at) if sequence.restricted else (),
+        starts=tuple(starts),
+    ).cut(MAX_CONTEXT_LEN)
+    return context if len(context.at) else None
 
 
 def _count_drifted(sequence: Trajectory) -> int:
@@ -129,19 +164,58 @@ def _count_drifted(sequence: Trajectory) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A context as it is given to the model: with more ids, other positions, or a prefix of other weights.
+    """A context as it is given to the model: with other ids or positions, and some ids hidden or of other weights.
 
     Attributes:
         token_ids: int [T].
         at: int [S], indices of the compared tokens.
         positions: int [T].
-        stale: ids at the beginning whose keys and values are of other weights.
+        stale: bool [T], ids whose keys and values are of other weights.
+        begins: int [T], the first index that attends to each id, if it is not its own.
+        ends: int [T], one past the last index that does.
     """
 
     token_ids: np.ndarray
     at: np.ndarray
     positions: np.ndarray
-    stale: int = 0
+    stale: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, context: Context) -> Row:
+        """Return a context as it is."""
+        count = len(context.token_ids)
+        return cls(
+            token_ids=np.asarray(context.token_ids, np.int32),
+            at=context.at,
+            positions=np.arange(count),
+            stale=np.zeros(count, bool),
+            begins=np.zeros(count, np.int64),
+            ends=np.full(count, _FOREVER),
+        )
+
+    def first_change(self, plain: Row) -> int:
+        """Return the first index whose output may differ from that of a context as it is."""
+        count = min(len(self.token_ids), len(plain.token_ids))
+        differs = np.zeros(count, bool)
+        for name in ("token_ids", "positions", "stale", "begins"):
+            differs |= getattr(self, name)[:count] != getattr(plain, name)[:count]
+        first = int(np.argmax(differs)) if differs.any() else count
+        hidden = self.ends[:count][self.ends[:count] != plain.ends[:count]]
+        return min(first, int(hidden.min(initial=count)))
+
+    def since(self, index: int) -> Row:
+        """Return the ids from ``index`` on; indices still count from the first id."""
+        return replace(
+            self,
+            token_ids=self.token_ids[index:],
+            at=self.at[self.at > index],
+            positions=self.positions[index:],
+            stale=self.stale[index:],
+            begins=self.begins[index:],
+            ends=self.ends[index:],
+        )
 
     def insert(self, index: int, ids: Sequence[int], *, shift_positions: bool = True) -> Row:
         """Insert ids before ``index``.
@@ -151,15 +225,38 @@ class Row:
             ids: to insert.
             shift_positions: whether later ids have higher positions for it.
         """
-        after = np.arange(len(self.token_ids)) >= index
-        positions = self.positions + len(ids) * (after & shift_positions)
-        inserted = (self.positions[index] if index < len(after) else len(after)) + np.arange(len(ids))
+        count = len(self.token_ids)
+        positions = self.positions
+        if shift_positions:
+            positions = np.where(np.arange(count) >= index, positions + len(ids), positions)
+        first = self.positions[index] if index < count else count
         return replace(
             self,
             token_ids=np.insert(self.token_ids, index, ids),
-            positions=np.insert(positions, index, inserted).astype(np.int32),
-            at=self.at + len(ids) * (self.at >= index),
+            positions=np.insert(positions, index, first + np.arange(len(ids))),
+            at=np.where(self.at >= index, self.at + len(ids), self.at),
+            stale=np.insert(self.stale, [index] * len(ids), False),
+            begins=np.insert(self.begins, [index] * len(ids), 0),
+            ends=np.insert(self.ends, [index] * len(ids), _FOREVER),
         )
+
+    def drop(self, begin: int, end: int) -> Row:
+        """Leave out the ids from ``begin`` to ``end``, none of which is compared; later positions are lower for it."""
+        kept = np.ones(len(self.token_ids), bool)
+        kept[begin:end] = False
+        positions = np.where(np.arange(len(kept)) >= end, self.positions - (end - begin), self.positions)
+        return replace(
+            self,
+            token_ids=self.token_ids[kept],
+            positions=positions[kept],
+            at=np.where(self.at >= end, self.at - (end - begin), self.at),
+            stale=self.stale[kept],
+            begins=self.begins[kept],
+            ends=self.ends[kept],
+        )
+
+
+_FOREVER = np.int64(1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +271,10 @@ class DiagnosisSubject:
         contexts: to score.
         older: makes parameters of other versions, by description.
         pad_ids: ids used as padding.
+        backend: ``rollout.backend``.
+        adapters: the learner trains adapters.
+        packed: makes the contexts with the learner's own log-probs, of its packed passes.
+        longest: ids of the longest context, where these ones are cut; None: they are not.
     """
 
     model: DecoderConfig
@@ -183,13 +284,15 @@ class DiagnosisSubject:
     contexts: Sequence[Context]
     older: Mapping[str, Callable[[], Params]] = field(default_factory=dict)
     pad_ids: Sequence[int] = (0,)
+    backend: str = ""
+    adapters: bool = False
+    packed: Callable[[], Sequence[Context]] | None = None
+    longest: int | None = None
 
     @property
     def rows(self) -> list[Row]:
         """The contexts as they are."""
-        ids = [np.asarray(context.token_ids, np.int32) for context in self.contexts]
-        both = zip(self.contexts, ids, strict=True)
-        return [Row(token_ids=x, at=c.at, positions=np.arange(len(x), dtype=np.int32)) for c, x in both]
+        return [Row.of(context) for context in self.contexts]
 
     @property
     def ids(self) -> list[np.ndarray]:
@@ -202,60 +305,115 @@ class DiagnosisSubject:
         supports = [support for c in self.contexts for support in c.supports or (None,) * len(c.at)]
         return supports if any(supports) else []
 
-    def score(
-        self,
-        rows: Sequence[Row] | None = None,
-        *,
-        model: DecoderConfig | None = None,
-        params: Params | None = None,
-        dtype: str | None = None,
-        prefix: Params | None = None,
-    ) -> Scores:
-        """Score the compared tokens under changed settings.
-
-        Args:
-            rows: changed contexts.
-            model: other hyperparameters.
-            params: other weights.
-            dtype: of products.
-            prefix: weights of the rows' stale ids.
-        """
-        weights = compute_params(self.params if params is None else params, dtype or self.dtype)
-        hidden = self.hidden(rows, model=model, params=weights, prefix=prefix)
-        read = forward.logprobs(weights, hidden, np.concatenate(self.ids), (self.temperature,), self.supports)[0]
-        return self.split(read)
+    def weights(self, params: Params | None = None, dtype: str | None = None) -> Params:
+        """Return parameters, by default the learner's, as they enter products."""
+        return compute_params(self.params if params is None else params, dtype or self.dtype)
 
     def hidden(
         self,
         rows: Sequence[Row] | None = None,
         *,
         model: DecoderConfig | None = None,
-        params: Params | None = None,
+        weights: Params | None = None,
         prefix: Params | None = None,
+        change: forward.LayerChange | None = None,
     ) -> jax.Array:
-        """Return the hidden states [S, D] before the compared tokens of all contexts; arguments as :meth:`score`."""
-        rows, model = self.rows if rows is None else rows, model or self.model
-        weights = compute_params(self.params, self.dtype) if params is None else params
-        older = None if prefix is None else compute_params(prefix, self.dtype)
+        """Return the hidden states [S, D] before the compared tokens of all contexts.
+
+        Args:
+            rows: changed contexts.
+            model: other hyperparameters.
+            weights: other weights, of :meth:`weights`.
+            prefix: weights of the rows' stale ids.
+            change: tensors of single layers; for as many contexts as one pass has.
+        """
+        rows = self.rows if rows is None else rows
+        model = model or self.model
+        weights = self.weights() if weights is None else weights
         hidden = []
         for begin in range(0, len(rows), ROWS):
             batch = rows[begin : begin + ROWS]
             inputs = self.inputs(batch)
-            old = None if older is None else forward.activations(model, older, inputs)
-            states = forward.hidden_states(model, weights, inputs, old)
+            old = None if prefix is None else forward.activations(model, prefix, inputs)
+            states = forward.hidden_states(model, weights, inputs, old, change)
             hidden += [states[i, jnp.asarray(row.at - 1)] for i, row in enumerate(batch)]
         return jnp.concatenate(hidden)
 
     def inputs(self, rows: Sequence[Row]) -> forward.Inputs:
-        """Pad rows to one shape, whatever was inserted: few programs are compiled."""
-        length = max(len(c.token_ids) for c in self.contexts) + MAX_INSERTED
-        shape = min(ROWS, len(self.contexts)), -(-length // 128) * 128
-        ids, positions = np.zeros(shape, np.int32), np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        """Pad rows to one of few shapes."""
+        longest = max(len(row.token_ids) for row in rows)
+        shape = min(ROWS, len(self.contexts)), math.ceil(longest / LENGTH) * LENGTH
+        ids = np.zeros(shape, np.int32)
+        positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         fresh = np.ones(shape, bool)
+        begins = np.zeros(shape, np.int32)
+        ends = np.full(shape, _FOREVER, np.int32)
         for i, row in enumerate(rows):
             count = len(row.token_ids)
-            ids[i, :count], positions[i, :count], fresh[i, : row.stale] = row.token_ids, row.positions, False
-        return forward.Inputs(token_ids=ids, positions=positions, fresh=fresh)
+            ids[i, :count] = row.token_ids
+            positions[i, :count] = row.positions
+            fresh[i, :count] = ~row.stale
+            begins[i, :count] = row.begins
+            ends[i, :count] = row.ends
+        return forward.Inputs(token_ids=ids, positions=positions, fresh=fresh, begins=begins, ends=ends)
+
+    def hidden_since(self, row: Row, first: int, activations: forward.Activations) -> jax.Array:
+        """Return the hidden states before the compared tokens after ``first`` of a single context.
+
+        Args:
+            row: that differs from the context from ``first`` on.
+            first: index of the first id to compute.
+            activations: the learner's, of the context as it is.
+        """
+        rest = row.since(first)
+        inputs = self.inputs([rest])
+        length = activations.keys.shape[3]
+        place = np.arange(length, dtype=np.int32)[None]
+        # Ids before come in the places of the whole context: those from `first` on are hidden, and later indices move.
+        moved = length - first
+        ends = np.full((1, length), _FOREVER, np.int32)
+        own_ends = np.minimum(row.ends[:first], _FOREVER)
+        ends[0, :first] = np.where(own_ends < _FOREVER, own_ends + moved, own_ends)
+        ends[0, first:] = 0
+        count = len(rest.token_ids)
+        begins, later_ends = inputs.begins.copy(), inputs.ends.copy()
+        begins[0, :count] = np.where(rest.begins > 0, rest.begins + moved, 0)
+        later_ends[0, :count] = np.where(rest.ends < _FOREVER, rest.ends + moved, _FOREVER)
+        inputs = replace(inputs, begins=begins, ends=later_ends)
+        prefix = forward.Prefix(keys=activations.keys, values=activations.values, positions=place, ends=ends)
+        states = forward.hidden_states(self.model, self.weights(), inputs, prefix=prefix)
+        return states[0, jnp.asarray(rest.at - 1 - first)]
+
+    def tokens(self, hidden: jax.Array, params: Params | None = None, *, plain: np.ndarray | None = None) -> Tokens:
+        """Return the compared tokens with their hidden states, and their log-probs by a head.
+
+        Args:
+            hidden: [S, D].
+            params: of the head; the learner's by default.
+            plain: the log-probs, if they are known.
+        """
+        longest = max(len(c.token_ids) for c in self.contexts)
+        count = sum(len(c.at) for c in self.contexts)
+        before = np.full((count, longest), -1, np.int32)
+        sampled = np.zeros((count, longest), bool)
+        number = 0
+        for context in self.contexts:
+            for index in context.at:
+                before[number, :index] = context.token_ids[:index]
+                sampled[number, context.sampled_from(index) : index] = True
+                number += 1
+        tokens = Tokens(
+            params=self.weights() if params is None else params,
+            temperature=self.temperature,
+            hidden=hidden,
+            ids=np.concatenate(self.ids),
+            rollout=np.concatenate([c.rollout for c in self.contexts]),
+            plain=np.zeros(count),
+            supports=self.supports,
+            before=before,
+            sampled_before=sampled,
+        )
+        return replace(tokens, plain=tokens.logprobs() if plain is None else plain)
 
     def split(self, values: np.ndarray) -> Scores:
         """Split numbers of all compared tokens by context."""
@@ -270,18 +428,32 @@ class DiagnosisSubject:
         return Comparison.of(np.concatenate(self.gaps(scores)))
 
 
-def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], *, version: int) -> DiagnosisSubject:
-    """Return the subject of a run: contexts, the learner's parameters, and older ones.
+def make_subject(
+    learner: Learner,
+    config: Config,
+    contexts: Sequence[Context],
+    *,
+    version: int,
+    packed: Callable[[], Sequence[Context]] | None = None,
+    is_before: bool = False,
+) -> DiagnosisSubject:
+    """Return the subject of a run: contexts, the parameters they were sampled from, and older ones.
 
     Args:
         learner: with the parameters of ``version``.
         config: of the run.
         contexts: to score.
         version: policy version that the contexts were sampled from.
+        packed: see :class:`DiagnosisSubject`.
+        is_before: the learner's parameters are those of an update after ``version``, which is undone.
     """
     params = learner.params
+    before = learner.params_before()
     older: dict[str, Callable[[], Params]] = {}
-    if (before := learner.params_before()) is not None:
+    if is_before:
+        assert before is not None
+        params = before
+    elif before is not None:
         older["the version before (the last optimizer update undone)"] = lambda: before
     if version:
         shardings = jax.tree.map(lambda x: x.sharding, params)
@@ -293,4 +465,7 @@ def make_subject(learner: Learner, config: Config, contexts: Sequence[Context], 
         temperature=config.rollout.temperature,
         contexts=contexts,
         older=older,
+        backend=config.rollout.backend,
+        adapters=config.learner.lora is not None,
+        packed=packed,
     )

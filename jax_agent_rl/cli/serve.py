@@ -243,6 +243,9 @@ def diagnose(
             help="Version of the weights whose trajectories are compared; default the one that was diagnosed."
         ),
     ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="After so long no other hypothesis is tried; a larger model needs more.")
+    ] = 45.0,
     json: JsonOption = False,
 ) -> None:
     """Compare engine and learner of a run again, from its folder, and diagnose a disagreement.
@@ -258,7 +261,7 @@ def diagnose(
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
     console = Console()
-    found = diagnose_run(run, version=version)
+    found = diagnose_run(run, version=version, seconds=seconds)
     print_line(console, f"comparing {found.contexts} contexts of {found.source}")
     if found.diagnosis is None:
         comparison, allowed = found.comparison, found.allowed

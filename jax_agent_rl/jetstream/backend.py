@@ -323,5 +323,8 @@ class JetStreamBackend:
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
         return await self._thread.call(lambda: inspection.tensor_samples(self._config, self._core.scheduler))
 
+    async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
+        return ()
+
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
         return await self._thread.call(lambda: inspection.layer_outputs(self._core.scheduler, token_ids))

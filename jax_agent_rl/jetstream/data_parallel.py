@@ -300,8 +300,12 @@ class DataParallelBackend:
         return BackendMetrics(**sums | {"weight_update_seconds": max(one["weight_update_seconds"] for one in each)})
 
     async def tensor_samples(self) -> Mapping[str, TensorSample]:
-        """Return the first engine's; all have the same weights."""
+        """Return the first engine's."""
         return await self.engines[0].tensor_samples()
+
+    async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
+        """Return the other engines'; all should have the same weights."""
+        return await asyncio.gather(*(engine.tensor_samples() for engine in self.engines[1:]))
 
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
         """Return the first engine's."""

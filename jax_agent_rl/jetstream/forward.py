@@ -175,11 +175,16 @@ def decode_step(
     return next_logits(config, params, x, mesh, native), cache
 
 
+def head_of(params: EngineParams) -> jax.Array:
+    """Return the output head [V, D], which may be the embedding."""
+    return params.embed if params.head is None else params.head
+
+
 def next_logits(
     config: DecoderConfig, params: EngineParams, x: jax.Array, mesh: Mesh | None, native: bool = False
 ) -> jax.Array:
     """Return the logits float32 [V, B] of the ids after residual streams [D, B], on a mesh split by id."""
-    head = params.embed if params.head is None else params.head
+    head = head_of(params)
     if native:
         return cpu_kernels.product(config, head, x, params.final_norm)
     x = rms_norm(config, x, params.final_norm, axis=0)

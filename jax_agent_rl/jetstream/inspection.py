@@ -22,11 +22,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_agent_rl.errors import BackendError
-from jax_agent_rl.jetstream.forward import EXPERTS, EngineParams, next_logits, prefill_chunks
+from jax_agent_rl.jetstream.forward import EXPERTS, EngineParams, head_of, next_logits, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, empty_cache, from_cache
 from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.hf import tensor_names
+from jax_agent_rl.models.hf import HEAD, tensor_names
 from jax_agent_rl.models.layers import Quantized, embed
 from jax_agent_rl.models.moe import transpose_matrices
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample, named_tensors
@@ -120,7 +120,9 @@ def _score_chunk(
 
 
 def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, TensorSample]:
-    """Sample every tensor of the decoder; empty for external engines.
+    """Sample every tensor; empty for external engines.
+
+    The head is what logits are read from, whatever the model says: its own tensor, or the embeddings.
 
     Args:
         model: with the learner's number of key/value heads.
@@ -130,12 +132,23 @@ def tensor_samples(model: DecoderConfig, scheduler: Scheduler) -> Mapping[str, T
     if not isinstance(params, EngineParams):
         return {}
     names = tensor_names(model)
-    top = {"embed": params.embed, "final_norm": params.final_norm, "lm_head": params.head}
-    samples = {names[key]: TensorSample.of(np.asarray(x)) for key, x in top.items() if key in names and x is not None}
+    samples = {
+        names["embed"]: TensorSample.of(np.asarray(params.embed)),
+        names["final_norm"]: TensorSample.of(np.asarray(params.final_norm)),
+        HEAD: TensorSample.of(np.asarray(head_of(params))),
+    }
+    if params.vision is not None:
+        stored = zip(jax.tree.leaves(names["vision"], is_leaf=_is_list), jax.tree.leaves(params.vision), strict=True)
+        tower = [(name, np.asarray(x)) for name, x in stored]
+        samples |= {name: TensorSample.of(array) for name, array in named_tensors(tower)}
     for i, layer in enumerate(params.layers):
         own = [(names["layers"][key][i], array) for key, array in _split(model, layer).items()]
         samples |= {name: TensorSample.of(array) for name, array in named_tensors(own)}
     return samples
+
+
+def _is_list(names: Any) -> bool:
+    return isinstance(names, list)
 
 
 def layer_outputs(scheduler: Scheduler, token_ids: Sequence[int]) -> Sequence[LayerOutput]:

@@ -353,6 +353,10 @@ class Inspectable(Protocol):
         """Sample every tensor served, by its published name; empty if they cannot be read back."""
         ...
 
+    async def replica_samples(self) -> Sequence[Mapping[str, TensorSample]]:
+        """Sample the tensors of further engines behind this backend, which serve the same weights."""
+        ...
+
     async def layer_outputs(self, token_ids: Sequence[int]) -> Sequence[LayerOutput]:
         """Return the engine's own layer outputs for a context, from the embeddings on; empty if unavailable."""
         ...

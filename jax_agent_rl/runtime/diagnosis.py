@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_agent_rl.agreement.diagnosis import EngineView, diagnose, worst
+from jax_agent_rl.agreement.diagnosis import EngineView, explain
 from jax_agent_rl.agreement.report import Diagnosis, Evidence, Tolerance, run_tolerance
-from jax_agent_rl.agreement.subject import MAX_CONTEXT_LEN, MAX_CONTEXTS, Context, make_subject
+from jax_agent_rl.agreement.search import SECONDS, TimeLimit, examine
+from jax_agent_rl.agreement.subject import MAX_CONTEXTS, Context, make_subject, sequence_context
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
@@ -19,7 +20,7 @@ from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import load_config
-from jax_agent_rl.observe.run_dir import Record, read_trajectories
+from jax_agent_rl.observe.run_dir import Record, read_trajectories, restore_trajectory
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.policy import run_config
 
@@ -47,13 +48,14 @@ class RunDiagnosis:
     then: Mapping[str, Any] | None = None
 
 
-def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
+def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECONDS) -> RunDiagnosis:
     """Repeat the diagnosis of a recorded breach, or compare a run's recorded trajectories.
 
     Args:
         run: the run folder.
         version: version of the weights whose trajectories are compared; None: that of the breach, or the newest with a
             checkpoint.
+        seconds: after which no other hypothesis is tried.
 
     Raises:
         CheckpointError: not a run folder, or no version has both trajectories and parameters.
@@ -83,18 +85,21 @@ def diagnose_run(run: Path, *, version: int | None = None) -> RunDiagnosis:
     learner = _learner_at(config, place, version, saved=version in complete_steps(place))
     subject = make_subject(learner, config, contexts, version=version)
     allowed = run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
-    engine = None if evidence is None else EngineView(precision=evidence.precision, tensors=evidence.tensors)
-    few, plain = worst(subject)
+    engine = None
+    if evidence is not None:
+        engine = EngineView(precision=evidence.precision, tensors=evidence.tensors, replicas=evidence.replicas)
+    limit = TimeLimit(seconds)
+    examined = examine(subject, allowed, limit)
     measured = [c.learner - c.rollout for c in contexts if c.learner is not None]
-    comparison = Comparison.of(np.concatenate(measured)) if measured else few.compare(plain)
-    broken = evidence is not None or not allowed.holds(comparison) or not allowed.holds(few.compare(plain))
+    comparison = Comparison.of(np.concatenate(measured)) if measured else examined.gap
+    broken = evidence is not None or not allowed.holds(comparison) or not allowed.holds(examined.gap)
     return RunDiagnosis(
         source=source,
         version=version,
         contexts=len(contexts),
         comparison=comparison,
         allowed=allowed,
-        diagnosis=diagnose(subject, tolerance=allowed, engine=engine) if broken else None,
+        diagnosis=explain(subject, examined, tolerance=allowed, engine=engine, limit=limit) if broken else None,
         then=None if evidence is None else evidence.diagnosis,
     )
 
@@ -132,42 +137,22 @@ def _folder_contexts(run: Path, *, frozen: Container[str] = ()) -> dict[int, lis
     for record in read_trajectories(run / "trajectories.jsonl"):
         if record["split"] == "train" and record["history_window"] is None and record["role"] not in frozen:
             for part in (record, *record["segments"]):
-                for version, context in _record_contexts(part):
+                for version, context in record_contexts(part):
                     found.setdefault(version, []).append(context)
     return found
 
 
-def _record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
+def record_contexts(record: Record) -> Iterator[tuple[int, Context]]:
+    """Yield a context for each version that sampled tokens of a record."""
     media = sum(record["prompt_media"].values()) + sum(
         count for turn in record["turns"] for call in turn["tool_calls"] for count in call.get("media", {}).values()
     )
-    if media or not any(record["response_mask"]):
+    if media:
         return
-    prompt, versions = record["prompt_ids"], record["policy_versions"]
-    by_version: dict[int, list[int]] = {}
-    supports: dict[int, str] = {}
-    begin = 0
-    for turn in record["turns"]:
-        marks = turn.get("constrained") or [0] * turn["sampled"]
-        for at, constrained in enumerate(marks, begin):
-            if versions[at] != versions[begin]:
-                break
-            if constrained:
-                continue
-            by_version.setdefault(versions[at], []).append(at)
-        supports |= {at: support for at, support in enumerate(turn.get("supports", ()), begin) if support}
-        begin += turn["sampled"] + turn["appended"]
-    for version, places in by_version.items():
-        at = np.asarray(places, np.int64)
-        old = record.get("old_logprobs")
-        context = Context(
-            name=record["trajectory_id"],
-            token_ids=(*prompt, *record["response_ids"]),
-            prompt=len(prompt) + record["response_mask"].index(1),
-            at=len(prompt) + at,
-            rollout=np.asarray(record["rollout_logprobs"], np.float64)[at],
-            learner=None if old is None else np.asarray(old, np.float64)[at],
-            supports=tuple(map(supports.get, places)) if supports else (),
-        ).cut(MAX_CONTEXT_LEN)
-        if len(context.at):
+    sequence = replace(restore_trajectory(record), segments=())
+    known = record.get("old_logprobs")
+    learner = None if known is None else np.asarray(known, np.float64)[np.flatnonzero(sequence.loss_mask)]
+    for version in sorted({version for turn in sequence.turns for version in turn.output.policy_versions}):
+        context = sequence_context(sequence, since=version, before=version + 1, learner=learner)
+        if context is not None:
             yield version, context

@@ -71,8 +71,11 @@ async def outputs(mesh):
     woken = await asyncio.gather(*(backend.generate(request(f"w{i}", p)) for i, p in enumerate(PROMPTS)))
     metrics = await backend.metrics()
     assert metrics.recompilations == 0 and metrics.requests_finished == 8 + 1 + 8 + 8
+    own, others = await backend.tensor_samples(), await backend.replica_samples()
+    assert all(np.array_equal(own[name].values, other[name].values) for other in others for name in own)
     await backend.close()
-    return [*first, second, *changed, *woken], {"counts": counts, "in place": in_place, "host copies": len(hosts)}
+    facts = {"counts": counts, "in place": in_place, "host copies": len(hosts), "replicas": 1 + len(others)}
+    return [*first, second, *changed, *woken], facts
 
 expected, _ = asyncio.run(outputs(make_engine_mesh(EngineMeshConfig())))
 found, facts = asyncio.run(outputs(make_engine_mesh(EngineMeshConfig(data=4, tensor=2))))
@@ -90,6 +93,7 @@ def test_four_engines_of_two_devices_say_what_one_says_and_share_requests_and_me
     assert facts["counts"] == [2, 2, 2, 2], "each engine got as many requests as the others"
     assert facts["in place"], "one program wrote the new weights of all engines over the old ones"
     assert facts["host copies"] == 1, "sleeping engines share one copy on the host"
+    assert facts["replicas"] == 4, "a diagnosis reads the tensors of each"
 
 
 SPECULATING = (

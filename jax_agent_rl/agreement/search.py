@@ -1,0 +1,419 @@
+"""The search for a setting that explains a gap, within a time limit.
+
+::
+
+    contexts ─► the shortest beginning that shows the gap ─► every trial, family by family
+                                                    └─ the best of a family ─► all contexts, whole ─► explains or not
+
+A pass over few ids is cheap, so trials are made on the probe: one context, cut a few tokens after the first one that
+disagrees. What explains the probe is confirmed on all contexts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.hypotheses import FAMILIES, OVER, Family, Trial
+from jax_agent_rl.agreement.logits import Tokens
+from jax_agent_rl.agreement.readings import FEW, readings
+from jax_agent_rl.agreement.report import Cause, HypothesisResult, Tolerance
+from jax_agent_rl.agreement.subject import ROWS, Context, DiagnosisSubject, Scores
+from jax_agent_rl.learner.metrics import Comparison
+
+T = TypeVar("T")
+SECONDS = 45.0
+"""How long a diagnosis may search, beside a pass that has begun."""
+MAX_EXAMINED = ROWS
+"""Contexts that hypotheses are confirmed on."""
+FIRST_EXAMINED = 2
+"""Contexts of one pass of the first look."""
+QUICK = 0.05
+"""Share of the time after which that look ends with fewer contexts that disagree."""
+MARGIN = 8
+"""Compared tokens of the probe after the first that disagrees."""
+EXPLAINED = 0.05
+"""Share of the gap that an attempt may leave and still explain it, where rounding leaves less."""
+MAX_CONFIRMATIONS = 8
+"""Trials of a family that are confirmed on all contexts."""
+SHOWS = 0.3
+"""Share of a context's largest gap that a token has to have for the probe to end after it."""
+
+
+class TimeLimit:
+    """The time that is left for a diagnosis.
+
+    Args:
+        seconds: in all.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._end = clock() + seconds
+        self._reserved = 0.0
+
+    def reserve(self, share: float) -> None:
+        """Keep a share of the time for what comes last."""
+        self._reserved = share * self.seconds
+
+    def allows(self, seconds: float = 0.0) -> bool:
+        """Return whether something that takes so long can still be done."""
+        return self._clock() + seconds + self._reserved <= self._end
+
+    def part(self, share: float) -> TimeLimit:
+        """Return a limit that begins now and has this share of the time."""
+        return TimeLimit(share * self.seconds, self._clock)
+
+    def measure(self, run: Callable[[], T]) -> tuple[T, float]:
+        """Return what a call returns, and the seconds it took."""
+        began = self._clock()
+        found = run()
+        return found, self._clock() - began
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """The log-probs of all contexts under one setting, and what is left of the gap."""
+
+    cause: Cause
+    label: str
+    scores: Scores
+    left: Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """The contexts of a diagnosis, scored by a plain pass.
+
+    Attributes:
+        subject: those that disagree most, at most ``MAX_EXAMINED``, each with its first breach.
+        tokens: of these, with their hidden states.
+        plain: their scores.
+        scored: how many were scored.
+        others: scores of all that were scored.
+    """
+
+    subject: DiagnosisSubject
+    tokens: Tokens
+    plain: Scores
+    scored: int
+    others: Scores
+
+    @property
+    def gap(self) -> Comparison:
+        """The gap between engine and learner in the examined contexts."""
+        return self.subject.compare(self.plain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """A context with what a plain pass made of it."""
+
+    context: Context
+    hidden: jax.Array
+    scores: np.ndarray
+    mean_gap: float
+
+
+def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -> Examined:
+    """Score contexts until enough disagree, all have been scored, or half of the time is gone.
+
+    Those with the largest known gaps come first. Two that disagree are enough where passes are slow.
+    """
+
+    def known_gap(context: Context) -> float:
+        return 0.0 if context.learner is None else float(np.abs(context.learner - context.rollout).mean())
+
+    half, quick = limit.part(0.5), limit.part(QUICK)
+    contexts = sorted(subject.contexts, key=known_gap, reverse=True)
+    found: list[_Scored] = []
+    breaches = 0
+    for begin in range(0, len(contexts), FIRST_EXAMINED):
+        if breaches >= (MAX_EXAMINED if quick.allows() else FIRST_EXAMINED) or (found and not half.allows()):
+            break
+        batch = replace(subject, contexts=contexts[begin : begin + FIRST_EXAMINED])
+        hidden = batch.hidden()
+        scores = batch.split(batch.tokens(hidden).plain)
+        states = jnp.split(hidden, np.cumsum([len(own) for own in scores])[:-1])
+        for context, own, gap, part in zip(batch.contexts, scores, batch.gaps(scores), states, strict=True):
+            breach = _first_breach(context, gap, tolerance)
+            breaches += breach is not None
+            mean_gap = float(np.abs(gap).mean())
+            found.append(_Scored(context=replace(context, breach=breach), hidden=part, scores=own, mean_gap=mean_gap))
+    by_gap = sorted(found, key=lambda scored: -scored.mean_gap)
+    worst = [scored for scored in by_gap if scored.context.breach is not None] or by_gap
+    worst = worst[:MAX_EXAMINED]
+    chosen = replace(subject, contexts=[scored.context for scored in worst])
+    plain = [scored.scores for scored in worst]
+    hidden = jnp.concatenate([scored.hidden for scored in worst])
+    return Examined(
+        subject=chosen,
+        tokens=chosen.tokens(hidden, plain=np.concatenate(plain)),
+        plain=plain,
+        scored=len(found),
+        others=[scored.scores for scored in found],
+    )
+
+
+def _first_breach(context: Context, gap: np.ndarray, tolerance: Tolerance) -> int | None:
+    """Return the index of the first token with a gap that rounding does not make; None if there is none."""
+    sizes = np.abs(gap)
+    over = np.flatnonzero(sizes > tolerance.token)
+    if len(over):
+        return int(context.at[over[0]])
+    if len(sizes) and sizes.mean() > tolerance.mean:
+        return int(context.at[0])
+    return None
+
+
+def probe_of(examined: Examined) -> DiagnosisSubject:
+    """Return the shortest beginning of one context that shows the gap."""
+    cuts = []
+    for context, gap in zip(examined.subject.contexts, examined.subject.gaps(examined.plain), strict=True):
+        sizes = np.abs(gap)
+        shows = int(np.argmax(sizes >= SHOWS * sizes.max()))
+        last = min(shows + MARGIN, len(sizes) - 1)
+        cuts.append(context.cut(int(context.at[last]) + 1))
+    longest = max(len(context.token_ids) for context in examined.subject.contexts)
+    return replace(examined.subject, contexts=[min(cuts, key=lambda context: len(context.token_ids))], longest=longest)
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Tries families of trials on the probe, and confirms what explains it.
+
+    Attributes:
+        examined: the contexts.
+        tolerance: of the run.
+        limit: on time.
+        findings: one for each family.
+        explaining: attempts that explain the gap.
+        untried: families that time did not suffice for, with how many of their trials were made.
+    """
+
+    examined: Examined
+    tolerance: Tolerance
+    limit: TimeLimit
+    findings: list[HypothesisResult] = field(default_factory=list)
+    explaining: list[Attempt] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.subject = self.examined.subject
+        self.gap = self.examined.gap
+        self.probe = probe_of(self.examined)
+        self._activations: forward.Activations | None = None
+        self._probe_plain = self._plain_of(self.probe.contexts[0])
+        self._pass_seconds = 0.0
+        self.probe_gap = self.probe.compare(self._probe_plain)
+
+    def _plain_of(self, probe: Context) -> Scores:
+        """Return the plain scores of the probe: those of its context, as far as it goes."""
+        names = [(context.name, context.token_ids[: len(probe.token_ids)]) for context in self.subject.contexts]
+        number = names.index((probe.name, probe.token_ids))
+        return [self.examined.plain[number][: len(probe.at)]]
+
+    @property
+    def activations(self) -> forward.Activations:
+        """The learner's activations in the probe."""
+        if self._activations is None:
+            probe = self.probe
+            self._activations = forward.activations(probe.model, probe.weights(), probe.inputs(probe.rows))
+        return self._activations
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an attempt leaves so little that no other needs to be made: others may leave little, too."""
+        least = min(2 * self.tolerance.mean, OVER * self.gap.mean)
+        return any(attempt.left.mean <= least for attempt in self.explaining)
+
+    @property
+    def best(self) -> Attempt | None:
+        """The attempt that explains the gap best."""
+        return min(self.explaining, key=lambda attempt: attempt.left.mean, default=None)
+
+    def explains(self, left: Comparison, gap: Comparison) -> bool:
+        """Return whether what an attempt leaves of a gap is rounding."""
+        mean = left.mean <= max(2 * self.tolerance.mean, EXPLAINED * gap.mean)
+        largest = left.largest <= max(2 * self.tolerance.token, 2 * EXPLAINED * gap.largest)
+        return mean and largest and left.mean < gap.mean / 2
+
+    # --- readings -----------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Try everything that follows the last hidden states."""
+        if self.is_over:
+            return
+        few = self.examined.tokens.some(FEW)
+        gap = Comparison.of(few.rollout - few.plain)
+        best: dict[Cause, tuple[Comparison, str]] = {}
+        count: dict[Cause, int] = {}
+        for reading in readings(self.subject, few):
+            left = Comparison.of(few.rollout - reading.few)
+            count[reading.cause] = count.get(reading.cause, 0) + 1
+            if self.explains(left, gap):
+                scores = self.subject.split(reading.read(self.examined.tokens))
+                left = self._record(reading.cause, reading.label, scores)
+            if reading.cause not in best or left.mean < best[reading.cause][0].mean:
+                best[reading.cause] = (left, reading.label)
+            if self.is_over:
+                break
+        for cause, (left, label) in best.items():
+            self._add_finding(cause, label, count[cause], left)
+
+    def compare_answers(self) -> None:
+        """Try log-probs that were returned with a neighbouring token, or to another request."""
+        if self.is_over:
+            return
+        for step, name in ((1, "after"), (-1, "before")):
+            shifted = [np.roll(own, -step) for own in self.examined.plain]
+            for own, context in zip(shifted, self.subject.contexts, strict=True):
+                last = -1 if step > 0 else 0
+                own[last] = context.rollout[last]  # nothing to compare it with
+            label = f"returns with each token the log-prob of the one {name} it"
+            left = self._record(Cause.POSITION, label, shifted)
+            self._add_finding(Cause.POSITION, label, 1, left)
+        exchanged = [self._best_other(context) for context in self.subject.contexts]
+        label = "returns the log-probs of another request"
+        left = self._record(Cause.MIXED_ANSWERS, label, exchanged)
+        self._add_finding(Cause.MIXED_ANSWERS, label, 1, left)
+
+    def _best_other(self, context: Context) -> np.ndarray:
+        """Return the scores of the tokens of another context that are nearest to what the engine reported."""
+        candidates = [other[: len(context.at)] for other in self.examined.others if len(other) >= len(context.at)]
+        return min(candidates, key=lambda other: float(np.abs(context.rollout - other).mean()))
+
+    def _record(self, cause: Cause, label: str, scores: Scores) -> Comparison:
+        left = self.subject.compare(scores)
+        if self.explains(left, self.gap):
+            self.explaining.append(Attempt(cause=cause, label=label, scores=scores, left=left))
+        return left
+
+    # --- families -----------------------------------------------------------------------------------------------
+
+    def try_family(self, name: str, family: Family, *, per_context: bool = False) -> None:
+        """Try the trials of a family on the probe, and confirm the best of them."""
+        if self.is_over:
+            best = self.best
+            assert best is not None
+            self.findings.append(HypothesisResult(name, "not tested", f"{best.cause} explains everything"))
+            return
+        outcome = _Outcome(left=self.probe_gap)
+        for trial, left in self._trials(family, self.probe, self._probe_plain, outcome):
+            # Other trials may explain the probe as well: a window as long as it is none.
+            if self.explains(left, self.probe_gap) and outcome.confirmations < MAX_CONFIRMATIONS:
+                outcome.confirmations += 1
+                confirmed = self._confirm(family, trial, per_context=per_context)
+                if self.explains(confirmed, self.gap):
+                    outcome.best, outcome.left = trial, confirmed
+                if self.is_over:
+                    break
+        if outcome.stopped:
+            self.untried.append(f"{name} ({outcome.count} tried)" if outcome.count else name)
+        if outcome.best is None:
+            detail = "there was no time" if outcome.stopped else "there is nothing to try"
+            self.findings.append(HypothesisResult(name, "not tested", detail))
+            return
+        self._add_finding(name, outcome.best.label, outcome.count, outcome.left)
+
+    def _trials(
+        self, family: Family, probe: DiagnosisSubject, plain: Scores, outcome: _Outcome
+    ) -> Iterator[tuple[Trial, Comparison]]:
+        """Yield the trials of a family with what they leave, until there are no more, or there is no time for one."""
+        trials = family(probe)
+        answer: float | None = None
+        while True:
+            try:
+                trial = next(trials) if answer is None else trials.send(answer)
+            except StopIteration:
+                return
+            if not self.limit.allows(self._pass_seconds):
+                outcome.stopped = True
+                return
+            reuses = trial.change is not None or trial.changes_places_only
+            activations = self.activations if reuses and probe is self.probe else None
+            scores, seconds = self.limit.measure(
+                lambda trial=trial, activations=activations: trial.scores(probe, plain, activations)
+            )
+            self._pass_seconds = seconds
+            left = probe.compare(scores)
+            outcome.add(trial, left)
+            yield trial, left
+            answer = left.mean
+
+    def _confirm(self, family: Family, trial: Trial, *, per_context: bool) -> Comparison:
+        """Score all contexts, each by the trial that explains it if they may differ."""
+        scores = trial.scores(self.subject, self.examined.plain)
+        left = self.subject.compare(scores)
+        if per_context and not self.explains(left, self.gap):
+            scores = [
+                self._score_alone(family, number, context, own)
+                for number, (context, own) in enumerate(zip(self.subject.contexts, scores, strict=True))
+            ]
+        return self._record(trial.cause, trial.label, scores)
+
+    def _score_alone(self, family: Family, number: int, context: Context, scores: np.ndarray) -> np.ndarray:
+        """Return a context's scores under the family's trial that explains it best, if these do not."""
+        alone = replace(self.subject, contexts=[context])
+        plain = [self.examined.plain[number]]
+        gap = alone.compare(plain)
+        if self.explains(alone.compare([scores]), gap):
+            return scores
+        outcome = _Outcome(left=alone.compare([scores]))
+        for _, left in self._trials(family, alone, plain, outcome):
+            if self.explains(left, gap):
+                break
+        return scores if outcome.best is None else outcome.best.scores(alone, plain)[0]
+
+    def _add_finding(self, name: str, label: str, count: int, left: Comparison) -> None:
+        confirmed = any(attempt.label == label for attempt in self.explaining)
+        tried = f"best of {count} settings" if count > 1 else "best setting"
+        verdict = "explains" if confirmed else "ruled out"
+        self.findings.append(HypothesisResult(name, verdict, f"{tried}: the engine {label}", left))
+
+    def nearest(self) -> HypothesisResult | None:
+        """Return the finding that leaves the smallest part of its gap."""
+        tried = [finding for finding in self.findings if finding.left is not None]
+        return min(tried, key=lambda finding: finding.left.mean if finding.left else 0.0, default=None)
+
+
+@dataclass
+class _Outcome:
+    """What became of a family: its best trial, what that left, how many were made, whether time ended it."""
+
+    left: Comparison
+    best: Trial | None = None
+    count: int = 0
+    confirmations: int = 0
+    stopped: bool = False
+
+    def add(self, trial: Trial, left: Comparison) -> None:
+        """Count a trial, and keep it if it leaves least."""
+        self.count += 1
+        if self.best is None or left.mean < self.left.mean:
+            self.best, self.left = trial, left
+
+
+def order_families(suggested: Sequence[Cause], *, is_late: bool, tensors_agree: bool) -> list[Cause]:
+    """Return the families in the order in which they are tried.
+
+    Args:
+        suggested: causes that the layers speak for.
+        is_late: earlier turns of the contexts agree, so that something began to go wrong between turns.
+        tensors_agree: the engine's tensors were read, and are the learner's.
+    """
+    late = (Cause.STALE_VERSION, Cause.STALE_PREFIX, Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING)
+    versions = (Cause.STALE_VERSION, Cause.ADAPTER)
+    order = list(dict.fromkeys([*(late if is_late else ()), *suggested, *FAMILIES]))
+    others = [cause for cause in order if cause not in versions]
+    if tensors_agree:
+        return [*others, *versions]
+    return [*versions, *others]

@@ -1,0 +1,116 @@
+"""The plain pass of a diagnosis computes what the learner's model does, and what it reuses changes no number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.hypotheses import Trial
+from jax_agent_rl.agreement.report import Cause
+from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Row
+from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.decoder import Decoder
+from tests.agreement_testbed import GEMMA, LLAMA, MOE
+from tests.tiny import logprobs_of, tiny_params
+
+SINKS = replace(LLAMA, attention_sinks=True, qkv_bias=True, o_bias=True)
+IDS = tuple(np.random.default_rng(0).integers(3, 97, 60).tolist())
+
+
+def subject(model: DecoderConfig = LLAMA, length: int = 60) -> DiagnosisSubject:
+    at = np.arange(20, length)
+    context = Context(
+        name="t", token_ids=IDS[:length], prompt=20, at=at, rollout=np.zeros(len(at)), starts=(20, 30, 36, 44)
+    )
+    return DiagnosisSubject(
+        model=model, params=tiny_params(1, model), dtype="float32", temperature=1.0, contexts=[context]
+    )
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, SINKS], ids=["llama", "gemma", "moe", "sinks"])
+def test_the_pass_is_the_decoders(model: DecoderConfig):
+    tested = subject(model)
+    expected = Decoder.from_params(model, tested.params)(jnp.asarray(IDS)[None])[0][0, 19:-1]
+    np.testing.assert_allclose(tested.hidden(), expected, atol=3e-6)
+
+
+def test_log_probs_are_those_of_one_full_pass_in_numpy():
+    tested = subject()
+    expected = logprobs_of(tested.params, IDS[:20], IDS[20:])
+    np.testing.assert_allclose(tested.tokens(tested.hidden()).plain, expected, atol=2e-5)
+
+
+def test_other_numbers_of_the_config_compile_nothing():
+    tested = subject(GEMMA)
+    tested.hidden()
+    compiled = forward._layers._cache_size()
+    for changed in (
+        {"rms_norm_eps": 1e-3},
+        {"attention_scale": 0.1},
+        {"embed_scale": 2.0},
+        {"sliding_window": 7},
+        {"windowed_layers": (False, True, True)},
+        {"rope": replace(GEMMA.rope, theta=123.0)},
+        {"local_rope": GEMMA.rope},
+    ):
+        assert not np.allclose(tested.hidden(model=replace(GEMMA, **changed)), tested.hidden(), atol=1e-4), changed
+    assert forward._layers._cache_size() == compiled
+
+
+def test_a_hidden_id_is_as_if_it_had_never_been_there():
+    """With the positions that are left: hidden from later ids, id 25 has no effect on them."""
+    tested = subject()
+    row = tested.rows[0]
+    ends = row.ends.copy()
+    ends[25] = 26
+    hidden = tested.hidden([replace(row, ends=ends)])
+    dropped = replace(row.drop(25, 26), at=row.at[7:] - 1)
+    positions = np.delete(row.positions, 25)
+    np.testing.assert_allclose(hidden[7:], tested.hidden([replace(dropped, positions=positions)]), atol=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    first=st.integers(1, 58),
+    offset=st.integers(-3, 5),
+    inserted=st.lists(st.integers(3, 96), max_size=3),
+    hidden=st.tuples(st.integers(0, 57), st.integers(1, 59)),
+)
+def test_computing_only_what_comes_after_a_change_gives_the_same_scores(
+    first: int, offset: int, inserted: list[int], hidden: tuple[int, int]
+):
+    tested = subject()
+    plain = tested.split(tested.tokens(tested.hidden()).plain)
+
+    def place(context: Context, row: Row) -> Row:
+        index = np.arange(len(row.token_ids))
+        ends = np.where(index == hidden[0], max(hidden[1], hidden[0] + 1), row.ends)
+        positions = np.where(index >= first, row.positions + offset, row.positions)
+        return replace(row, ends=ends, positions=positions).insert(first, inserted)
+
+    trial = Trial(cause=Cause.POSITION, label="", place=place)
+    activations = forward.activations(tested.model, tested.weights(), tested.inputs(tested.rows))
+    (whole,), (part,) = trial.scores(tested, plain), trial.scores(tested, plain, activations)
+    np.testing.assert_allclose(part, whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_computing_only_the_layers_after_a_change_gives_the_same_scores(layer: int):
+    tested = subject()
+    plain = tested.split(tested.tokens(tested.hidden()).plain)
+    layers = tested.params["layers"]
+    pair = [layer, min(layer + 1, 2)]
+    changed = {name: x[jnp.asarray(pair)] for name, x in layers.items()}
+    changed["up"] = changed["up"].at[0].multiply(2.0)
+    params = tested.params | {"layers": layers | {"up": layers["up"].at[layer].multiply(2.0)}}
+    trial = Trial(cause=Cause.WRONG_TENSOR, label="", params=lambda: params, change=lambda: (layer, changed))
+    activations = forward.activations(tested.model, tested.weights(), tested.inputs(tested.rows))
+    (whole,), (part,) = trial.scores(tested, plain), trial.scores(tested, plain, activations)
+    np.testing.assert_allclose(part, whole, atol=2e-5)
+    assert np.abs(part - plain[0]).max() > 0.01

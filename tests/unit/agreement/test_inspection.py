@@ -1,0 +1,127 @@
+"""What is read off an engine: every tensor, whether both sides have it or one; every replica; the first layer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_agent_rl.agreement.diagnosis import EngineView
+from jax_agent_rl.agreement.inspection import LayerDifference, first_difference, sample_tensors, tensor_faults
+from jax_agent_rl.agreement.report import Cause, Tolerance
+from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.hf import HEAD
+from jax_agent_rl.models.tensors import LayerOutput, TensorSample
+from tests.agreement_testbed import GEMMA, LLAMA, MOE, diagnosis, jax_engine, rollouts
+from tests.tiny import tiny_params
+
+UNTIED = replace(LLAMA, tie_word_embeddings=False)
+EMBED = "model.embed_tokens.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def faults(engine: Mapping[str, TensorSample], learner: Mapping[str, TensorSample], older: Params | None = None):
+    made = {} if older is None else {"version 0": lambda: sample_tensors(LLAMA, older)}
+    found = tensor_faults(engine, learner, precision="float32", transposed=lambda name: None, older=made)
+    return [(fault.name, fault.cause, fault.detail) for fault in found]
+
+
+def without(samples: Mapping[str, TensorSample], name: str) -> dict[str, TensorSample]:
+    return {key: sample for key, sample in samples.items() if key != name}
+
+
+def test_a_tensor_that_the_engine_lacks_is_named():
+    samples = sample_tensors(LLAMA, tiny_params(1, LLAMA))
+    assert faults(samples, samples) == []
+    assert faults(without(samples, NORM), samples) == [
+        (NORM, Cause.MISSING_TENSOR, "is not among the engine's tensors")
+    ]
+
+
+def test_a_head_that_the_engine_lacks_is_named_unless_the_model_is_tied():
+    tied = sample_tensors(LLAMA, tiny_params(1, LLAMA))
+    assert faults(without(tied, HEAD), tied) == []
+    untied = sample_tensors(UNTIED, tiny_params(1, UNTIED))
+    ((name, cause, detail),) = faults(without(untied, HEAD), untied)
+    assert (name, cause) == (HEAD, Cause.MISSING_TENSOR) and "reads logits from its embeddings" in detail
+
+
+def test_a_head_of_its_own_that_a_tied_model_should_not_have_is_compared_with_the_embeddings():
+    params, before = tiny_params(1, LLAMA), tiny_params(2, LLAMA)
+    learner = sample_tensors(LLAMA, params)
+    stale = dict(learner) | {HEAD: sample_tensors(LLAMA, before)[EMBED]}
+    ((name, _, detail),) = faults(stale, learner, older=before)
+    assert name == HEAD and "is still that of version 0" in detail
+
+
+def test_a_tensor_that_only_the_engine_has_is_named():
+    samples = sample_tensors(LLAMA, tiny_params(1, LLAMA))
+    extra = dict(samples) | {"model.layers.0.self_attn.q_proj.bias": TensorSample.of(np.ones(32, np.float32))}
+    ((name, cause, _),) = faults(extra, samples)
+    assert name == "model.layers.0.self_attn.q_proj.bias" and cause is Cause.WRONG_TENSOR
+
+
+@pytest.mark.parametrize("model", [LLAMA, UNTIED, GEMMA, MOE], ids=["tied", "untied", "gemma", "moe"])
+async def test_an_engine_reports_the_learners_tensors_and_the_head_it_reads(model: DecoderConfig):
+    params = tiny_params(1, model)
+    backend = jax_engine(model, params)
+    await backend.start()
+    try:
+        samples = await backend.tensor_samples()
+    finally:
+        await backend.close()
+    assert samples.keys() == sample_tensors(model, params).keys()
+    head = params.get("lm_head", params["embed"])
+    assert np.array_equal(samples[HEAD].values, TensorSample.of(np.asarray(head)).values)
+
+
+async def test_the_replica_that_was_not_updated_is_named():
+    right, before = tiny_params(1, LLAMA), tiny_params(2, LLAMA)
+    backend = jax_engine(LLAMA, right)
+    await backend.start()
+    try:
+        groups = await rollouts(backend, LLAMA)
+        tensors = await backend.tensor_samples()
+        assert await backend.replica_samples() == ()
+    finally:
+        await backend.close()
+    strict = Tolerance(token=1e-12, mean=1e-12)  # nothing meets it: what is read off the engine counts all the same
+    healthy = EngineView(tensors=tensors, replicas=[tensors])
+    made = await asyncio.to_thread(diagnosis, groups, LLAMA, right, engine=healthy, tolerance=strict)
+    assert "all 30 tensors of each of 2 engines are the learner's" in [finding.detail for finding in made.findings]
+    stale = replace(healthy, replicas=[tensors, sample_tensors(LLAMA, before)])
+    older = {"version 0": before}
+    made = await asyncio.to_thread(diagnosis, groups, LLAMA, right, engine=stale, tolerance=strict, older=older)
+    assert made.cause is Cause.STALE_VERSION and "(of engine 3 of 3)" in made.line
+
+
+def output(*, hidden: float = 1.0, keys: float = 1.0, values: float = 1.0) -> LayerOutput:
+    return LayerOutput(hidden=np.full((3, 4), hidden), keys=np.full((3, 2, 2), keys), values=np.full((3, 2, 2), values))
+
+
+@pytest.mark.parametrize(
+    ("changed", "parts", "first"),
+    [
+        ({"hidden": 2.0}, ("hidden",), Cause.SETTING),
+        ({"keys": 3.0}, ("keys",), Cause.ROTARY),
+        ({"keys": 3.0, "values": 2.0}, ("keys", "values"), Cause.SETTING),
+    ],
+    ids=["output", "keys", "keys and values"],
+)
+def test_the_first_layer_that_differs_speaks_for_causes(changed, parts: tuple[str, ...], first: Cause):
+    embedded = LayerOutput(hidden=np.ones((3, 4)))
+    own, theirs = [embedded, output(), output()], [embedded, output(), output(**changed)]
+    assert first_difference(own, own, precision="float32") is None
+    found = first_difference(theirs, own, precision="float32")
+    largest = max(changed.values()) - 1
+    assert found == LayerDifference(layer=1, parts=parts, difference=largest) and found.causes[0] is first
+
+
+def test_embeddings_that_differ_speak_for_their_scale():
+    own, theirs = [LayerOutput(hidden=jnp.ones((3, 4)))], [LayerOutput(hidden=2 * jnp.ones((3, 4)))]
+    found = first_difference(theirs, own, precision="float32")
+    assert found is not None and found.layer == -1 and "the embeddings differ already" in found.describe()

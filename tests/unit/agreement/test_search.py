@@ -1,0 +1,117 @@
+"""The search for an explanation: on the shortest beginning that shows the gap, within a time limit that is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_agent_rl.agreement.diagnosis import diagnose
+from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINES, Cause, advice
+from jax_agent_rl.agreement.search import MARGIN, TimeLimit, examine, order_families, probe_of
+from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
+from tests.agreement_testbed import LLAMA
+from tests.tiny import logprobs_of, tiny_params
+
+PARAMS = tiny_params(1, LLAMA)
+TOLERANCE = JAX_ENGINE["float32"]
+
+
+class Ticking:
+    """A clock that goes on by some seconds whenever it is read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def context(seed: int, *, length: int = 40, wrong_from: int | None = 10, error: float = 0.5) -> Context:
+    """A context whose engine is wrong about every token from an index on, for no reason that there is."""
+    rng = np.random.default_rng(seed)
+    ids = tuple(rng.integers(3, 97, length).tolist())
+    at = np.arange(10, length)
+    rollout = logprobs_of(PARAMS, ids[:10], ids[10:])
+    if wrong_from is not None:
+        noise = error * rng.choice([-1.0, 1.0], len(at)) * rng.uniform(0.5, 1.5, len(at))
+        rollout = rollout + np.where(at >= wrong_from, noise, 0.0)
+    return Context(name=f"t{seed}", token_ids=ids, prompt=10, at=at, rollout=rollout, starts=(10, 18, 24, 32))
+
+
+def subject(*contexts: Context, **changed: Any) -> DiagnosisSubject:
+    return DiagnosisSubject(
+        model=LLAMA, params=PARAMS, dtype="float32", temperature=1.0, contexts=contexts, backend="jetstream", **changed
+    )
+
+
+def endless() -> TimeLimit:
+    return TimeLimit(45.0, clock=lambda: 0.0)
+
+
+def test_contexts_are_examined_until_enough_disagree_and_those_that_agree_are_left_out():
+    healthy = [context(seed, wrong_from=None) for seed in range(3)]
+    wrong = [context(seed) for seed in range(3, 9)]
+    examined = examine(subject(*healthy, *wrong), TOLERANCE, endless())
+    assert examined.scored == 8 and len(examined.subject.contexts) == 4
+    assert {one.name for one in examined.subject.contexts} <= {one.name for one in wrong}
+    slow = examine(subject(*wrong), TOLERANCE, TimeLimit(45.0, clock=Ticking(5.0)))
+    assert slow.scored == 2, "two are enough where passes are slow"
+
+
+def test_contexts_with_known_gaps_come_first():
+    known = replace(context(7), learner=context(7, wrong_from=None).rollout)
+    others = [context(seed, wrong_from=None) for seed in range(5)]
+    examined = examine(subject(*others, known), TOLERANCE, TimeLimit(45.0, clock=Ticking(5.0)))
+    assert "t7" in [one.name for one in examined.subject.contexts]
+
+
+def test_the_probe_ends_a_few_tokens_after_the_first_that_shows_the_gap():
+    early, late = context(1, wrong_from=12), context(2, wrong_from=30)
+    examined = examine(subject(late, early), TOLERANCE, endless())
+    (probe,) = probe_of(examined).contexts
+    assert probe.name == "t1" and len(probe.token_ids) <= 12 + 3 + MARGIN + 1
+    breaches = {one.name: one.breach for one in examined.subject.contexts}
+    assert breaches == {"t1": 12, "t2": 30}
+
+
+def test_a_diagnosis_that_has_no_more_time_says_what_it_did_not_try():
+    made = diagnose(subject(context(1), context(2)), tolerance=TOLERANCE, seconds=60.0, clock=Ticking(1.0))
+    assert made.cause is Cause.UNKNOWN
+    assert "there was no time to try all of: " in made.line and "--seconds 600 RUN" in made.line
+    untried = [finding for finding in made.findings if finding.detail == "there was no time"]
+    assert untried and all(finding.name in made.line for finding in untried)
+    whole = diagnose(subject(context(1), context(2)), tolerance=TOLERANCE, clock=lambda: 0.0)
+    assert whole.cause is Cause.UNKNOWN and "no time" not in whole.line
+
+
+@pytest.mark.parametrize("backend", OTHER_ENGINES)
+def test_who_does_not_know_the_cause_does_not_advise_the_engine_in_use(backend: str):
+    said = advice(Cause.UNKNOWN, backend)
+    assert f"rollout.backend={backend}" not in said and OTHER_ENGINES[backend] in said
+    made = diagnose(
+        replace(subject(context(1)), backend=backend), tolerance=TOLERANCE, seconds=20.0, clock=Ticking(1.0)
+    )
+    assert made.cause is Cause.UNKNOWN and said in made.line
+    assert made.to_json()["line"] == made.line
+
+
+def test_what_is_known_decides_the_order():
+    late = order_families([], is_late=True, tensors_agree=True)
+    assert late.index(Cause.POSITION) < late.index(Cause.SETTING) < late.index(Cause.STALE_VERSION)
+    suggested = order_families([Cause.ROTARY], is_late=False, tensors_agree=False)
+    assert suggested.index(Cause.ROTARY) < suggested.index(Cause.POSITION)
+    assert suggested[0] is Cause.STALE_VERSION
+    assert sorted(late) == sorted(suggested), "everything is tried in the end"
+
+
+def test_where_a_plain_pass_agrees_the_learners_own_pass_is_asked_for():
+    healthy = [context(seed, wrong_from=None) for seed in range(3)]
+    packed = [replace(one, learner=one.rollout + 0.3) for one in healthy]
+    made = diagnose(subject(*healthy, packed=lambda: packed), tolerance=TOLERANCE, clock=lambda: 0.0)
+    assert made.cause is Cause.LEARNER and "packed pass does not" in made.line
+    made = diagnose(subject(*healthy, packed=lambda: healthy), tolerance=TOLERANCE, clock=lambda: 0.0)
+    assert made.cause is Cause.ROUNDING
