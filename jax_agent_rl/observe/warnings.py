@@ -32,6 +32,8 @@ logprob_gap >= 0.05 nats on average (ends < 0.03); not while tokens may be stale
 logprob_gap_growing >= 4 times what it was in the first steps, counted from 0.005 nats (ends < 2 times)
     Runs with a growing gap collapse, and succeed with corrected log-probs (Yao et al. 2025, "Your efficient RL
     framework secretly brings you off-policy RL training"). 0.005: the gap of bfloat16.
+agreement_unchecked: no token of five steps could be compared
+    Our estimate: what is compared now and then is enough to notice an engine that serves another model.
 entropy_collapse >= 0.9 of the first steps' entropy is gone (ends < 0.8)
     Cui et al. 2025 (arXiv 2505.22617): reward is traded for entropy; once over nine tenths of it are spent, so is
     over nine tenths of the possible gain.
@@ -143,6 +145,15 @@ def rules(config: Config, rows: Collection[Mapping[str, Any]] = ()) -> list[Rule
             ends=2.0,
             message="engine and learner disagree {value:.1f} times as much as in the first steps",
             advice=_precision_advice(config),
+        ),
+        Rule(
+            name="agreement_unchecked",
+            value=lambda record: float(not record["compared_tokens"]) if "compared_tokens" in record else None,
+            begins=1.0,
+            ends=1.0,
+            steps=5,
+            message="engine and learner are not compared: every token is of weights that are gone",
+            advice=_staleness_advice(config),
         ),
         Rule(
             name="entropy_collapse",
@@ -273,6 +284,15 @@ def _call_advice(config: Config) -> str:
         "malformed, unknown_tool, bad_arguments: agent.constrain_tool_calls=true lets the policy write only calls that "
         f"fit the tools (with {engine} and a tool format whose calls have an opening tag, such as hermes); if it "
         "writes calls in another format, set agent.tool_format"
+    )
+
+
+def _staleness_advice(config: Config) -> str:
+    younger = "lower trainer.max_staleness, and " if config.trainer.mode == "fully_async" else ""
+    return (
+        "a disagreement would not be noticed: run some steps with trainer.mode=sync; or "
+        f"{younger}let a step make a single update by AdamW (learner.ppo_epochs=1, learner.num_minibatches=1): it can "
+        "be undone, and tokens one version old are compared with the weights before it"
     )
 
 

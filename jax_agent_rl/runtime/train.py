@@ -396,4 +396,16 @@ def _headline(summary: dict[str, Any]) -> str:
         f"{summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\n"
         f"token drift {summary['token_drift']}, largest rollout/learner log-prob gap "
         f"{summary['max_logprob_gap']:.1e}, recompilations after warm-up {summary['recompilations_after_warmup']}"
+        f"{_not_compared(summary)}"
+    )
+
+
+def _not_compared(summary: dict[str, Any]) -> str:
+    """Return a line on steps that learned without a comparison of engine and learner; nothing without any."""
+    missed = summary["steps_not_compared"]
+    if not missed:
+        return ""
+    return (
+        f"\nengine and learner were compared in {summary['steps_compared']} of {summary['steps_compared'] + missed} "
+        "steps: the others had only tokens of older weights (docs/agreement.md)"
     )

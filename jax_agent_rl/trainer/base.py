@@ -170,6 +170,9 @@ class Trainer:
         if not batch.metrics.get("staleness_max"):  # what is stale differs by what was learned since
             record.max_logprob_gap = max(record.max_logprob_gap, result.metrics.get("logprob_gap_max", 0.0))
         step_seconds = self.clock() - step.began
+        compared = self.agreement.take_metrics()
+        if "loss" in result.metrics:
+            record.count_comparison(compared["compared_tokens"] > 0)
         line = step_record(
             step.number,
             batch.groups,
@@ -184,7 +187,7 @@ class Trainer:
             pipeline={
                 "learner_idle_share": self.learner_idle_seconds / step_seconds,
                 **asdict(self.runtime.client.stats()),
-                **self.agreement.take_metrics(),
+                **compared,
                 **batch.metrics,
             },
         )
@@ -237,9 +240,14 @@ class Trainer:
                 )
         account(self.runtime.collector.accounting, selection, result)
         if "loss" in result.metrics:  # not while only a critic learns
-            self.agreement.learned(self._version(step.number))
+            self.agreement.learned(self._version(step.number), updates=self._count_updates(result))
             self.record.learner_programs = self.record.learner_programs or self._learner_programs()
         return result
+
+    def _count_updates(self, result: UpdateResult) -> int:
+        """Return how many updates of the optimizer a step of this configuration makes; 0 if one of them was skipped."""
+        learner = self.runtime.config.learner
+        return 0 if result.skipped else learner.ppo_epochs * learner.num_minibatches
 
     async def push_weights(self, version: int, *, mode: PauseMode | None = None) -> float:
         """Send new weights to every engine; version and prefix cache change with them.

@@ -45,6 +45,8 @@ class RunRecord:
         role_baselines: running means of the rewards, by data source and role (RAE).
         extra_versions: versions published besides one per step: averages that were evaluated, and the weights after.
         identity: what the run is of (``runtime.identity``), as JSON; empty in checkpoints of earlier versions.
+        steps_compared: steps before whose update engine and learner were compared.
+        steps_not_compared: those that had no token to compare: all were of older weights.
     """
 
     step: int = 0
@@ -64,6 +66,15 @@ class RunRecord:
     role_baselines: dict[str, float] = field(default_factory=dict)
     extra_versions: int = 0
     identity: dict[str, Any] = field(default_factory=dict)
+    steps_compared: int = 0
+    steps_not_compared: int = 0
+
+    def count_comparison(self, was_made: bool) -> None:
+        """Count a step in which the policy learned: whether engine and learner were compared before."""
+        if was_made:
+            self.steps_compared += 1
+        else:
+            self.steps_not_compared += 1
 
     def to_json(self) -> dict[str, Any]:
         """Return a shallow copy: asdict() would copy every sampled id.
@@ -91,6 +102,8 @@ class RunRecord:
             "recompilations_after_warmup": self.recompilations,
             "token_drift": dropped.get(DropReason.TOKEN_DRIFT, 0),
             "max_logprob_gap": self.max_logprob_gap,
+            "steps_compared": self.steps_compared,
+            "steps_not_compared": self.steps_not_compared,
             "started": self.accounting.get("started", 0),
             "trained": self.accounting.get("trained", 0),
             "dropped": dropped,

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -81,3 +83,56 @@ def test_a_healthy_run_agrees_in_every_step_and_so_does_its_folder(tmp_path: Pat
         assert code == 0 and "engine and learner agree about the weights of version" in output, output
     with pytest.raises(CheckpointError, match="nothing to compare"):
         diagnose_run(tmp_path / "run", version=7)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def test_a_run_whose_tokens_are_all_one_version_old_is_compared_with_that_version(tmp_path: Path):
+    recipe = tiny_recipe(tmp_path, rollout={"jetstream": SMALL}, trainer={"steps": 5, "mode": "one_step_off"})
+    summary, screen = run(recipe)
+    steps = steps_of(tmp_path / "run")
+    assert [step["compared_age"] for step in steps] == [0, 1, 1, 1, 1]
+    assert all(step["compared_tokens"] > 0 and step["compared_gap_max"] < 5e-4 for step in steps), steps
+    assert (summary["steps_compared"], summary["steps_not_compared"]) == (5, 0)
+    assert summary["recompilations_after_warmup"] == 0 and "were compared in" not in screen
+
+
+def test_an_engine_that_keeps_its_first_weights_stops_a_run_whose_tokens_are_one_version_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    update = JetStreamBackend.update_weights
+
+    async def keep_weights(self: JetStreamBackend, change: Any) -> None:
+        if not hasattr(self, "first_payload"):
+            self.first_payload = jax.tree.map(jnp.copy, change.payload)  # type: ignore[attr-defined]
+        await update(self, replace(change, payload=jax.tree.map(jnp.copy, self.first_payload), probe=None))
+
+    monkeypatch.setattr(JetStreamBackend, "update_weights", keep_weights)
+    recipe = tiny_recipe(
+        tmp_path,
+        rollout={"jetstream": SMALL},
+        trainer={"steps": 8, "mode": "one_step_off"},
+        learner={"pack_length": 64, "learning_rate": 1e-2},
+    )
+    ended, screen = run(recipe)
+    assert "Nothing was learned from this step" in ended["error"], screen
+    assert "=> stale weights" in ended["error"] or "still that of" in ended["error"], ended["error"]
+
+
+def test_steps_that_cannot_be_compared_are_counted_warned_of_and_reported(tmp_path: Path):
+    """Two updates a step cannot be undone."""
+    recipe = tiny_recipe(
+        tmp_path,
+        rollout={"jetstream": SMALL},
+        learner={"pack_length": 64, "learning_rate": 1e-3, "ppo_epochs": 2},
+        trainer={"steps": 7, "mode": "one_step_off"},
+    )
+    summary, screen = run(recipe)
+    steps = steps_of(tmp_path / "run")
+    assert [step["compared_tokens"] > 0 for step in steps] == [True, *[False] * 6]
+    assert (summary["steps_compared"], summary["steps_not_compared"]) == (1, 6)
+    assert "engine and learner were compared in 1 of 7 steps" in screen
+    assert "agreement_unchecked" in screen
+    assert "agreement_unchecked" in [warning["name"] for warning in summary["warnings"]]
