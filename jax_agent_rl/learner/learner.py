@@ -160,6 +160,7 @@ class Learner:
     def state(self, state: LearnerState) -> None:
         self._policy.state = state.policy
         self._policy.nonfinite_steps = int(state.nonfinite)
+        self._policy.applied_rate = None
         if self._critic is not None and state.critic is not None and state.critic_nonfinite is not None:
             self._critic.state = state.critic
             self._critic.nonfinite_steps = int(state.critic_nonfinite)
@@ -203,7 +204,9 @@ class Learner:
 
     def trained_before(self) -> Params | None:
         """Return :attr:`trained` before AdamW's last update, to rounding; None without one, or of another optimizer."""
-        rate = float(np.asarray(self._rate(max(self._steps - 1 - self._warmup_steps, 0))))
+        rate = self._policy.applied_rate
+        if rate is None:  # of a checkpoint: the update was that of the step before it
+            rate = float(np.asarray(self._rate(max(self._steps - 1 - self._warmup_steps, 0))))
         return undo_update(self._policy.state, self._config, rate=rate)
 
     def params_before(self) -> Params | None:

@@ -150,6 +150,8 @@ class OptimizedParams:
         frozen: as given.
         nonfinite_steps: training steps in a row in which every update of this model had a non-finite gradient; part of
             a checkpoint, see :class:`LearnerState`.
+        applied_rate: learning rate of the last update that was applied; None before the first, and after a checkpoint
+            was loaded.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class OptimizedParams:
         self.state: TrainState = programs.init(jax.tree.map(place, params, programs.places.params))
         self.frozen = frozen
         self.nonfinite_steps = 0
+        self.applied_rate: float | None = None
         self._name = name
         self._section = section
         self._programs = programs
@@ -215,6 +218,8 @@ class OptimizedParams:
             self.state, norm, finite, rate = apply(self.state, *arguments)
             if not finite:
                 cancellation.unchanged()
+        if finite:
+            self.applied_rate = float(rate)
         return Applied(norm=float(norm), finite=bool(finite), rate=float(rate))
 
     def end_step(self, updates: Sequence[Applied]) -> None:

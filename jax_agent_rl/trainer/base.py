@@ -245,7 +245,7 @@ class Trainer:
         return result
 
     def _count_updates(self, result: UpdateResult) -> int:
-        """Return how many updates of the optimizer a step of this configuration makes; 0 if one of them was skipped."""
+        """Return how many updates of the optimizer a step of this configuration makes; 0 if none was applied."""
         learner = self.runtime.config.learner
         return 0 if result.skipped else learner.ppo_epochs * learner.num_minibatches
 

@@ -160,6 +160,19 @@ def test_the_parameters_before_the_last_update_come_back(settings):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
 
 
+def test_a_step_without_an_update_does_not_change_what_comes_back():
+    """Its learning rate is not that of the update before it: of the warm-up's third step, not of its second."""
+    made = learner(lr_warmup_steps=50)
+    made.update(random_groups(1))
+    before = jax.device_get(made.params)
+    made.update(random_groups(2))
+    moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, made.params)), strict=True))
+    masked = random_groups(3)
+    made.update(masked, masked={t.trajectory_id for group in masked for t in group.trajectories})
+    back = made.params_before()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2 * moved, rtol=0), back, before)
+
+
 def test_scoring_for_a_diagnosis_gives_what_plain_passes_give():
     groups = on_policy(random_groups(4))
     scored = learner().logprobs(groups)
