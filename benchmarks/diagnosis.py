@@ -1,11 +1,12 @@
 """How long a diagnosis takes, and whether it names what is wrong: faults in engines of the quickstart's model.
 
-    python benchmarks/diagnosis.py [--faults eps position …] [--blind]
+    python benchmarks/diagnosis.py [--faults eps temperature …] [--blind]
 
 SmolLM2-135M in float32; eight conversations of three turns, of 150 to 230 prompt ids, 16 sampled ids a turn and 12
 inserted ones between turns. A line for each fault: the seconds, the cause that was named, and what was not tried in
-time. ``--blind`` diagnoses by log-probs alone, as of an engine that cannot be looked into. The last line is one JSON
-object, by fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``, ``named``.
+time. Every program is compiled anew. ``--blind`` diagnoses by log-probs alone, as of an engine that cannot be looked
+into; then single tensors of the embeddings' and the head's kind cannot be named. The last line is one JSON object, by
+fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``, ``named``.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from common import argument_parser, cpu, load_quickstart, random_ids, running
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
 from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
@@ -31,8 +33,10 @@ from jax_agent_rl.jetstream import forward
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.rollout.protocol import GenerateRequest
-from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory, Turn
+from jax_agent_rl.models.layers import Quantized, quantized
+from jax_agent_rl.models.tensors import LayerOutput
+from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
+from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory, Turn, digest_ids
 
 LENGTHS = (150, 170, 200, 230) * 2
 TURNS, SAMPLED, INSERTED = 3, 16, 12
@@ -41,34 +45,50 @@ SHAPES = EngineShapes(
 )
 
 
+Patch = Callable[[], AbstractContextManager[Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is wrong with an engine.
+    """What is wrong with an engine; without changes nothing is.
 
     Attributes:
-        cause: what the diagnosis should say.
-        model: what the engine makes of the model.
-        params: what it makes of the weights.
+        causes: any of which the diagnosis may say.
+        learner: what the learner has; the quickstart's model.
+        model: what the engine makes of its config.
+        params: what the engine makes of its weights.
+        options: of the engine.
+        sampling: what the engine makes of a request's parameters.
+        later_prompt: what the engine makes of a later turn's context, whose first sampled id has the index given.
+        before_update: weights that the engine has in the first turn; the learner's follow. None: it has those at once.
         patch: what else is changed while it runs.
+        patch_update: what is changed while its weights are.
     """
 
-    cause: Cause
+    causes: tuple[Cause, ...]
+    learner: Callable[[DecoderConfig, Params], tuple[DecoderConfig, Params]] = lambda model, params: (model, params)
     model: Callable[[DecoderConfig], DecoderConfig] = lambda model: model
     params: Callable[[Params], Params] = lambda params: params
-    patch: Callable[[], Any] | None = None
-
-
-@contextmanager
-def later_positions() -> Iterator[None]:
-    """Positions are two further from 240 on."""
-    tables = forward._rope
-    further = lambda config, at: tables(config, jnp.where(at >= 240, at + 2, at))  # noqa: E731
-    with mock.patch.object(forward, "_rope", further):
-        yield
+    options: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    later_prompt: Callable[[tuple[int, ...], int], tuple[int, ...]] = lambda ids, prompt: ids
+    before_update: Callable[[Params], Params] | None = None
+    patch: Patch = nullcontext
+    patch_update: Callable[[JetStreamBackend], AbstractContextManager[Any]] = lambda backend: nullcontext()
 
 
 def with_layers(params: Params, **changed: jax.Array) -> Params:
     return params | {"layers": params["layers"] | changed}
+
+
+def with_head(model: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
+    """The model with a head of its own."""
+    noise = jax.random.normal(jax.random.key(1), params["embed"].shape) * jnp.std(params["embed"])
+    return replace(model, tie_word_embeddings=False), params | {"lm_head": params["embed"] + 0.5 * noise}
+
+
+def without_head(params: Params) -> Params:
+    return {name: x for name, x in params.items() if name != "lm_head"}
 
 
 def exchanged(params: Params) -> Params:
@@ -76,33 +96,124 @@ def exchanged(params: Params) -> Params:
     return with_layers(params, up=up.at[7].set(up[8]).at[8].set(up[7]))
 
 
+def updated(params: Params) -> Params:
+    """Weights of another version."""
+
+    def move(x: jax.Array) -> jax.Array:
+        return x + 0.01 * jnp.std(x) * jax.random.normal(jax.random.key(2), x.shape)
+
+    return params | {"layers": jax.tree.map(move, params["layers"])}
+
+
+def later_positions() -> AbstractContextManager[Any]:
+    """Positions are two further from 240 on."""
+    tables = forward._rope
+
+    def further(config: DecoderConfig, positions: jax.Array) -> Any:
+        return tables(config, jnp.where(positions >= 240, positions + 2, positions))
+
+    return mock.patch.object(forward, "_rope", further)
+
+
+def permuted_scales() -> AbstractContextManager[Any]:
+    """Each scale of an 8-bit tensor is that of the row before."""
+
+    def permuted(x: jax.Array, dtype: Any, *, axis: int) -> Quantized:
+        right = quantized(x, dtype, axis=axis)
+        return Quantized(right.numbers, jnp.roll(right.scale, 1, axis=-2))
+
+    return mock.patch.object(forward, "quantized", permuted)
+
+
+def kept_cache(backend: JetStreamBackend) -> AbstractContextManager[Any]:
+    """The prefix cache outlives its weights."""
+    return mock.patch.object(backend._core.scheduler.block_manager, "reset", lambda: None)
+
+
+def without_an_id(ids: tuple[int, ...], prompt: int) -> tuple[int, ...]:
+    """The first id that was inserted is missing."""
+    index = prompt + SAMPLED
+    return ids[:index] + ids[index + 1 :]
+
+
 FAULTS: dict[str, Fault] = {
-    "eps": Fault(cause=Cause.SETTING, model=lambda model: replace(model, rms_norm_eps=1e-3)),
-    "small eps": Fault(cause=Cause.SETTING, model=lambda model: replace(model, rms_norm_eps=1e-6)),
-    "theta": Fault(cause=Cause.ROTARY, model=lambda model: replace(model, rope=replace(model.rope, theta=1e4))),
-    "scale": Fault(cause=Cause.SETTING, model=lambda model: replace(model, attention_scale=1 / model.head_dim)),
-    "position": Fault(cause=Cause.POSITION, patch=later_positions),
-    "exchanged": Fault(cause=Cause.MISNAMED_TENSOR, params=exchanged),
-    "norm": Fault(cause=Cause.MISSING_TENSOR, params=lambda p: p | {"final_norm": jnp.ones_like(p["final_norm"])}),
-    "keys": Fault(cause=Cause.WRONG_TENSOR, params=lambda p: with_layers(p, k=p["layers"]["k"].at[3].multiply(1.5))),
-    "none": Fault(cause=Cause.ROUNDING),
+    # of outside reports
+    "rotary base": Fault(
+        causes=(Cause.ROTARY,), model=lambda model: replace(model, rope=replace(model.rope, theta=1e4))
+    ),
+    "swapped tensors": Fault(causes=(Cause.MISNAMED_TENSOR,), params=exchanged),
+    "wrong head": Fault(
+        causes=(Cause.WRONG_TENSOR, Cause.MISNAMED_TENSOR),
+        learner=with_head,
+        params=lambda p: p | {"lm_head": jnp.roll(p["lm_head"], 1, axis=0)},
+    ),
+    "temperature": Fault(causes=(Cause.TEMPERATURE,), sampling={"temperature": 0.7}),
+    "stale prefix": Fault(causes=(Cause.STALE_PREFIX,), before_update=updated, patch_update=kept_cache),
+    "int8 scales": Fault(causes=(Cause.WRONG_TENSOR,), options={"quantize": "int8"}, patch=permuted_scales),
+    "head of embeddings": Fault(
+        causes=(Cause.MISSING_TENSOR, Cause.MISNAMED_TENSOR),
+        learner=with_head,
+        model=lambda model: replace(model, tie_word_embeddings=True),
+        params=without_head,
+    ),
+    "later positions": Fault(causes=(Cause.POSITION,), patch=later_positions),
+    "eps": Fault(causes=(Cause.SETTING,), model=lambda model: replace(model, rms_norm_eps=1e-3)),
+    # of the same kinds
+    "small eps": Fault(causes=(Cause.SETTING,), model=lambda model: replace(model, rms_norm_eps=1e-6)),
+    "attention scale": Fault(
+        causes=(Cause.SETTING,), model=lambda model: replace(model, attention_scale=1 / model.head_dim)
+    ),
+    "window": Fault(
+        causes=(Cause.WINDOW,),
+        model=lambda model: replace(model, sliding_window=128, windowed_layers=(True,) * model.num_layers),
+    ),
+    "final norm": Fault(
+        causes=(Cause.MISSING_TENSOR,), params=lambda p: p | {"final_norm": jnp.ones_like(p["final_norm"])}
+    ),
+    "scaled keys": Fault(
+        causes=(Cause.WRONG_TENSOR,), params=lambda p: with_layers(p, k=p["layers"]["k"].at[3].multiply(1.5))
+    ),
+    "missing id": Fault(causes=(Cause.TOKEN_DRIFT,), later_prompt=without_an_id),
+    "min_p": Fault(causes=(Cause.TRUNCATED_SUPPORT,), sampling={"min_p": 0.1}),
+    # nothing is wrong
+    "healthy": Fault(causes=(Cause.ROUNDING,)),
+    "healthy, untied": Fault(causes=(Cause.ROUNDING,), learner=with_head),
+    "healthy, bfloat16": Fault(causes=(Cause.ROUNDING,), options={"dtype": "bfloat16"}),
+    "healthy, int8": Fault(causes=(Cause.ROUNDING,), options={"quantize": "int8"}),
+    "healthy, int8 cache": Fault(causes=(Cause.ROUNDING,), options={"kv_dtype": "int8"}),
+    "healthy, fp8 cache": Fault(causes=(Cause.ROUNDING,), options={"kv_dtype": "fp8"}),
+    "healthy, updated": Fault(causes=(Cause.ROUNDING,), before_update=updated),
+    "healthy, speculating": Fault(
+        causes=(Cause.ROUNDING,), options={"shapes": replace(SHAPES, num_speculative_tokens=3)}
+    ),
 }
 
 
-async def conversations(backend: JetStreamBackend) -> list[Group]:
-    contexts = [random_ids(length, seed=i).tolist() for i, length in enumerate(LENGTHS)]
-    prompts = [tuple(context) for context in contexts]
-    turns: list[list[Turn]] = [[] for _ in contexts]
+async def conversations(backend: JetStreamBackend, fault: Fault, params: Params) -> list[Group]:
+    """Let eight conversations be had; the engine's weights are updated to ``params`` after the first turn, or not."""
+    prompts = [tuple(random_ids(length, seed=i).tolist()) for i, length in enumerate(LENGTHS)]
+    contexts = list(prompts)
+    turns: list[list[Turn]] = [[] for _ in prompts]
     for number in range(TURNS):
+        if number == 1 and fault.before_update is not None:
+            with fault.patch_update(backend):
+                await backend.update_weights(WeightUpdate(version=1, kind="arrays", payload=params))
         requests = []
         for i, context in enumerate(contexts):
-            sampling = SamplingParams(max_tokens=SAMPLED, ignore_eos=True, seed=100 * number + i)
-            requests.append(GenerateRequest(request_id=f"{number}-{i}", prompt_ids=tuple(context), sampling=sampling))
-        outputs = await asyncio.gather(*(backend.generate(request) for request in requests))
+            asked = {"max_tokens": SAMPLED, "ignore_eos": True, "seed": 100 * number + i}
+            prompt = context if number == 0 else fault.later_prompt(context, LENGTHS[i])
+            sampling = SamplingParams(**asked | fault.sampling)
+            requests.append(GenerateRequest(request_id=f"{number}-{i}", prompt_ids=prompt, sampling=sampling))
+        outputs = await asyncio.gather(*map(backend.generate, requests))
         for i, output in enumerate(outputs):
-            inserted = random_ids(INSERTED, seed=1000 * number + i).tolist() if number < TURNS - 1 else []
-            turns[i].append(Turn(output=output, appended_ids=tuple(inserted)))
-            contexts[i] += [*output.token_ids, *inserted]
+            inserted: tuple[int, ...] = ()
+            if number < TURNS - 1:
+                inserted = tuple(random_ids(INSERTED, seed=1000 * number + i).tolist())
+            contexts[i] += output.token_ids
+            # An engine with a fault believes that it did what it was asked for.
+            output = replace(output, context_digest=digest_ids(contexts[i]), supports=())
+            turns[i].append(Turn(output=output, appended_ids=inserted))
+            contexts[i] += inserted
     members = [
         Trajectory.from_turns(
             prompt_ids=prompt,
@@ -118,28 +229,49 @@ async def conversations(backend: JetStreamBackend) -> list[Group]:
 
 
 async def view(backend: JetStreamBackend, *, blind: bool) -> EngineView:
+    precision = backend.capabilities.precision
     if blind:
-        return EngineView()
+        return EngineView(precision=precision)
     loop = asyncio.get_running_loop()
-    layers = lambda ids: asyncio.run_coroutine_threadsafe(backend.layer_outputs(ids), loop).result()  # noqa: E731
-    return EngineView(tensors=await backend.tensor_samples(), layers=layers)
+
+    def layers(ids: Sequence[int]) -> Sequence[LayerOutput]:
+        return asyncio.run_coroutine_threadsafe(backend.layer_outputs(ids), loop).result()
+
+    return EngineView(precision=precision, tensors=await backend.tensor_samples(), layers=layers)
 
 
 async def measure(fault: Fault, *, blind: bool, limit: float) -> tuple[Diagnosis, float, float]:
-    model, params = load_quickstart()
-    backend = JetStreamBackend(fault.model(model), fault.params(params), SHAPES, seed=3)
+    """Return a diagnosis, with the seconds and processor seconds that it took."""
+    model, params = fault.learner(*load_quickstart())
+    older = updated(params)
+    served = fault.params(params) if fault.before_update is None else fault.before_update(params)
+    options: dict[str, Any] = {"shapes": SHAPES, "seed": 3} | fault.options
+    backend = JetStreamBackend(fault.model(model), served, **options)
     async with running(backend):
-        groups = await conversations(backend)
-        began, used = time.perf_counter(), time.process_time()
-        looked = await view(backend, blind=blind)
-        contexts = collect_contexts(groups, 0)
+        groups = await conversations(backend, fault, params)
+        contexts = collect_contexts(groups, backend.policy_version)
         subject = DiagnosisSubject(
-            model=model, params=params, dtype="float32", temperature=1.0, contexts=contexts, backend="jetstream"
+            model=model,
+            params=params,
+            dtype="float32",
+            temperature=1.0,
+            contexts=contexts,
+            backend="jetstream",
+            older={"the version before": lambda: older},
         )
-        found = await asyncio.to_thread(
-            diagnose, subject, tolerance=JAX_ENGINE["float32"], engine=looked, seconds=limit
-        )
-        return found, time.perf_counter() - began, time.process_time() - used
+        tolerance = JAX_ENGINE[backend.capabilities.precision]
+        began = time.perf_counter()
+        processor_began = time.process_time()
+        engine = await view(backend, blind=blind)
+        found = await asyncio.to_thread(diagnose, subject, tolerance=tolerance, engine=engine, seconds=limit)
+        return found, time.perf_counter() - began, time.process_time() - processor_began
+
+
+def compile_everything() -> None:
+    """Let nothing that was compiled before be used: a run's first diagnosis compiles all of its programs."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
 
 
 def main() -> None:
@@ -153,15 +285,16 @@ def main() -> None:
     results = {}
     for name in arguments.faults:
         fault = FAULTS[name]
-        jax.clear_caches()  # a run's first diagnosis compiles everything
-        with fault.patch() if fault.patch is not None else mock.patch.dict({}):
+        compile_everything()
+        with fault.patch():
             found, seconds, used = asyncio.run(measure(fault, blind=arguments.blind, limit=arguments.seconds))
-        named = found.cause is fault.cause
+        named = found.cause in fault.causes
         times = {"seconds": round(seconds, 1), "processor_seconds": round(used, 1)}
         results[name] = {**times, "cause": str(found.cause), "named": named}
-        print(f"{name}: {seconds:.1f} s, {'named' if named else 'not named'}: {found.line}", flush=True)
+        verdict = "named" if named else "not named"
+        print(f"{name}: {seconds:.1f} s ({used:.1f} s of all threads), {verdict}: {found.line}", flush=True)
         if arguments.verbose:
-            print("\n".join(found.lines()))
+            print("\n".join(found.lines()), flush=True)
     print(json.dumps(results))
 
 

@@ -168,8 +168,10 @@ def _alike(found: TensorSample, wanted: TensorSample, precision: str) -> bool:
 
 MAX_IDS = 256
 """Ids of the context that both run."""
+LATE = 16
+"""Ids after whose number a difference is not one of all positions: a wrong rotary table shows in the first few."""
 ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
-"""Largest error of activations, as a part of their size; 0.1 in coarser precisions."""
+"""Largest error of a position's activations, as a part of their size; 0.1 in coarser precisions."""
 
 
 def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids: Sequence[int]) -> list[LayerOutput]:
@@ -203,21 +205,28 @@ class LayerDifference:
         layer: its number; -1: the embeddings.
         parts: which of its ``keys``, ``values`` and ``hidden`` differ.
         difference: the largest, as a part of the activations' size.
+        begin: index of the first id whose activations differ.
     """
 
     layer: int
     parts: tuple[str, ...]
     difference: float
+    begin: int
 
     @property
     def causes(self) -> list[Cause]:
         """What it speaks for."""
+        is_late = self.begin >= LATE
         if self.layer < 0:
             return [Cause.SETTING]
         if "keys" in self.parts and "values" in self.parts:
             return [Cause.SETTING, Cause.DTYPE]
+        if "keys" in self.parts and is_late:
+            return [Cause.POSITION, Cause.ROTARY]
         if "keys" in self.parts:
             return [Cause.ROTARY, Cause.SETTING]
+        if is_late:
+            return [Cause.WINDOW, Cause.MASK, Cause.ROTARY, Cause.SETTING]
         return [Cause.SETTING, Cause.WINDOW, Cause.EXPERTS, Cause.ROTARY]
 
     def describe(self) -> str:
@@ -235,6 +244,8 @@ class LayerDifference:
             "what follows",
         }["keys" in self.parts, "values" in self.parts]
         layer = f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"
+        if self.begin >= LATE:
+            layer += f", from id {self.begin} on"
         return f"{before}; {layer}: {what}"
 
 
@@ -257,11 +268,19 @@ def first_difference(
         }
         differences = {}
         for name, (a, b) in pairs.items():
-            if a is not None and b is not None:
-                differences[name] = _activation_difference(a, b)
-        parts = tuple(name for name, value in differences.items() if not value <= slack)
-        if parts:
-            return LayerDifference(layer=i - 1, parts=parts, difference=max(differences[part] for part in parts))
+            if a is None or b is None:
+                continue
+            difference_T = _activation_differences(a, b)
+            if not (difference_T <= slack).all():
+                differences[name] = difference_T
+        if differences:
+            largest_T = np.max(list(differences.values()), axis=0)
+            return LayerDifference(
+                layer=i - 1,
+                parts=tuple(differences),
+                difference=float(largest_T.max()),
+                begin=int(np.argmax(~(largest_T <= slack))),
+            )
     return None
 
 
@@ -270,6 +289,14 @@ def _unrepeated(x: np.ndarray | None, like: np.ndarray | None) -> np.ndarray | N
     return x if x is None or like is None else x[:, :: x.shape[1] // like.shape[1]]
 
 
-def _activation_difference(a: np.ndarray, b: np.ndarray) -> float:
-    size = float(np.sqrt(np.mean(np.square(b, dtype=np.float64))))
-    return float(np.abs(a - b).max()) / max(size, 1e-30)
+def _activation_differences(theirs: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Return the difference of each position's activations [T, ...], as a part of their size, float64 [T].
+
+    A number in 8 bits errs in proportion to itself, so whole positions are compared, not numbers. Some positions are
+    much larger than the rest, the first one above all, and some much smaller: each is measured by its own size, or by
+    that of the median position if that is larger.
+    """
+    axes = tuple(range(1, own.ndim))
+    sizes_T = np.sqrt(np.mean(np.square(own, dtype=np.float64), axis=axes))
+    errors_T = np.sqrt(np.mean(np.square(np.subtract(theirs, own, dtype=np.float64)), axis=axes))
+    return errors_T / np.maximum(np.maximum(sizes_T, np.median(sizes_T)), 1e-30)

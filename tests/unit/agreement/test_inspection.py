@@ -118,7 +118,32 @@ def test_the_first_layer_that_differs_speaks_for_causes(changed, parts: tuple[st
     assert first_difference(own, own, precision="float32") is None
     found = first_difference(theirs, own, precision="float32")
     largest = max(changed.values()) - 1
-    assert found == LayerDifference(layer=1, parts=parts, difference=largest) and found.causes[0] is first
+    assert found == LayerDifference(layer=1, parts=parts, difference=largest, begin=0) and found.causes[0] is first
+
+
+@pytest.mark.parametrize(("part", "first"), [("keys", Cause.POSITION), ("hidden", Cause.WINDOW)])
+def test_a_layer_that_differs_from_a_later_id_on_speaks_for_what_begins_there(part: str, first: Cause):
+    arrays = {
+        "hidden": np.ones((40, 4)),
+        "keys": np.ones((40, 2, 2)),
+        "values": np.ones((40, 2, 2)),
+    }
+    changed = arrays[part].copy()
+    changed[30:] = 1.5
+    own, theirs = [LayerOutput(**arrays)], [LayerOutput(**arrays | {part: changed})]
+    found = first_difference([output(), *theirs], [output(), *own], precision="float32")
+    assert found is not None and (found.begin, found.causes[0]) == (30, first)
+    assert "from id 30 on" in found.describe()
+
+
+def test_a_difference_is_measured_at_each_position_by_its_size():
+    """The first position of real models is a hundred times as large as the others."""
+    own = np.ones((40, 4))
+    own[0] = 1000.0
+    theirs = own.copy()
+    theirs[20] = 1.5
+    found = first_difference([LayerOutput(hidden=theirs)], [LayerOutput(hidden=own)], precision="float32")
+    assert found is not None and found.difference == pytest.approx(0.5)
 
 
 def test_embeddings_that_differ_speak_for_their_scale():
