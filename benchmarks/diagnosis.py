@@ -260,6 +260,7 @@ async def measure(fault: Fault, *, blind: bool, limit: float) -> tuple[Diagnosis
             older={"the version before": lambda: older},
         )
         tolerance = JAX_ENGINE[backend.capabilities.precision]
+        forget_programs(disk=True)
         began = time.perf_counter()
         processor_began = time.process_time()
         engine = await view(backend, blind=blind)
@@ -267,9 +268,13 @@ async def measure(fault: Fault, *, blind: bool, limit: float) -> tuple[Diagnosis
         return found, time.perf_counter() - began, time.process_time() - processor_began
 
 
-def compile_everything() -> None:
-    """Let nothing that was compiled before be used: a run's first diagnosis compiles all of its programs."""
-    jax.config.update("jax_enable_compilation_cache", False)
+def forget_programs(*, disk: bool) -> None:
+    """Let programs be compiled anew: what is patched is not what was compiled before.
+
+    Args:
+        disk: whether those in the compilation cache are forgotten as well, as a run's first diagnosis has none there.
+    """
+    jax.config.update("jax_enable_compilation_cache", not disk)
     compilation_cache.reset_cache()
     jax.clear_caches()
 
@@ -285,7 +290,7 @@ def main() -> None:
     results = {}
     for name in arguments.faults:
         fault = FAULTS[name]
-        compile_everything()
+        forget_programs(disk=False)
         with fault.patch():
             found, seconds, used = asyncio.run(measure(fault, blind=arguments.blind, limit=arguments.seconds))
         named = found.cause in fault.causes

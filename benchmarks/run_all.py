@@ -48,6 +48,7 @@ BENCHMARKS = {  # by script: its arguments
     "weight_publication": "",
     "recovery": "",
     "tool_server": "--seconds 60",
+    "diagnosis": "",
 }
 
 

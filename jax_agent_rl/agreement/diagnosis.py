@@ -32,7 +32,7 @@ from jax_agent_rl.agreement.inspection import (
     Samples,
     TensorFault,
     first_difference,
-    learner_outputs,
+    outputs_of_layers,
     sample_tensors,
     tensor_faults,
 )
@@ -45,8 +45,8 @@ from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
 LAST = 0.15
 """Share of the time that is kept for the comparison with a coarser dtype."""
-ALL_LAYERS, ONE_LAYER = "tensors in every layer", "one wrong tensor"
-"""Names of findings."""
+ALL_LAYERS = "tensors in every layer"
+ONE_LAYER = "one wrong tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,58 +103,73 @@ def explain(
 
 
 class _Diagnosing:
-    """One diagnosis, top to bottom."""
+    """One diagnosis, top to bottom.
+
+    Args:
+        subject: with all contexts.
+        examined: the worst of them.
+        engine: what can be read off the engine.
+        tolerance: of the run.
+        limit: on time.
+    """
 
     def __init__(
         self,
-        whole: DiagnosisSubject,
+        subject: DiagnosisSubject,
         examined: Examined,
         engine: EngineView,
         tolerance: Tolerance,
         limit: TimeLimit,
     ) -> None:
-        self._whole, self._examined, self._engine = whole, examined, engine
-        self._tolerance, self._limit = tolerance, limit
+        self._subject = subject
+        self._examined = examined
+        self._engine = engine
+        self._tolerance = tolerance
+        self._limit = limit
         self._findings: list[HypothesisResult] = []
 
     def run(self) -> Diagnosis:
-        drift = _check_ids(self._whole)
+        drift = _check_ids(self._subject)
         self._findings.append(drift)
         if drift.verdict == "found":
             return self._conclude(Cause.TOKEN_DRIFT, drift.detail)
-        if self._tolerance.holds(self._examined.gap):
-            own = _check_learner(self._whole, self._examined)
-            self._findings.append(own)
-            return self._conclude(Cause.LEARNER if own.verdict == "found" else Cause.ROUNDING, own.detail)
 
-        subject = self._examined.subject
-        faults = _find_tensor_faults(subject, self._engine)
-        difference, layers = _check_layers(subject, self._engine)
-        self._findings += [_check_tensors(self._engine, faults), layers]
+        if self._tolerance.holds(self._examined.gap):
+            packed_pass = _check_learner(self._subject, self._examined)
+            self._findings.append(packed_pass)
+            cause = Cause.LEARNER if packed_pass.verdict == "found" else Cause.ROUNDING
+            return self._conclude(cause, packed_pass.detail)
+
+        faults = _find_tensor_faults(self._examined.subject, self._engine)
+        self._findings.append(_check_tensors(self._engine, faults))
+        search = Search(examined=self._examined, tolerance=self._tolerance, limit=self._limit)
+        difference, layers = _check_layers(search, self._engine)
+        self._findings.append(layers)
         if faults:
             causes = [fault.cause for fault in faults]
-            cause = max(dict.fromkeys(causes), key=causes.count)
-            named = [fault for fault in faults if fault.cause is cause]
-            return self._conclude(cause, _describe(named, len(self._engine.tensors)))
-        return self._search(difference, layers)
+            commonest = max(dict.fromkeys(causes), key=causes.count)
+            named = [fault for fault in faults if fault.cause is commonest]
+            return self._conclude(commonest, _describe(named, len(self._engine.tensors)))
+        return self._search(search, difference, layers)
 
-    def _search(self, difference: LayerDifference | None, layers: HypothesisResult) -> Diagnosis:
+    def _search(self, search: Search, difference: LayerDifference | None, layers: HypothesisResult) -> Diagnosis:
         """Try what explains the numbers."""
-        search = Search(examined=self._examined, tolerance=self._tolerance, limit=self._limit)
-        rounds = _may_be_rounding(self._examined)
-        self._limit.reserve(LAST if rounds else 0.0)
-        suggested = [] if difference is None else difference.causes
-        families = order_families(suggested, is_late=_is_late(self._examined), tensors_agree=bool(self._engine.tensors))
-        if layers.verdict == "ruled out":
-            # Where a context is prefilled nothing is wrong: what is left happens between turns, or in decode steps.
-            settings = [Cause.SETTING, Cause.ROTARY, Cause.WINDOW, Cause.EXPERTS]
-            families = [cause for cause in families if cause not in settings] + settings
+        if difference is not None and difference.is_late:
+            search.note_where_it_begins(difference.begin)
+        may_be_rounding = _may_be_rounding(self._examined)
+        if may_be_rounding:
+            self._limit.reserve(LAST)
+
+        # Where the layers agree, what follows them is tried first, else last.
         if difference is None:
             search.read()
             search.compare_answers()
-        early = len(suggested) if suggested else len(families) // 2
+        families = self._order_families(difference, layers)
+        before_tensors = len(families) // 2
+        if difference is not None:
+            before_tensors = len(difference.causes)
         for number, cause in enumerate(families):
-            if number == early:
+            if number == before_tensors:
                 search.try_family(ALL_LAYERS, tensors_of_all_layers)
             search.try_family(cause, FAMILIES[cause], per_context=cause in PER_CONTEXT)
         if difference is not None:
@@ -164,31 +179,50 @@ class _Diagnosing:
         self._limit.reserve(0.0)
         self._findings += search.findings
 
-        best = search.best
-        if best is not None:
-            return self._conclude(best.cause, f"the engine {best.label}")
-        if rounds and self._limit.allows():
+        if search.best is not None:
+            if search.is_over:
+                rest = f"{search.best.cause} explains everything"
+                self._findings.append(HypothesisResult("what was not tried", "not tested", rest))
+            return self._conclude(search.best.cause, f"the engine {search.best.label}")
+        if may_be_rounding and self._limit.allows():
             rounding = _describe_rounding(self._examined)
             if rounding is not None:
                 return self._conclude(Cause.DTYPE, rounding)
-        elif rounds:
+        elif may_be_rounding:
             search.untried.append("a coarser dtype in other kernels")
+        return self._conclude(Cause.UNKNOWN, self._describe_unknown(search, difference))
+
+    def _order_families(self, difference: LayerDifference | None, layers: HypothesisResult) -> list[Cause]:
+        """Return the families in the order in which they are tried."""
+        suggested = []
+        if difference is not None:
+            suggested = difference.causes
+        is_late = _is_late(self._examined)
+        families = order_families(suggested, is_late=is_late, tensors_agree=bool(self._engine.tensors))
+        if layers.verdict != "ruled out":
+            return families
+        # Where a context is prefilled nothing is wrong: what is left happens between turns, or in decode steps.
+        settings = [Cause.SETTING, Cause.ROTARY, Cause.WINDOW, Cause.EXPERTS]
+        return [cause for cause in families if cause not in settings] + settings
+
+    def _describe_unknown(self, search: Search, difference: LayerDifference | None) -> str:
+        """Describe what is known of a gap that nothing explains."""
         untried = _describe_untried(search.untried, self._limit.seconds)
         if difference is not None:
-            return self._conclude(Cause.UNKNOWN, f"{difference.describe()}{untried}")
-        nearest = search.nearest()
+            return f"{difference.describe()}{untried}"
         detail = "no hypothesis explains the gap"
+        nearest = search.nearest()
         if nearest is not None:
             detail += f"; the nearest is {nearest.name} ({nearest.detail})"
-        return self._conclude(Cause.UNKNOWN, f"{detail}{untried}")
+        return f"{detail}{untried}"
 
     def _suspect_layers(self, difference: LayerDifference | None, layers: HypothesisResult) -> list[int]:
         """Return the layers that may hold a wrong tensor."""
-        if layers.verdict == "ruled out" or self._engine.tensors and difference is None:
-            return []
         if difference is not None:
             return [max(difference.layer, 0)]
-        return list(range(self._whole.model.num_layers))
+        if layers.verdict == "ruled out" or self._engine.tensors:
+            return []
+        return list(range(self._subject.model.num_layers))
 
     def _conclude(self, cause: Cause, detail: str) -> Diagnosis:
         return Diagnosis(
@@ -197,7 +231,7 @@ class _Diagnosing:
             findings=self._findings,
             cause=cause,
             detail=detail,
-            backend=self._whole.backend,
+            backend=self._subject.backend,
         )
 
 
@@ -256,7 +290,8 @@ def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisR
 def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[TensorFault]:
     if not engine.tensors:
         return []
-    model, params = subject.model, subject.params
+    model = subject.model
+    params = subject.params
 
     def transposed(wanted: str) -> TensorSample | None:
         array = next(array for name, array in hf_tensors(model, params) if name == wanted)
@@ -294,16 +329,21 @@ def _describe(faults: Sequence[TensorFault], count: int) -> str:
     return shown if len(faults) <= 3 else f"{len(faults)} of {count} tensors: {shown}; …"
 
 
-def _check_layers(subject: DiagnosisSubject, engine: EngineView) -> tuple[LayerDifference | None, HypothesisResult]:
-    ids = min((context.token_ids for context in subject.contexts), key=len)[:MAX_IDS]
-    theirs = engine.layers(ids)
-    if not theirs:
+def _check_layers(search: Search, engine: EngineView) -> tuple[LayerDifference | None, HypothesisResult]:
+    """Compare the layers on the probe."""
+    probe = search.probe.contexts[0]
+    ids = probe.token_ids[:MAX_IDS]
+    engine_outputs = engine.layers(ids)
+    if not engine_outputs:
         return None, HypothesisResult("layers", "not tested", "the engine's activations cannot be read from here")
-    own = learner_outputs(subject.model, subject.params, subject.dtype, ids)
-    difference = first_difference(theirs, own, precision=engine.precision)
+
+    learner_outputs = outputs_of_layers(search.activations, len(ids))
+    difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())
-    detail = f"the embeddings and all {len(own) - 1} layers agree on a prefilled context of {len(ids)} ids"
+    detail = f"the embeddings and all {len(learner_outputs) - 1} layers agree on a prefilled context of {len(ids)} ids"
+    if probe.breach is not None and probe.breach >= len(ids):
+        return None, HypothesisResult("layers", "not tested", f"{detail}, but all of these are before the gap")
     return None, HypothesisResult("layers", "ruled out", detail)
 
 

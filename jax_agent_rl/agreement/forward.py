@@ -208,13 +208,15 @@ def _layers(
     keep: bool,
 ) -> tuple[jax.Array, Any]:
     ids, positions, fresh, begins, ends = places
-    key_positions, before = positions, 0
+    key_positions = positions
+    before = 0
     if prefix is not None:
         before = prefix.positions.shape[1]
         key_positions = jnp.concatenate([prefix.positions, positions], axis=1)
         ends = jnp.concatenate([prefix.ends, ends], axis=1)
         begins = jnp.concatenate([jnp.zeros_like(prefix.ends), begins], axis=1)
-    query, key = before + jnp.arange(ids.shape[1])[:, None], jnp.arange(key_positions.shape[1])
+    query = before + jnp.arange(ids.shape[1])[:, None]
+    key = jnp.arange(key_positions.shape[1])
     seen = (key <= query) & (begins[:, None] <= query) & (query < ends[:, None])
     distance = positions[:, :, None] - key_positions[:, None]
     own_config = replace(config, rms_norm_eps=numbers.rms_norm_eps, attention_scale=numbers.attention_scale)

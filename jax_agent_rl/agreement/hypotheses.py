@@ -21,7 +21,7 @@ import numpy as np
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.logits import logprobs
 from jax_agent_rl.agreement.report import Cause
-from jax_agent_rl.agreement.subject import MAX_INSERTED, Context, DiagnosisSubject, Row, Scores
+from jax_agent_rl.agreement.subject import LENGTH, MAX_INSERTED, Context, DiagnosisSubject, Row, Scores
 from jax_agent_rl.agreement.variations import ConfigField, config_fields, fitted_params
 from jax_agent_rl.models.config import (
     DecoderConfig,
@@ -116,6 +116,7 @@ class Trial:
             rows = [self.place(context, row) for context, row in zip(subject.contexts, rows, strict=True)]
         if activations is not None and self.changes_places_only:
             first = rows[0].first_change(Row.of(subject.contexts[0]))
+            first -= first % LENGTH  # what is computed again has one of few shapes
             return [self._scores_since(subject, rows[0], first, plain[0], activations)]
         params = None if self.params is None else self.params()
         if params is None and self.model is not None:
@@ -211,14 +212,18 @@ def stale_prefix(subject: DiagnosisSubject) -> Trials:
 def _boundaries(context: Context) -> dict[str, int]:
     """Return where something may begin to go wrong, by kind, the likeliest first.
 
-    ``stretch``: where the sampled or inserted ids begin that the first token that disagrees is among. ``before``: where
-    those before them do. ``breach``: that token itself. ``page``: the roundest index after the last token that agrees,
-    where a page may begin. ``prompt``: the first sampled id.
+    ``layers``: the first id whose activations differ. ``stretch``: where the sampled or inserted ids begin that the
+    first token that disagrees is among. ``before``: where those before them do. ``breach``: that token itself.
+    ``page``: the roundest index after the last token that agrees, where a page may begin. ``prompt``: the first sampled
+    id.
     """
-    starts = context.starts or (context.prompt,)
+    found: dict[str, int] = {}
+    if context.differs_from is not None and context.differs_from < len(context.token_ids):
+        found["layers"] = context.differs_from
     breach = int(context.at[-1]) + 1 if context.breach is None else context.breach
+    starts = context.starts or (context.prompt,)
     near = [start for start in reversed(starts) if start <= breach]
-    found: dict[str, int] = dict(zip(("stretch", "before"), near, strict=False))
+    found |= dict(zip(("stretch", "before"), near, strict=False))
     agreeing = context.at[context.at < breach]
     if len(agreeing):
         found["breach"] = breach
@@ -393,7 +398,11 @@ def _lasts(kind: str) -> tuple[int, ...]:
     Engines that prefill without a context's last id feed it like a sampled one. The first token that disagrees follows
     the id where it began.
     """
-    return {"breach": (1,), "page": (0,)}.get(kind, (0, 1))
+    if kind == "breach":
+        return (1,)
+    if kind in ("layers", "page"):
+        return (0,)
+    return (0, 1)
 
 
 def _shifted(first: Context, kind: str, index: int, offsets: Sequence[int]) -> Trials:
@@ -669,7 +678,9 @@ def _round_to_8_bits(x: jax.Array, kind: Any) -> jax.Array:
 
 def tensors_of_all_layers(subject: DiagnosisSubject) -> Trials:
     """Try tensors that are missing, exchanged or transposed in every layer, and layers in another order."""
-    params, layers, names = subject.params, subject.params["layers"], _LayerNames(subject.model)
+    params = subject.params
+    layers = params["layers"]
+    names = _LayerNames(subject.model)
 
     def change(cause: Cause, label: str, make: Callable[[], dict[str, jax.Array]]) -> Trial:
         return Trial(cause=cause, label=label, params=lambda: params | {"layers": layers | make()})
@@ -697,7 +708,8 @@ def tensors_of_one_layer(layers: Sequence[int]) -> Family:
     """Return the family of one wrong tensor in one of these layers; later ones are cheaper, and come first."""
 
     def family(subject: DiagnosisSubject) -> Trials:
-        model, names = subject.model, _LayerNames(subject.model)
+        model = subject.model
+        names = _LayerNames(model)
         stacked = subject.params["layers"]
         for layer in sorted(layers, reverse=True):
             pair = [layer, min(layer + 1, model.num_layers - 1)]
@@ -771,21 +783,22 @@ def _blank(model: DecoderConfig, key: str, x: jax.Array) -> jax.Array:
 
 def _head_orders(model: DecoderConfig, layers: Params) -> dict[str, Callable[[], dict[str, jax.Array]]]:
     """Return other orders of the heads."""
-    heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
-    if 1 < kv_heads < heads:
-        turns = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
-        places = (turns[:, None] * size + np.arange(size)).reshape(-1)
+    heads = model.num_heads
+    kv_heads = model.num_kv_heads
+    if not 1 < kv_heads < heads:
+        return {}
+    turns = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
+    places = (turns[:, None] * model.head_dim + np.arange(model.head_dim)).reshape(-1)
 
-        def taking_turns() -> dict[str, jax.Array]:
-            changed = {"q": layers["q"][:, places], "o": layers["o"][:, :, places]}
-            if "q_bias" in layers:
-                changed["q_bias"] = layers["q_bias"][:, places]
-            if "sinks" in layers:
-                changed["sinks"] = layers["sinks"][:, turns]
-            return changed
+    def taking_turns() -> dict[str, jax.Array]:
+        changed = {"q": layers["q"][:, places], "o": layers["o"][:, :, places]}
+        if "q_bias" in layers:
+            changed["q_bias"] = layers["q_bias"][:, places]
+        if "sinks" in layers:
+            changed["sinks"] = layers["sinks"][:, turns]
+        return changed
 
-        return {"query heads take turns among the key/value heads": taking_turns}
-    return {}
+    return {"query heads take turns among the key/value heads": taking_turns}
 
 
 class _LayerNames:

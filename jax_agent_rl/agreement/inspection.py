@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.report import Cause
-from jax_agent_rl.learner.parameterization import compute_params
 from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.hf import HEAD, hf_tensors, tensor_names
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
@@ -101,17 +101,19 @@ def _common_faults(
     older: Mapping[str, Callable[[], Samples]],
 ) -> list[TensorFault]:
     """Return what the tensors that both have, and that differ, are instead; arguments as :func:`tensor_faults`."""
-    if rounded := _rounded(engine, learner, common):
+    rounded = _rounded(engine, learner, common)
+    if rounded:
         return [TensorFault(name, Cause.DTYPE, f"is rounded to {rounded}") for name in wrong]
-    before = {name: make() for name, make in older.items()}
-    for called, samples in before.items():
+
+    are_most_wrong = len(wrong) > len(common) // 2
+    for description, make in older.items():
+        samples = make()
         if all(_alike(engine[name], samples[name], precision) for name in wrong):
-            cause = Cause.STALE_VERSION if len(wrong) > len(common) // 2 else Cause.MISSING_TENSOR
-            return [TensorFault(name, cause, f"is still that of {called}") for name in wrong]
-    if (
-        len(wrong) > len(common) // 2
-        and (largest := max(_tensor_difference(engine[n], learner[n]) for n in wrong)) < MAX_TRAINING_CHANGE
-    ):
+            cause = Cause.STALE_VERSION if are_most_wrong else Cause.MISSING_TENSOR
+            return [TensorFault(name, cause, f"is still that of {description}") for name in wrong]
+
+    largest = max(_tensor_difference(engine[name], learner[name]) for name in wrong)
+    if are_most_wrong and largest < MAX_TRAINING_CHANGE:
         detail = f"differs a little (at most by {largest:.1e} of its size), as weights of another version do"
         return [TensorFault(name, Cause.STALE_VERSION, detail) for name in wrong]
     return [TensorFault(name, *_fault(name, engine[name], learner, precision, transposed)) for name in wrong]
@@ -166,7 +168,7 @@ def _alike(found: TensorSample, wanted: TensorSample, precision: str) -> bool:
     return same_size and bool(np.all(np.abs(found.values - expected) <= slack * size))
 
 
-MAX_IDS = 256
+MAX_IDS = 512
 """Ids of the context that both run."""
 LATE = 16
 """Ids after whose number a difference is not one of all positions: a wrong rotary table shows in the first few."""
@@ -174,27 +176,21 @@ ACTIVATION_SLACK = {"float32": 1e-3, "tf32": 0.02, "float16": 0.02}
 """Largest error of a position's activations, as a part of their size; 0.1 in coarser precisions."""
 
 
-def learner_outputs(model: DecoderConfig, params: Params, dtype: str, token_ids: Sequence[int]) -> list[LayerOutput]:
-    """Return the outputs of the learner's layers for a context."""
-    count = len(token_ids)
-    ids = np.pad(np.asarray(token_ids, np.int32), (0, -count % 128))[None]
-    positions = np.arange(ids.shape[1], dtype=np.int32)[None]
-    inputs = forward.Inputs(
-        token_ids=ids,
-        positions=positions,
-        fresh=np.ones(ids.shape, bool),
-        begins=np.zeros(ids.shape, np.int32),
-        ends=np.full(ids.shape, ids.shape[1], np.int32),
-    )
-    outputs = forward.activations(model, compute_params(params, dtype), inputs)
-    embedded, hidden = (np.asarray(x.astype(jnp.float32)) for x in (outputs.embedded[0], outputs.hidden[:, 0]))
-    # [L, K, T, h] -> [L, T, K, h]
-    kv = (np.asarray(x[:, 0].astype(jnp.float32)).transpose(0, 2, 1, 3) for x in (outputs.keys, outputs.values))
-    layers = zip(*(x[:, :count] for x in (hidden, *kv)), strict=True)
-    return [
-        LayerOutput(hidden=embedded[:count]),
-        *(LayerOutput(hidden=output, keys=keys, values=values) for output, keys, values in layers),
-    ]
+def outputs_of_layers(activations: forward.Activations, count: int) -> list[LayerOutput]:
+    """Return the learner's layer outputs for the first ``count`` ids of its activations' first context."""
+
+    def on_host(x: jax.Array) -> np.ndarray:
+        return np.asarray(x.astype(jnp.float32))
+
+    outputs = [LayerOutput(hidden=on_host(activations.embedded[0, :count]))]
+    hidden_LTD = on_host(activations.hidden[:, 0, :count])
+    keys_LKTh = on_host(activations.keys[:, 0, :, :count])
+    values_LKTh = on_host(activations.values[:, 0, :, :count])
+    for hidden_TD, keys_KTh, values_KTh in zip(hidden_LTD, keys_LKTh, values_LKTh, strict=True):
+        outputs.append(
+            LayerOutput(hidden=hidden_TD, keys=keys_KTh.transpose(1, 0, 2), values=values_KTh.transpose(1, 0, 2))
+        )
+    return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,18 +210,22 @@ class LayerDifference:
     begin: int
 
     @property
+    def is_late(self) -> bool:
+        """Whether earlier ids do not differ, as they would if the difference were one of all positions."""
+        return self.begin >= LATE
+
+    @property
     def causes(self) -> list[Cause]:
         """What it speaks for."""
-        is_late = self.begin >= LATE
         if self.layer < 0:
             return [Cause.SETTING]
         if "keys" in self.parts and "values" in self.parts:
             return [Cause.SETTING, Cause.DTYPE]
-        if "keys" in self.parts and is_late:
+        if "keys" in self.parts and self.is_late:
             return [Cause.POSITION, Cause.ROTARY]
         if "keys" in self.parts:
             return [Cause.ROTARY, Cause.SETTING]
-        if is_late:
+        if self.is_late:
             return [Cause.WINDOW, Cause.MASK, Cause.ROTARY, Cause.SETTING]
         return [Cause.SETTING, Cause.WINDOW, Cause.EXPERTS, Cause.ROTARY]
 
@@ -244,7 +244,7 @@ class LayerDifference:
             "what follows",
         }["keys" in self.parts, "values" in self.parts]
         layer = f"layer {self.layer} is the first that differs, by {self.difference:.1%} of its size"
-        if self.begin >= LATE:
+        if self.is_late:
             layer += f", from id {self.begin} on"
         return f"{before}; {layer}: {what}"
 

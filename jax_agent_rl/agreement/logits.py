@@ -5,7 +5,7 @@ Shapes: S compared tokens, N of them at a time, D hidden, V vocabulary, C settin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Tokens:
 
     params: Params
     temperature: float
-    hidden: jax.Array
+    hidden: np.ndarray
     ids: np.ndarray
     rollout: np.ndarray
     plain: np.ndarray
@@ -54,7 +54,7 @@ class Tokens:
         at = np.linspace(0, len(self.ids) - 1, count).astype(int)
         return replace(
             self,
-            hidden=self.hidden[jnp.asarray(at)],
+            hidden=self.hidden[at],
             ids=self.ids[at],
             rollout=self.rollout[at],
             plain=self.plain[at],
@@ -63,7 +63,7 @@ class Tokens:
             sampled_before=self.sampled_before[at],
         )
 
-    def logprobs(self, *, params: Params | None = None, hidden: jax.Array | None = None) -> np.ndarray:
+    def logprobs(self, *, params: Params | None = None, hidden: np.ndarray | None = None) -> np.ndarray:
         """Compute log-probs float64 [S] with another head, or of other hidden states."""
         states = self.hidden if hidden is None else hidden
         return logprobs(params or self.params, states, self.ids, (self.temperature,), self.supports)[0]
@@ -84,8 +84,8 @@ class Tokens:
         head = head_of(self.params)
         is_forbidden = np.zeros(len(head), bool)
         is_forbidden[[i for i in forbidden if i < len(head)]] = True
-        parts = (_chunks(self.hidden), _chunks(jnp.asarray(self.ids, jnp.int32)), _masks(self.supports, len(head)))
-        before = (_chunks(jnp.asarray(self.before)), _chunks(jnp.asarray(self.sampled_before)))
+        parts = (_chunks(self.hidden), _chunks(self.ids.astype(np.int32)), _masks(self.supports, len(head)))
+        before = (_chunks(self.before), _chunks(self.sampled_before))
         found = _changed_logprobs((*parts, *before), head, columns, jnp.asarray(is_forbidden), self.temperature)
         return np.asarray(found, np.float64)[:, : len(self.ids)]
 
@@ -118,7 +118,7 @@ def head_of(params: Params) -> jax.Array:
 
 def logprobs(
     params: Params,
-    hidden: jax.Array,
+    hidden: np.ndarray,
     ids: np.ndarray,
     temperatures: Sequence[float] | np.ndarray,
     supports: Sequence[Support | None] = (),
@@ -136,11 +136,11 @@ def logprobs(
         float64 [C, S].
     """
     head = head_of(params)
-    parts = (_chunks(hidden), head, _chunks(jnp.asarray(ids, jnp.int32)), _masks(supports, len(head)))
+    parts = (_chunks(hidden), head, _chunks(ids.astype(np.int32)), _masks(supports, len(head)))
     return np.asarray(_chosen_logprobs(*parts, jnp.asarray(temperatures, jnp.float32)), np.float64)[:, : len(ids)]
 
 
-def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
+def sorted_mass(params: Params, hidden: np.ndarray, temperature: float, ks: np.ndarray, mass: np.ndarray) -> np.ndarray:
     """Compute the probability mass of the likeliest ids.
 
     Args:
@@ -155,24 +155,59 @@ def sorted_mass(params: Params, hidden: jax.Array, temperature: float, ks: np.nd
         ``mass`` that number, their mass, the mass of one id less, and the probability of the last of them relative to
         that of the likeliest.
     """
-    arguments = (_chunks(hidden), head_of(params), jnp.float32(temperature), jnp.asarray(ks, jnp.int32))
-    return np.asarray(_mass(*arguments, _chunks(jnp.asarray(mass, jnp.float32))), np.float64)[:, : len(hidden)]
+    columns = []
+    for probabilities_SV, mass_S in _probabilities(params, hidden, temperature, mass):
+        # On the host: XLA's sort is slow on CPUs.
+        sorted_SV = -np.sort(-probabilities_SV, axis=-1)
+        total_SV = np.cumsum(sorted_SV, axis=-1, dtype=np.float64)
+        nearest_S1 = np.argmin(np.abs(total_SV - mass_S[:, None]), axis=-1)[:, None]
+        reached_S1 = np.take_along_axis(total_SV, nearest_S1, axis=1)
+        less_S1 = np.take_along_axis(total_SV, np.maximum(nearest_S1 - 1, 0), axis=1)
+        below_S1 = np.where(nearest_S1 > 0, less_S1, 0.0)
+        share_S1 = np.take_along_axis(sorted_SV, nearest_S1, axis=1) / sorted_SV[:, :1]
+        by_k_SC = total_SV[:, np.clip(ks - 1, 0, total_SV.shape[1] - 1)]
+        columns.append(np.concatenate([by_k_SC, nearest_S1 + 1.0, reached_S1, below_S1, share_S1], axis=1).T)
+    return np.concatenate(columns, axis=1)
 
 
-def likely_mass(params: Params, hidden: jax.Array, temperature: float, shares: Sequence[float]) -> np.ndarray:
+def likely_mass(params: Params, hidden: np.ndarray, temperature: float, shares: Sequence[float]) -> np.ndarray:
     """Compute the mass float64 [C, S] of the ids at least ``shares`` [C] times as likely as the likeliest."""
-    arguments = (_chunks(hidden), head_of(params), jnp.float32(temperature), jnp.asarray(shares, jnp.float32))
-    return np.asarray(_likely_mass(*arguments), np.float64)[:, : len(hidden)]
+    columns = []
+    for probabilities_SV, _ in _probabilities(params, hidden, temperature, np.zeros(len(hidden))):
+        relative_SV = probabilities_SV / probabilities_SV.max(axis=-1, keepdims=True)
+        by_share = []
+        for share in shares:
+            by_share.append(np.sum(probabilities_SV, axis=-1, where=relative_SV >= share, dtype=np.float64))
+        columns.append(np.stack(by_share))
+    return np.concatenate(columns, axis=1)
 
 
-def _chunks(x: jax.Array) -> jax.Array:
-    """Reshape [S, ...] to [chunks, TOKENS_PER_CHUNK, ...], padded with zeros."""
-    padded = jnp.pad(x, ((0, -len(x) % TOKENS_PER_CHUNK),) + ((0, 0),) * (x.ndim - 1))
+def _probabilities(
+    params: Params, hidden: np.ndarray, temperature: float, values: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield a few tokens' probabilities float32 [N, V], and what ``values`` has of them."""
+    head = head_of(params)
+    for number, chunk in enumerate(_chunks(hidden)):
+        begin = number * TOKENS_PER_CHUNK
+        some_values = values[begin : begin + TOKENS_PER_CHUNK]
+        probabilities = np.asarray(_softmax(chunk, head, jnp.float32(temperature)))
+        yield probabilities[: len(some_values)], some_values
+
+
+def _chunks(x: np.ndarray) -> np.ndarray:
+    """Reshape [S, ...] to [chunks, TOKENS_PER_CHUNK, ...], padded with zeros.
+
+    On the host: each number of tokens would be a shape to compile for.
+    """
+    missing = -len(x) % TOKENS_PER_CHUNK
+    padded = np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
     return padded.reshape(-1, TOKENS_PER_CHUNK, *x.shape[1:])
 
 
-def _masks(supports: Sequence[Support | None], vocabulary: int) -> jax.Array | None:
-    return _chunks(jnp.asarray(decode_supports(supports, vocabulary))) if supports else None
+def _masks(supports: Sequence[Support | None], vocabulary: int) -> np.ndarray | None:
+    if not supports:
+        return None
+    return _chunks(decode_supports(supports, vocabulary))
 
 
 def _joined(chunks: jax.Array) -> jax.Array:
@@ -216,14 +251,16 @@ def _changed_logprobs(
 ) -> jax.Array:
     def chunk(part: tuple[Any, ...]) -> jax.Array:
         hidden, ids, mask, before, sampled = part
-        scores, vocabulary = _logits(hidden, head), len(head)
+        scores = _logits(hidden, head)
+        vocabulary = len(head)
         rows = jnp.arange(len(ids))[:, None]
         empty = jnp.zeros((len(ids), vocabulary))
         seen = empty.at[rows, jnp.where(before < 0, vocabulary, before)].add(1.0, mode="drop")
         drawn = empty.at[rows, jnp.where(sampled, before, vocabulary)].add(1.0, mode="drop")
 
         def under(change: dict[str, jax.Array]) -> jax.Array:
-            cap, penalty = change["cap"], change["repetition"]
+            cap = change["cap"]
+            penalty = change["repetition"]
             x = jnp.where(cap > 0, cap * jnp.tanh(scores / jnp.where(cap > 0, cap, 1.0)), scores)
             x = jnp.where(seen > 0, jnp.where(x > 0, x / penalty, x * penalty), x)
             x = x - change["presence"] * (drawn > 0) - change["frequency"] * drawn
@@ -238,25 +275,5 @@ def _changed_logprobs(
 
 
 @jax.jit
-def _mass(hidden: jax.Array, head: jax.Array, temperature: jax.Array, ks: jax.Array, mass: jax.Array) -> jax.Array:
-    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        probabilities = -jnp.sort(-jax.nn.softmax(_logits(part[0], head) / temperature, axis=-1), axis=-1)
-        total = jnp.cumsum(probabilities, axis=-1)
-        nearest = jnp.argmin(jnp.abs(total - part[1][:, None]), axis=-1)[:, None]
-        reached = jnp.take_along_axis(total, nearest, axis=1)
-        below = jnp.where(nearest > 0, jnp.take_along_axis(total, jnp.maximum(nearest - 1, 0), axis=1), 0.0)
-        share = jnp.take_along_axis(probabilities, nearest, axis=1) / probabilities[:, :1]
-        by_k = total[:, jnp.clip(ks - 1, 0, total.shape[1] - 1)]
-        return jnp.concatenate([by_k, nearest + 1.0, reached, below, share], axis=1).T
-
-    return _joined(jax.lax.map(chunk, (hidden, mass)))
-
-
-@jax.jit
-def _likely_mass(hidden: jax.Array, head: jax.Array, temperature: jax.Array, shares: jax.Array) -> jax.Array:
-    def chunk(hidden: jax.Array) -> jax.Array:
-        probabilities = jax.nn.softmax(_logits(hidden, head) / temperature, axis=-1)
-        relative = probabilities / jnp.max(probabilities, axis=-1, keepdims=True)
-        return jax.lax.map(lambda share: jnp.sum(probabilities * (relative >= share), axis=-1), shares)
-
-    return _joined(jax.lax.map(chunk, hidden))
+def _softmax(hidden: jax.Array, head: jax.Array, temperature: jax.Array) -> jax.Array:
+    return jax.nn.softmax(_logits(hidden, head) / temperature, axis=-1)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.agreement import forward
@@ -31,10 +29,8 @@ from jax_agent_rl.learner.metrics import Comparison
 T = TypeVar("T")
 SECONDS = 45.0
 """How long a diagnosis may search, beside a pass that has begun."""
-MAX_EXAMINED = ROWS
+MAX_EXAMINED = 4
 """Contexts that hypotheses are confirmed on."""
-FIRST_EXAMINED = 2
-"""Contexts of one pass of the first look."""
 QUICK = 0.05
 """Share of the time after which that look ends with fewer contexts that disagree."""
 MARGIN = 8
@@ -43,6 +39,8 @@ EXPLAINED = 0.05
 """Share of the gap that an attempt may leave and still explain it, where rounding leaves less."""
 MAX_CONFIRMATIONS = 8
 """Trials of a family that are confirmed on all contexts."""
+READINGS = "head, temperature, support and logits"
+"""Name of what follows the last hidden states."""
 SHOWS = 0.3
 """Share of a context's largest gap that a token has to have for the probe to end after it."""
 
@@ -118,7 +116,7 @@ class _Scored:
     """A context with what a plain pass made of it."""
 
     context: Context
-    hidden: jax.Array
+    hidden: np.ndarray
     scores: np.ndarray
     mean_gap: float
 
@@ -132,34 +130,42 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
     def known_gap(context: Context) -> float:
         return 0.0 if context.learner is None else float(np.abs(context.learner - context.rollout).mean())
 
-    half, quick = limit.part(0.5), limit.part(QUICK)
+    half = limit.part(0.5)
+    quick = limit.part(QUICK)
     contexts = sorted(subject.contexts, key=known_gap, reverse=True)
-    found: list[_Scored] = []
+    subject = replace(subject, longest=max(len(context.token_ids) for context in contexts))
+    examined: list[_Scored] = []
     breaches = 0
-    for begin in range(0, len(contexts), FIRST_EXAMINED):
-        if breaches >= (MAX_EXAMINED if quick.allows() else FIRST_EXAMINED) or (found and not half.allows()):
+    for begin in range(0, len(contexts), ROWS):
+        enough = MAX_EXAMINED if quick.allows() else ROWS
+        if breaches >= enough or (examined and not half.allows()):
             break
-        batch = replace(subject, contexts=contexts[begin : begin + FIRST_EXAMINED])
+        batch = replace(subject, contexts=contexts[begin : begin + ROWS])
         hidden = batch.hidden()
         scores = batch.split(batch.tokens(hidden).plain)
-        states = jnp.split(hidden, np.cumsum([len(own) for own in scores])[:-1])
-        for context, own, gap, part in zip(batch.contexts, scores, batch.gaps(scores), states, strict=True):
+        states = np.split(hidden, np.cumsum([len(one) for one in scores])[:-1])
+        gaps = batch.gaps(scores)
+        for context, own, gap, part in zip(batch.contexts, scores, gaps, states, strict=True):
             breach = _first_breach(context, gap, tolerance)
-            breaches += breach is not None
+            if breach is not None:
+                breaches += 1
             mean_gap = float(np.abs(gap).mean())
-            found.append(_Scored(context=replace(context, breach=breach), hidden=part, scores=own, mean_gap=mean_gap))
-    by_gap = sorted(found, key=lambda scored: -scored.mean_gap)
+            examined.append(
+                _Scored(context=replace(context, breach=breach), hidden=part, scores=own, mean_gap=mean_gap)
+            )
+
+    by_gap = sorted(examined, key=lambda scored: -scored.mean_gap)
     worst = [scored for scored in by_gap if scored.context.breach is not None] or by_gap
     worst = worst[:MAX_EXAMINED]
     chosen = replace(subject, contexts=[scored.context for scored in worst])
     plain = [scored.scores for scored in worst]
-    hidden = jnp.concatenate([scored.hidden for scored in worst])
+    hidden = np.concatenate([scored.hidden for scored in worst])
     return Examined(
         subject=chosen,
         tokens=chosen.tokens(hidden, plain=np.concatenate(plain)),
         plain=plain,
-        scored=len(found),
-        others=[scored.scores for scored in found],
+        scored=len(examined),
+        others=[scored.scores for scored in examined],
     )
 
 
@@ -182,8 +188,7 @@ def probe_of(examined: Examined) -> DiagnosisSubject:
         shows = int(np.argmax(sizes >= SHOWS * sizes.max()))
         last = min(shows + MARGIN, len(sizes) - 1)
         cuts.append(context.cut(int(context.at[last]) + 1))
-    longest = max(len(context.token_ids) for context in examined.subject.contexts)
-    return replace(examined.subject, contexts=[min(cuts, key=lambda context: len(context.token_ids))], longest=longest)
+    return replace(examined.subject, contexts=[min(cuts, key=lambda context: len(context.token_ids))])
 
 
 @dataclass(kw_only=True)
@@ -229,6 +234,16 @@ class Search:
             self._activations = forward.activations(probe.model, probe.weights(), probe.inputs(probe.rows))
         return self._activations
 
+    def note_where_it_begins(self, index: int) -> None:
+        """Let what begins somewhere be tried from an index on first."""
+
+        def noted(subject: DiagnosisSubject) -> DiagnosisSubject:
+            contexts = [replace(context, differs_from=index) for context in subject.contexts]
+            return replace(subject, contexts=contexts)
+
+        self.subject = noted(self.subject)
+        self.probe = noted(self.probe)
+
     @property
     def is_over(self) -> bool:
         """Whether an attempt leaves so little that no other needs to be made: others may leave little, too."""
@@ -252,6 +267,9 @@ class Search:
         """Try everything that follows the last hidden states."""
         if self.is_over:
             return
+        if not self.limit.allows():
+            self.untried.append(READINGS)
+            return
         few = self.examined.tokens.some(FEW)
         gap = Comparison.of(few.rollout - few.plain)
         best: dict[Cause, tuple[Comparison, str]] = {}
@@ -265,6 +283,9 @@ class Search:
             if reading.cause not in best or left.mean < best[reading.cause][0].mean:
                 best[reading.cause] = (left, reading.label)
             if self.is_over:
+                break
+            if not self.limit.allows():
+                self.untried.append(READINGS)
                 break
         for cause, (left, label) in best.items():
             self._add_finding(cause, label, count[cause], left)
@@ -302,9 +323,6 @@ class Search:
     def try_family(self, name: str, family: Family, *, per_context: bool = False) -> None:
         """Try the trials of a family on the probe, and confirm the best of them."""
         if self.is_over:
-            best = self.best
-            assert best is not None
-            self.findings.append(HypothesisResult(name, "not tested", f"{best.cause} explains everything"))
             return
         outcome = _Outcome(left=self.probe_gap)
         for trial, left in self._trials(family, self.probe, self._probe_plain, outcome):

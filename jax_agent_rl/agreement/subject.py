@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.agreement import forward
@@ -27,7 +26,7 @@ MAX_CONTEXTS = 64
 """Contexts that are kept of a breach, or compared of a run folder."""
 MAX_INSERTED = 128
 """Ids that a hypothesis may insert into a context."""
-ROWS = 4
+ROWS = 2
 """Contexts of one pass."""
 LENGTH = 64
 """Rows are padded to a multiple of it: few programs are compiled."""
@@ -51,6 +50,7 @@ class Context:
         supports: of the compared tokens' draws, S of them; empty if none was restricted.
         starts: indices where sampled and inserted ids take turns, the first sampled ones first.
         breach: index of the first token about which engine and learner disagree, once that is known.
+        differs_from: index of the first id whose activations differ where others do not, once that is known.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Context:
     supports: tuple[Support | None, ...] = ()
     starts: tuple[int, ...] = ()
     breach: int | None = None
+    differs_from: int | None = None
 
     def cut(self, length: int) -> Context:
         """Return the first ``length`` ids; later ones have no effect on them."""
@@ -133,7 +134,8 @@ def sequence_context(
         return None
     mine = comparable(replace(sequence, history_window=None, segments=()), since, before)
     at = np.flatnonzero(sequence.loss_mask)[mine]
-    starts, index = [], len(sequence.prompt_ids)
+    starts = []
+    index = len(sequence.prompt_ids)
     for turn in sequence.turns:
         starts += [index, index + len(turn.output.token_ids)]
         index += len(turn.output.token_ids) + len(turn.appended_ids)
@@ -153,7 +155,8 @@ def sequence_context(
 
 def _count_drifted(sequence: Trajectory) -> int:
     """Count turns whose context in the engine is not the one trained on; 0 if the engine reports none."""
-    context, drifted = sequence.prompt_ids, 0
+    context = sequence.prompt_ids
+    drifted = 0
     for turn in sequence.turns:
         context += turn.output.token_ids
         reported = turn.output.context_digest
@@ -274,7 +277,7 @@ class DiagnosisSubject:
         backend: ``rollout.backend``.
         adapters: the learner trains adapters.
         packed: makes the contexts with the learner's own log-probs, of its packed passes.
-        longest: ids of the longest context, where these ones are cut; None: they are not.
+        longest: ids of the longest context, of which there may be more than these; None: there are no others.
     """
 
     model: DecoderConfig
@@ -317,7 +320,7 @@ class DiagnosisSubject:
         weights: Params | None = None,
         prefix: Params | None = None,
         change: forward.LayerChange | None = None,
-    ) -> jax.Array:
+    ) -> np.ndarray:
         """Return the hidden states [S, D] before the compared tokens of all contexts.
 
         Args:
@@ -335,14 +338,17 @@ class DiagnosisSubject:
             batch = rows[begin : begin + ROWS]
             inputs = self.inputs(batch)
             old = None if prefix is None else forward.activations(model, prefix, inputs)
-            states = forward.hidden_states(model, weights, inputs, old, change)
-            hidden += [states[i, jnp.asarray(row.at - 1)] for i, row in enumerate(batch)]
-        return jnp.concatenate(hidden)
+            states = np.asarray(forward.hidden_states(model, weights, inputs, old, change))
+            for i, row in enumerate(batch):
+                hidden.append(states[i, row.at - 1])
+        return np.concatenate(hidden)
 
     def inputs(self, rows: Sequence[Row]) -> forward.Inputs:
-        """Pad rows to one of few shapes."""
+        """Pad rows to one of few shapes: several to the longest context, so that all passes over several are alike."""
         longest = max(len(row.token_ids) for row in rows)
-        shape = min(ROWS, len(self.contexts)), math.ceil(longest / LENGTH) * LENGTH
+        if len(self.contexts) > 1:
+            longest = max(longest, self.longest or 0)
+        shape = (min(ROWS, len(self.contexts)), math.ceil(longest / LENGTH) * LENGTH)
         ids = np.zeros(shape, np.int32)
         positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         fresh = np.ones(shape, bool)
@@ -357,7 +363,7 @@ class DiagnosisSubject:
             ends[i, :count] = row.ends
         return forward.Inputs(token_ids=ids, positions=positions, fresh=fresh, begins=begins, ends=ends)
 
-    def hidden_since(self, row: Row, first: int, activations: forward.Activations) -> jax.Array:
+    def hidden_since(self, row: Row, first: int, activations: forward.Activations) -> np.ndarray:
         """Return the hidden states before the compared tokens after ``first`` of a single context.
 
         Args:
@@ -381,10 +387,10 @@ class DiagnosisSubject:
         later_ends[0, :count] = np.where(rest.ends < _FOREVER, rest.ends + moved, _FOREVER)
         inputs = replace(inputs, begins=begins, ends=later_ends)
         prefix = forward.Prefix(keys=activations.keys, values=activations.values, positions=place, ends=ends)
-        states = forward.hidden_states(self.model, self.weights(), inputs, prefix=prefix)
-        return states[0, jnp.asarray(rest.at - 1 - first)]
+        states = np.asarray(forward.hidden_states(self.model, self.weights(), inputs, prefix=prefix))
+        return states[0, rest.at - 1 - first]
 
-    def tokens(self, hidden: jax.Array, params: Params | None = None, *, plain: np.ndarray | None = None) -> Tokens:
+    def tokens(self, hidden: np.ndarray, params: Params | None = None, *, plain: np.ndarray | None = None) -> Tokens:
         """Return the compared tokens with their hidden states, and their log-probs by a head.
 
         Args:

@@ -182,7 +182,8 @@ class AgreementWatch:
         loop: asyncio.AbstractEventLoop,
     ) -> Diagnosis | None:
         """Diagnose and record a breach; return None where the learner's parameters span processes."""
-        learner, found = self._runtime.learner, None
+        learner = self._runtime.learner
+        found = None
         engine = self._view(loop)
         contexts = collect_contexts(groups, versions.since, before=versions.before)
         if isinstance(learner, Learner) and contexts:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_agent_rl.agreement.inspection import first_difference, learner_outputs, sample_tensors, tensor_faults
+from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.inspection import first_difference, outputs_of_layers, sample_tensors, tensor_faults
 from jax_agent_rl.agreement.report import JAX_ENGINE
 from jax_agent_rl.agreement.subject import DiagnosisSubject, collect_contexts
 from jax_agent_rl.jetstream.backend import JetStreamBackend
@@ -71,7 +72,9 @@ async def check(
         layers = await backend.layer_outputs(ids)
     finally:
         await backend.close()
-    expected = await asyncio.to_thread(learner_outputs, model, later, "float32", ids)
+    one = replace(subject, contexts=[contexts[0].cut(len(ids))])
+    activations = await asyncio.to_thread(forward.activations, model, one.weights(), one.inputs(one.rows))
+    expected = outputs_of_layers(activations, len(ids))
     assert len(layers) == 1 + model.num_layers
     assert first_difference(layers, expected, precision=precision) is None
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jax_agent_rl.agreement.diagnosis import diagnose
+from jax_agent_rl.agreement.hypotheses import position
 from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINES, Cause, advice
-from jax_agent_rl.agreement.search import MARGIN, TimeLimit, examine, order_families, probe_of
+from jax_agent_rl.agreement.search import MARGIN, READINGS, Search, TimeLimit, examine, order_families, probe_of
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from tests.agreement_testbed import LLAMA
 from tests.tiny import logprobs_of, tiny_params
@@ -86,6 +87,20 @@ def test_a_diagnosis_that_has_no_more_time_says_what_it_did_not_try():
     assert untried and all(finding.name in made.line for finding in untried)
     whole = diagnose(subject(context(1), context(2)), tolerance=TOLERANCE, clock=lambda: 0.0)
     assert whole.cause is Cause.UNKNOWN and "no time" not in whole.line
+
+
+def test_nothing_is_begun_once_the_time_is_over():
+    made = diagnose(subject(context(1), context(2)), tolerance=TOLERANCE, seconds=10.0, clock=Ticking(5.0))
+    assert READINGS in made.line and Cause.POSITION in made.line
+    assert not any(finding.left for finding in made.findings)
+
+
+def test_where_the_layers_begin_to_differ_is_where_positions_are_tried_first():
+    search = Search(
+        examined=examine(subject(context(1, wrong_from=30)), TOLERANCE, endless()), tolerance=TOLERANCE, limit=endless()
+    )
+    search.note_where_it_begins(23)
+    assert next(position(search.probe)).label == "puts ids 1 position further from id 23 on"
 
 
 @pytest.mark.parametrize("backend", OTHER_ENGINES)
