@@ -156,7 +156,7 @@ class _Diagnosing:
         """Try what explains the numbers."""
         if difference is not None and difference.is_late:
             search.note_where_it_begins(difference.begin)
-        may_be_rounding = _may_be_rounding(self._examined)
+        may_be_rounding = _may_be_rounding(self._examined) and (difference is None or not difference.is_late)
         if may_be_rounding:
             self._limit.reserve(LAST)
 
@@ -184,7 +184,7 @@ class _Diagnosing:
                 rest = f"{search.best.cause} explains everything"
                 self._findings.append(HypothesisResult("what was not tried", "not tested", rest))
             return self._conclude(search.best.cause, f"the engine {search.best.label}")
-        if may_be_rounding and self._limit.allows():
+        if may_be_rounding and self._limit.allows(2 * self._examined.seconds):
             rounding = _describe_rounding(self._examined)
             if rounding is not None:
                 return self._conclude(Cause.DTYPE, rounding)

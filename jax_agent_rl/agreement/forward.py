@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.models.attention import add_sinks
-from jax_agent_rl.models.config import DecoderConfig, Params, Rope
+from jax_agent_rl.models.config import DecoderConfig, Params, Rope, YarnScaling
 from jax_agent_rl.models.decoder import DecoderLayer
-from jax_agent_rl.models.layers import embed, rms_norm, rope_tables
+from jax_agent_rl.models.layers import embed, rms_norm, rope_frequencies
 from jax_agent_rl.models.tree_kernel import MASK_VALUE
 
 
@@ -96,7 +96,8 @@ class _Numbers:
     """The numbers of a config. As Python's floats they keep the dtype of what they are multiplied with.
 
     Attributes:
-        tables: cos and sin [2, B, T, r/2], of full layers and of windowed ones.
+        frequencies: rotary ones float32 [2, r/2], of full layers and of windowed ones.
+        magnitudes: float32 [2], what cos and sin of the two are multiplied with.
         windowed: int32 [L], which of the two a layer has.
         windows: int32 [L], positions that a layer looks back.
     """
@@ -104,7 +105,8 @@ class _Numbers:
     rms_norm_eps: float
     attention_scale: float
     embed_scale: float
-    tables: tuple[jax.Array, jax.Array]
+    frequencies: jax.Array
+    magnitudes: jax.Array
     windowed: jax.Array
     windows: jax.Array
 
@@ -176,9 +178,10 @@ def _run(
 
 
 def _numbers(config: DecoderConfig, inputs: Inputs, prefix: Prefix | None) -> _Numbers:
-    positions = jnp.asarray(inputs.positions)
-    full = rope_tables(config.rope, config.head_dim, positions)
-    local = rope_tables(config.local_rope or config.rope, config.head_dim, positions)
+    ropes = (config.rope, config.local_rope or config.rope)
+    magnitudes = []
+    for rope in ropes:
+        magnitudes.append(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0)
     before = 0 if prefix is None else prefix.positions.shape[1]
     everything = 2 * (before + inputs.token_ids.shape[1]) + int(inputs.positions.max(initial=0))
     windows = []
@@ -189,7 +192,8 @@ def _numbers(config: DecoderConfig, inputs: Inputs, prefix: Prefix | None) -> _N
         rms_norm_eps=float(config.rms_norm_eps),
         attention_scale=float(config.score_scale),
         embed_scale=float(config.embed_scale),
-        tables=(jnp.stack([full[0], local[0]]), jnp.stack([full[1], local[1]])),
+        frequencies=jnp.stack([rope_frequencies(rope, config.head_dim) for rope in ropes]),
+        magnitudes=jnp.asarray(magnitudes, jnp.float32),
         windowed=jnp.asarray([config.is_windowed(layer) for layer in range(config.num_layers)], jnp.int32),
         windows=jnp.asarray(windows, jnp.int32),
     )
@@ -244,8 +248,9 @@ def _layers(
 
         layer = DecoderLayer.from_params(config, tensors)
         layer.config = own_config  # its numbers are arguments of the program, so no part of what it is compiled for
-        cos, sin = numbers.tables
-        x, _ = layer(x, cos[windowed], sin[windowed], attend)
+        angles = positions[..., None].astype(jnp.float32) * numbers.frequencies[windowed]
+        magnitude = numbers.magnitudes[windowed]
+        x, _ = layer(x, magnitude * jnp.cos(angles), magnitude * jnp.sin(angles), attend)
         return x, (x, *own_kv) if keep else None
 
     def compute_from_first(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:

@@ -554,15 +554,14 @@ def _between(
     subject: DiagnosisSubject, cause: Cause, fields: Sequence[ConfigField], left: dict[str, dict[float, float]]
 ) -> Trials:
     """Try values between those of the number that left least, if it left less than there was."""
-    plain = subject.compare(subject.split(subject.tokens(subject.hidden()).plain)).mean
     best = {path: min(gaps.values()) for path, gaps in left.items()}
     if not best:
         return
     path = min(best, key=lambda path: best[path])
-    if best[path] > GAIN * plain or best[path] <= OVER * plain:
+    if best[path] > GAIN * subject.gap or best[path] <= OVER * subject.gap:
         return
     field = next(field for field in fields if field.path == path)
-    known = {float(field.own): plain, **left[path]}
+    known = {float(field.own): subject.gap, **left[path]}
     for _ in range(8):
         tried = sorted(value for value in known if value > 0)
         at = tried.index(min(tried, key=lambda value: known[value]))
@@ -573,7 +572,7 @@ def _between(
                 trial = _setting(subject, cause, field, value) if value not in known else None
                 if trial is not None:
                     known[value] = yield trial
-        if min(known.values()) <= OVER * plain:
+        if min(known.values()) <= OVER * subject.gap:
             return
 
 

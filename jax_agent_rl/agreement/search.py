@@ -97,6 +97,7 @@ class Examined:
         plain: their scores.
         scored: how many were scored.
         others: scores of all that were scored.
+        seconds: that a pass over two of them took, at most.
     """
 
     subject: DiagnosisSubject
@@ -104,6 +105,7 @@ class Examined:
     plain: Scores
     scored: int
     others: Scores
+    seconds: float
 
     @property
     def gap(self) -> Comparison:
@@ -136,12 +138,14 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
     subject = replace(subject, longest=max(len(context.token_ids) for context in contexts))
     examined: list[_Scored] = []
     breaches = 0
+    seconds = 0.0
     for begin in range(0, len(contexts), ROWS):
         enough = MAX_EXAMINED if quick.allows() else ROWS
         if breaches >= enough or (examined and not half.allows()):
             break
         batch = replace(subject, contexts=contexts[begin : begin + ROWS])
-        hidden = batch.hidden()
+        hidden, pass_seconds = limit.measure(batch.hidden)
+        seconds = max(seconds, pass_seconds)
         scores = batch.split(batch.tokens(hidden).plain)
         states = np.split(hidden, np.cumsum([len(one) for one in scores])[:-1])
         gaps = batch.gaps(scores)
@@ -166,6 +170,7 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
         plain=plain,
         scored=len(examined),
         others=[scored.scores for scored in examined],
+        seconds=seconds,
     )
 
 
@@ -219,6 +224,7 @@ class Search:
         self._probe_plain = self._plain_of(self.probe.contexts[0])
         self._pass_seconds = 0.0
         self.probe_gap = self.probe.compare(self._probe_plain)
+        self.probe = replace(self.probe, gap=self.probe_gap.mean)
 
     def _plain_of(self, probe: Context) -> Scores:
         """Return the plain scores of the probe: those of its context, as far as it goes."""
@@ -349,12 +355,12 @@ class Search:
         trials = family(probe)
         answer: float | None = None
         while True:
+            if not self.limit.allows(self._pass_seconds):
+                outcome.stopped = True
+                return
             try:
                 trial = next(trials) if answer is None else trials.send(answer)
             except StopIteration:
-                return
-            if not self.limit.allows(self._pass_seconds):
-                outcome.stopped = True
                 return
             reuses = trial.change is not None or trial.changes_places_only
             activations = self.activations if reuses and probe is self.probe else None
@@ -383,6 +389,7 @@ class Search:
         alone = replace(self.subject, contexts=[context])
         plain = [self.examined.plain[number]]
         gap = alone.compare(plain)
+        alone = replace(alone, gap=gap.mean)
         if self.explains(alone.compare([scores]), gap):
             return scores
         outcome = _Outcome(left=alone.compare([scores]))

@@ -277,6 +277,7 @@ class DiagnosisSubject:
         backend: ``rollout.backend``.
         adapters: the learner trains adapters.
         packed: makes the contexts with the learner's own log-probs, of its packed passes.
+        gap: mean gap of the learner's own scores, where hypotheses are tried.
         longest: ids of the longest context, of which there may be more than these; None: there are no others.
     """
 
@@ -290,6 +291,7 @@ class DiagnosisSubject:
     backend: str = ""
     adapters: bool = False
     packed: Callable[[], Sequence[Context]] | None = None
+    gap: float = 0.0
     longest: int | None = None
 
     @property
