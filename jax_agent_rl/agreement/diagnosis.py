@@ -43,8 +43,8 @@ from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
-LAST = 0.15
-"""Share of the time that is kept for the comparison with a coarser dtype."""
+LAST = 0.3
+"""Largest share of the time that is kept for the comparison with a coarser dtype."""
 ALL_LAYERS = "tensors in every layer"
 ONE_LAYER = "one wrong tensor"
 
@@ -157,8 +157,9 @@ class _Diagnosing:
         if difference is not None and difference.is_late:
             search.note_where_it_begins(difference.begin)
         may_be_rounding = _may_be_rounding(self._examined) and (difference is None or not difference.is_late)
-        if may_be_rounding:
-            self._limit.reserve(LAST)
+        rounding_seconds = 2 * self._examined.seconds  # a pass in each coarser dtype
+        if may_be_rounding and rounding_seconds <= LAST * self._limit.seconds:
+            self._limit.reserve(rounding_seconds)
 
         # Where the layers agree, what follows them is tried first, else last.
         if difference is None:
@@ -184,7 +185,7 @@ class _Diagnosing:
                 rest = f"{search.best.cause} explains everything"
                 self._findings.append(HypothesisResult("what was not tried", "not tested", rest))
             return self._conclude(search.best.cause, f"the engine {search.best.label}")
-        if may_be_rounding and self._limit.allows(2 * self._examined.seconds):
+        if may_be_rounding and self._limit.allows(rounding_seconds):
             rounding = _describe_rounding(self._examined)
             if rounding is not None:
                 return self._conclude(Cause.DTYPE, rounding)

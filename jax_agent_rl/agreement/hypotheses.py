@@ -191,8 +191,15 @@ def adapter_scale(subject: DiagnosisSubject) -> Trials:
 
 def stale_prefix(subject: DiagnosisSubject) -> Trials:
     """Try what came before a turn, or whole pages of it, with keys and values of older weights."""
+    starts = subject.contexts[0].starts
+
+    def is_inside_turn(boundary: tuple[str, int]) -> bool:
+        """Return whether no request ended there: what is in the cache is what requests were made of."""
+        return boundary[1] not in starts[1::2]
+
+    boundaries = sorted(_each_boundary(subject), key=is_inside_turn)
     for name, make in subject.older.items():
-        for (kind, end), page in itertools.product(_each_boundary(subject), PAGES):
+        for (kind, end), page in itertools.product(boundaries, PAGES):
 
             def place(context: Context, row: Row, kind: str = kind, page: int = page) -> Row:
                 end = _boundaries(context).get(kind)

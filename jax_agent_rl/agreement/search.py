@@ -58,9 +58,9 @@ class TimeLimit:
         self._end = clock() + seconds
         self._reserved = 0.0
 
-    def reserve(self, share: float) -> None:
-        """Keep a share of the time for what comes last."""
-        self._reserved = share * self.seconds
+    def reserve(self, seconds: float) -> None:
+        """Keep time for what comes last."""
+        self._reserved = seconds
 
     def allows(self, seconds: float = 0.0) -> bool:
         """Return whether something that takes so long can still be done."""
