@@ -115,9 +115,16 @@ def test_a_number_is_looked_for_between_those_that_were_tried():
         Context(name="t", token_ids=(5, 6, 7, 8), prompt=2, at=np.array([2, 3]), rollout=np.array([-5.0, -5.0]))
     ]
     subject = DiagnosisSubject(
-        model=LLAMA, params=tiny_params(1, LLAMA), dtype="float32", temperature=1.0, contexts=contexts
+        model=LLAMA,
+        params=tiny_params(1, LLAMA),
+        dtype="float32",
+        temperature=1.0,
+        contexts=contexts,
+        gap=abs(LLAMA.rms_norm_eps / 3e-3 - 1),
     )
-    trials, tried, gap = settings_of(Cause.SETTING)(subject), [], None
+    trials = settings_of(Cause.SETTING)(subject)
+    tried = []
+    gap = None
     while True:
         try:
             trial = next(trials) if gap is None else trials.send(gap)
