@@ -54,6 +54,7 @@ UNVARIED: Mapping[str, str] = {
     "DecoderConfig.eos_token_ids": "end generations; forbidden ids are tried among the changes of logits",
     "DecoderConfig.bos_token_id": "begins contexts; tried among the ids that an engine may have seen",
     "DecoderConfig.tie_word_embeddings": "which head is read is tried on the last hidden states",
+    "DecoderConfig.carried": "has no effect on what is computed",
     "DecoderConfig.vision": _IMAGES,
     "Rope.sections": _IMAGES,
     "Rope.interleaved_sections": _IMAGES,
