@@ -236,6 +236,18 @@ def value_differences(
     return list(found.values())
 
 
+def defining_values(config: BaseModel, names: Collection[str]) -> dict[str, Any]:
+    """Return the values of the keys in :data:`DEFINES`, as JSON, by path.
+
+    Args:
+        config: a whole configuration.
+        names: keys, or sections of keys, that are looked at.
+    """
+    tree = config.model_dump(mode="json")
+    chosen = {path: key for path, key in _keys(type(config)).items() if path in DEFINES and is_named(path, names)}
+    return {path: _lookup(tree, key).value for path, key in chosen.items()}
+
+
 @dataclass(frozen=True)
 class _Found:
     """The value of a key; ``null_section`` is the path of a section above it that is null."""
@@ -284,9 +296,9 @@ def require_known_keys(model: type[BaseModel], names: Collection[str]) -> None:
             raise ConfigError(f"--accept-change {name}: there is no such key; {did_you_mean(name, list(keys))}")
 
 
-def is_accepted(key: str, accepted: Collection[str]) -> bool:
-    """Return whether a difference was accepted, by its key or by a section that holds it."""
-    return any(key == name or key.startswith(f"{name}.") for name in accepted)
+def is_named(key: str, names: Collection[str]) -> bool:
+    """Return whether a key is among names of keys and of sections that hold them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def unclassified(model: type[BaseModel]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config, DataSource
-from jax_agent_rl.config.resume import BY_CONTENT
+from jax_agent_rl.config.resume import BY_CONTENT, defining_values
 from jax_agent_rl.data.dataset import fingerprint_rows
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.export import Target, records, write
@@ -33,10 +33,17 @@ from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
 
-_SECTIONS = ("agent", "tools", "tool_config", "search", "interactions", "reward", "environments")
-"""Sections on which trajectories depend, besides the policy, its sampling and the rows."""
+_DEFINING = (
+    *("seed", "model", "agent", "tools", "tool_config", "search", "interactions", "reward", "environments"),
+    *("rollout.max_model_len", "rollout.min_group_size", "rollout.group_timeout", "rollout.strategy"),
+    *("rollout.jetstream", "rollout.vllm"),
+)
+"""Keys and sections on which trajectories depend, besides the policy, its sampling and the rows.
+
+Of these, ``config.resume`` says what defines a trajectory, and what may change: timeouts, addresses, devices.
+"""
 _CODE = BY_CONTENT - {"model.path", "critic.path", "distill.teachers", "data.train"}
-"""Keys of those sections that name files, which may change under their names."""
+"""Keys of those sections that name files and models, which may change under their names."""
 _LABEL = "rollout"
 
 
@@ -139,7 +146,7 @@ async def collect(subject: ServedPolicy, request: CollectionRequest, *, out: Pat
     target, config = Target.from_path(out), subject.config
     sampling, sources = request.sampling(config), request.sources(config)
     group_size = request.group_size or config.rollout.group_size
-    settings = _settings(subject, request, sources, group_size, sampling)
+    settings = collection_settings(subject, request, sources, group_size, sampling)
     if finished := _finished(target, settings):
         print_line(console, f"{out} is complete already: nothing to do")
         return finished
@@ -188,7 +195,7 @@ def _show(progress: Progress, journal: Journal, rows: int) -> None:
     progress.phase("collecting", count)
 
 
-def _settings(
+def collection_settings(
     subject: ServedPolicy,
     request: CollectionRequest,
     sources: Sequence[DataSource],
@@ -200,13 +207,11 @@ def _settings(
     return {
         "policy": subject.fingerprint(),
         "data": fingerprint_rows(sources, limit=request.limit),
-        "seed": config.seed,
         "group_size": group_size,
         "sampling": asdict(sampling),
-        "backend": config.rollout.backend,
-        "strategy": config.rollout.strategy.model_dump(mode="json"),
-        "code": named_content(config, _CODE),
-        **{name: getattr(config, name).model_dump(mode="json") for name in _SECTIONS},
+        "rollout.backend": config.rollout.backend,
+        **named_content(config, _CODE),
+        **defining_values(config, _DEFINING),
     }
 
 

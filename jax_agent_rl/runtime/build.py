@@ -42,6 +42,8 @@ from jax_agent_rl.runtime.multihost_engines import (
     make_host_engine,
     make_weight_buffer,
     on_every_host,
+    publish_own_models,
+    require_equal_models,
 )
 from jax_agent_rl.runtime.placement import (
     first_version,
@@ -110,6 +112,8 @@ async def build(
         print_line("reading what the run is of")
         identity = run_identity(config, [rows.fingerprint for rows in train])
         check_identity(identity)
+        if channel is not None:
+            await require_equal_models(identity.content)
         codec = prepared.codec
         places = await stack.enter_async_context(open_places(config))
         mesh = make_mesh(config.learner.mesh)  # or a ConfigError, before anything is loaded
@@ -289,7 +293,12 @@ def open_checkpointer(folder: Path | str, *, keep: int, channel: ControlChannel 
 
 
 def follow_run(config: Config) -> None:
-    """Execute a whole run on a process other than 0: its learner, and the engine on its devices."""
+    """Execute a whole run on a process other than 0: its learner, and the engine on its devices.
+
+    Raises:
+        ModelError: a model cannot be read.
+    """
+    publish_own_models(config)
     learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
     with host_engine(config) as weight_buffer:

@@ -16,13 +16,14 @@ from jax_agent_rl.agreement.subject import MAX_CONTEXTS, Context, make_subject, 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.learner import MeshConfig
 from jax_agent_rl.errors import CheckpointError, ConfigError
-from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
+from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps, read_notes
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.observe.run_dir import Record, read_trajectories, restore_trajectory
 from jax_agent_rl.runtime.build import make_learner
-from jax_agent_rl.runtime.policy import run_config
+from jax_agent_rl.runtime.policy import run_config, saved_run
+from jax_agent_rl.trainer.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,7 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
     config = run_config(run)
     if names := sorted(set(config.agent.role_adapters.values())):
         raise ConfigError(f"{run} trained the adapters {names}; diagnose compares runs of one policy")
-    place = config.trainer.checkpoint_dir or run / "checkpoints"
-    steps = sorted({0, *complete_steps(place)})
+    steps = saved_versions(run)
     evidence = Evidence.read(run) if version is None else None
     if evidence is not None:
         source, contexts, version = "the breach that the run recorded", list(evidence.contexts), evidence.version
@@ -73,16 +73,21 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
             raise CheckpointError(f"{run} has no checkpoint of version {version}, which the breach is about")
     else:
         kept = _folder_contexts(run, frozen=config.agent.role_models.keys())
-        known = [step for step in steps if kept.get(step)]
+        known = [one for one in sorted(steps) if kept.get(one)]
         if version is None and known:
             version = known[-1]
         if version is None or version not in known:
             raise CheckpointError(
-                f"{run} has trajectories of versions {sorted(kept)} and parameters of versions {steps}: there is "
-                "nothing to compare; set trainer.checkpoint_every=1 and run again"
+                f"{run} has trajectories of versions {sorted(kept)} and parameters of versions {sorted(steps)}: there "
+                "is nothing to compare; set trainer.checkpoint_every=1 and run again"
             )
         source, contexts = f"its trajectories of version {version}", kept[version][:MAX_CONTEXTS]
-    learner = _learner_at(config, place, version, saved=version in complete_steps(place))
+    step = steps[version]
+    if step:
+        saved = saved_run(run, step)
+        saved.require_base()
+        config = saved.config
+    learner = _learner_at(config, config.trainer.checkpoint_dir or run / "checkpoints", step)
     subject = make_subject(learner, config, contexts, version=version)
     allowed = run_tolerance(config, [_precision(config)]) if evidence is None else evidence.tolerance
     engine = None
@@ -104,16 +109,30 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
     )
 
 
-def _learner_at(config: Config, place: Path | str, version: int, *, saved: bool) -> Learner:
-    """Return the run's learner on one device, with the parameters and optimizer of a version."""
+def saved_versions(run: Path) -> dict[int, int]:
+    """Return the step of each policy version whose parameters are there: 0, and those of checkpoints.
+
+    Evaluations of an average take versions, too, so a version may be larger than the step it is of.
+    """
+    config = run_config(run)
+    place = config.trainer.checkpoint_dir or run / "checkpoints"
+    steps = {0: 0}
+    for step in complete_steps(place):
+        record = RunRecord.from_json(read_notes(place, step).progress)
+        steps |= dict.fromkeys(record.policy_versions(config), step)
+    return steps
+
+
+def _learner_at(config: Config, place: Path | str, step: int) -> Learner:
+    """Return the run's learner on one device, with the parameters and optimizer after a step."""
     alone = config.learner.model_copy(update={"mesh": MeshConfig.model_validate({})})
     config = config.model_copy(update={"learner": alone, "distill": None})  # teachers are not asked
     learner = make_learner(config, load_config(config.model.path, weights=True))
     assert isinstance(learner, Learner)
-    if saved:
+    if step:
         checkpointer = Checkpointer(place, keep=config.trainer.keep_checkpoints)
         try:
-            _, learner.state, _ = checkpointer.restore(learner.state, step=version)
+            _, learner.state, _ = checkpointer.restore(learner.state, step=step)
         finally:
             checkpointer.close()
     return learner

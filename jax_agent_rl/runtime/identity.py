@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from jax_agent_rl.config import TeacherConfig
 from jax_agent_rl.config.base import Section
-from jax_agent_rl.config.resume import BY_CONTENT, Difference, is_accepted, require_known_keys, value_differences
+from jax_agent_rl.config.resume import BY_CONTENT, Difference, is_named, require_known_keys, value_differences
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.checkpoint import read_notes
 from jax_agent_rl.models.identity import model_fingerprints
@@ -186,7 +186,7 @@ def check_resumed(
         CheckpointError: keys that define what is trained differ; names each with both values.
     """
     defining = content_differences(old, new) + value_differences(model, old.config, new.config, may_change=False)
-    refused = [difference for difference in defining if not is_accepted(difference.key, accepted)]
+    refused = [difference for difference in defining if not is_named(difference.key, accepted)]
     if refused:
         lines = "\n".join(f"  {difference}" for difference in refused)
         keys = ",".join(difference.key for difference in refused)

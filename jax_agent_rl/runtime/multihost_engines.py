@@ -12,7 +12,8 @@ into the buffer of each (:class:`~jax_agent_rl.jetstream.weights.GatherParams`),
 engines to take it. Only its number is sent.
 
 The other engines start while process 0 starts its own. They find each other by the key-value store of jax's
-coordination service, which holds the token and the addresses.
+coordination service, which holds the token and the addresses, and the fingerprints of the models that each process has
+on its disk: they have to be the same ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jax_agent_rl.config import Config
-from jax_agent_rl.errors import BackendError, WeightUpdateError
+from jax_agent_rl.errors import BackendError, ModelError, WeightUpdateError
 from jax_agent_rl.jetstream.weights import GatherParams
 from jax_agent_rl.models.config import Params
 from jax_agent_rl.models.hf import load_config
@@ -42,11 +43,12 @@ from jax_agent_rl.rollout.protocol import RolloutBackend, WeightUpdate
 from jax_agent_rl.rollout.proxy import TransportBackend
 from jax_agent_rl.runtime.engine_devices import engine_mesh
 from jax_agent_rl.runtime.engines import UNTRAINED, make_engine
+from jax_agent_rl.runtime.identity import named_content
 
 logger = logging.getLogger(__name__)
 
 KIND = "mesh"
-_TOKEN, _ENGINES = "jax_agent_rl/token/", "jax_agent_rl/engines/"
+_TOKEN, _ENGINES, _MODELS = "jax_agent_rl/token/", "jax_agent_rl/engines/", "jax_agent_rl/models/"
 _POLL_SECONDS = 0.1
 
 
@@ -118,7 +120,7 @@ def make_host_engine(
 
 
 class HostRegistry:
-    """Where process 0 and the engines of other processes find each other.
+    """Where process 0 finds the engines of other processes, and which models they have read.
 
     Args:
         store: key-value store; None: that of jax's coordination service.
@@ -151,6 +153,22 @@ class HostRegistry:
                 raise BackendError(f"the engine of process {number} could not start: {answer['error']}")
         return {number: answer["url"] for number, answer in sorted(answers.items())}
 
+    def publish_models(self, number: int, content: Mapping[str, Any] | None, *, error: str | None = None) -> None:
+        """Other processes: publish the fingerprints of the models of process ``number``, or why there are none."""
+        self._store.key_value_set(f"{_MODELS}{number}", json.dumps({"content": content, "error": error}))
+
+    async def models(self, count: int) -> dict[int, dict[str, Any]]:
+        """Process 0: wait for the models of ``count`` processes; return their fingerprints, by process number.
+
+        Raises:
+            ModelError: a process could not read its own.
+        """
+        answers = {int(number): json.loads(text) for number, text in (await self._found(_MODELS, count)).items()}
+        for number, answer in sorted(answers.items()):
+            if answer["error"]:
+                raise ModelError(f"process {number} cannot read its models: {answer['error']}")
+        return {number: answer["content"] for number, answer in sorted(answers.items())}
+
     async def _found(self, folder: str, count: int) -> dict[str, str]:
         """Poll for ``count`` values; a wait inside the service could not be cancelled."""
         while True:
@@ -158,6 +176,55 @@ class HostRegistry:
             if len(found) >= count:
                 return {key.rpartition("/")[2]: value for key, value in found}
             await asyncio.sleep(_POLL_SECONDS)
+
+
+LEARNER_MODELS = ("model.path", "critic.path", "distill.teachers")
+"""Keys whose models every process reads from its own disk."""
+
+
+def publish_own_models(config: Config, *, registry: HostRegistry | None = None, number: int | None = None) -> None:
+    """Other processes: tell process 0 which models this one has.
+
+    Args:
+        config: of the run.
+        registry: where process 0 looks.
+        number: None: that of this process.
+
+    Raises:
+        ModelError: a model cannot be read. Process 0 is told, too.
+    """
+    registry = registry or HostRegistry()
+    number = jax.process_index() if number is None else number
+    try:
+        content = named_content(config, LEARNER_MODELS)
+    except ModelError as error:
+        registry.publish_models(number, None, error=str(error))
+        raise
+    registry.publish_models(number, content)
+
+
+async def require_equal_models(
+    content: Mapping[str, Any], *, registry: HostRegistry | None = None, others: int | None = None
+) -> None:
+    """Process 0: check that all other processes have its models: each reads its devices' part of the weights.
+
+    Args:
+        content: fingerprints of what the keys of this process name.
+        registry: where the others publish theirs.
+        others: their number; None: all other processes.
+
+    Raises:
+        ModelError: a process has another model; names it and the key.
+    """
+    count = jax.process_count() - 1 if others is None else others
+    expected = json.loads(json.dumps({key: content[key] for key in LEARNER_MODELS if key in content}))
+    for number, found in (await (registry or HostRegistry()).models(count)).items():
+        differing = [key for key in LEARNER_MODELS if found.get(key) != expected.get(key)]
+        if differing:
+            raise ModelError(
+                f"process {number} has another model than process 0 at {', '.join(differing)}: the files on its host "
+                "differ; give every host the same ones"
+            )
 
 
 def own_address(coordinator: str | None) -> str:

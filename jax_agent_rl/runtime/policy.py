@@ -22,7 +22,7 @@ import jax
 from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, ModelConfig, TeacherConfig, build, load
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree, read_tree
-from jax_agent_rl.errors import CheckpointError, ConfigError
+from jax_agent_rl.errors import CheckpointError, ConfigError, ModelError
 from jax_agent_rl.learner.checkpoint import Checkpointer, Notes, complete_steps, read_notes
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.models.convert import named_dtype
@@ -86,14 +86,9 @@ class ServedPolicy:
 
         Rollout servers have their own weights, see ``ServerPool.weights_fingerprint``.
         """
-        served: Any = self.checkpoint
-        if served is None:
-            adapters = self.config.rollout.adapters
-            served = [
-                model_fingerprints(self.config.model.path),
-                {n: folder_fingerprint(f) for n, f in adapters.items()},
-            ]
-        return fingerprint(served)
+        policy: Any = self.checkpoint or model_fingerprints(self.config.model.path)
+        adapters = {name: folder_fingerprint(folder) for name, folder in self.recorded.rollout.adapters.items()}
+        return fingerprint([policy, adapters])
 
 
 @contextlib.contextmanager
@@ -207,6 +202,8 @@ def export_run(
     names = trained.adapters
     if names and not adapter:
         raise ConfigError(f"{run} trained the adapters {names} over one model; export them with --adapter")
+    if out.expanduser().resolve() == Path(base).expanduser().resolve():
+        raise ModelError(f"{out} is the model that the run was trained over, which it still needs; name a new folder")
     saved.require_base()
     model, params = load_hf(base)
     start = Parameterization.policy(model, params, trained.learner, mesh=make_mesh(MeshConfig.model_validate({})))
@@ -286,10 +283,17 @@ class SavedRun:
     Attributes:
         trained: what the run trained when it was written, which a resumed run may have changed since.
         notes: what the checkpoint says about itself.
+        tree: the configuration then, with the run's newest places of models and checkpoints, as JSON.
     """
 
     trained: TrainedRun
     notes: Notes
+    tree: Mapping[str, Any]
+
+    @property
+    def config(self) -> Config:
+        """The configuration of a run of ``train`` when the checkpoint was written."""
+        return build(self.tree)
 
     def export_key(self, *, ema: bool = False) -> str:
         """Return the fingerprint of what is exported: it depends on no name, step or time."""
@@ -329,14 +333,17 @@ def saved_run(run: Path, step: int | None = None) -> SavedRun:
         CheckpointError: not a run folder, or no such checkpoint, or its notes are damaged.
     """
     recorded = _recorded(run)
-    trained = _described(run, recorded)
-    notes = read_notes(trained.checkpoints, step)
+    now = _described(run, recorded)
+    notes = read_notes(now.checkpoints, step)
     config = notes.progress.get("identity", {}).get("config")
-    if config is not None:
-        command = {"command": recorded["command"]} if "command" in recorded else {}
-        then = _described(run, {**config, **command})
-        trained = replace(trained, learner=then.learner, adapters=then.adapters)
-    return SavedRun(trained=trained, notes=notes)
+    if config is None:  # of an earlier version
+        return SavedRun(trained=now, notes=notes, tree=recorded)
+    places = {name: value for name, value in recorded["trainer"].items() if name == "checkpoint_dir"}
+    trainer = config["trainer"] | places
+    model = {**config["model"], "path": recorded["model"]["path"]}
+    tree = {**recorded, **config, "model": model, "trainer": trainer}
+    then = _described(run, tree)
+    return SavedRun(trained=replace(now, learner=then.learner, adapters=then.adapters), notes=notes, tree=tree)
 
 
 def run_config(run: Path) -> Config:

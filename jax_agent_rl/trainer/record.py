@@ -12,7 +12,7 @@ import numpy as np
 from jax_agent_rl.collect.accounting import Accounting
 from jax_agent_rl.collect.buffer import versions
 from jax_agent_rl.collect.filters import Selection, by_role, has_equal_outcomes
-from jax_agent_rl.config import AlgorithmConfig
+from jax_agent_rl.config import AlgorithmConfig, Config
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.outcomes import accuracy
 from jax_agent_rl.rollout.protocol import BackendMetrics
@@ -75,6 +75,18 @@ class RunRecord:
             self.steps_compared += 1
         else:
             self.steps_not_compared += 1
+
+    def policy_versions(self, config: Config) -> list[int]:
+        """Return the versions that the weights of this step had when rollouts sampled from them.
+
+        An evaluation of their average takes two versions: one of the average, and one of the same weights after it.
+        """
+        version = self.step + self.extra_versions
+        every = config.trainer.eval_every
+        is_evaluated_later = every and self.step % every == 0 and self.evaluated != self.step
+        if self.step and config.learner.ema_decay and is_evaluated_later:
+            return [version, version + 2]
+        return [version]
 
     def to_json(self) -> dict[str, Any]:
         """Return a shallow copy: asdict() would copy every sampled id.

@@ -23,7 +23,7 @@ import hashlib
 import importlib.util
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -132,12 +132,21 @@ def folder_fingerprint(folder: str | Path) -> str:
         OSError: a file cannot be read.
     """
     root = Path(folder)
-    files = (file for file in root.rglob("*") if file.is_file())
+    return _tree_fingerprint(root, [file for file in root.rglob("*") if file.is_file()])
+
+
+def _tree_fingerprint(root: Path, files: Iterable[Path]) -> str:
     return fingerprint({file.relative_to(root).as_posix(): file_fingerprint(file) for file in files})
 
 
+def _code_folder_fingerprint(root: Path) -> str:
+    """Return the fingerprint of a folder of code, without what Python writes when it runs it."""
+    files = (file for file in root.rglob("*") if file.is_file())
+    return _tree_fingerprint(root, [file for file in files if "__pycache__" not in file.relative_to(root).parts])
+
+
 def code_fingerprint(name: str) -> str:
-    """Return the fingerprint of a Python file or folder, or of a module that is named by its import path.
+    """Return the fingerprint of a Python file or folder, or of a module or package that is named by its import path.
 
     What it imports is not part of it. A module that cannot be found without importing its parents is known by its name.
 
@@ -148,12 +157,14 @@ def code_fingerprint(name: str) -> str:
     if path.is_file():
         return file_fingerprint(path)
     if path.is_dir():
-        return folder_fingerprint(path)
+        return _code_folder_fingerprint(path)
     try:
         found = importlib.util.find_spec(name) if "/" not in name and ":" not in name else None
     except (ImportError, ValueError):
         found = None
     if found is not None and found.origin is not None and Path(found.origin).is_file():
+        if found.submodule_search_locations:
+            return _code_folder_fingerprint(Path(found.origin).parent)
         return file_fingerprint(found.origin)
     return fingerprint(name)
 

@@ -13,7 +13,7 @@ from jax_agent_rl.config.resume import (
     BY_CONTENT,
     DEFINES,
     MAY_CHANGE,
-    is_accepted,
+    is_named,
     require_known_keys,
     unclassified,
     value_differences,
@@ -88,9 +88,9 @@ def test_a_section_that_comes_or_goes_is_one_difference():
         assert {str(difference.old), str(difference.new)} > {"None"}
 
 
-def test_a_change_is_accepted_by_its_key_or_its_section():
-    assert is_accepted("learner.lora.alpha", ["learner.lora"]) and is_accepted("seed", ["seed"])
-    assert not is_accepted("learner.lora", ["learner.lora.alpha"]) and not is_accepted("search.topk", ["sea"])
+def test_a_change_is_named_by_its_key_or_its_section():
+    assert is_named("learner.lora.alpha", ["learner.lora"]) and is_named("seed", ["seed"])
+    assert not is_named("learner.lora", ["learner.lora.alpha"]) and not is_named("search.topk", ["sea"])
     require_known_keys(Config, ["learner.lora", "algorithm.kl.coef"])
     with pytest.raises(ConfigError, match=r"--accept-change learner.lora.alpa.*did you mean 'learner.lora.alpha'"):
         require_known_keys(Config, ["learner.lora.alpa"])

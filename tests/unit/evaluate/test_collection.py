@@ -1,6 +1,7 @@
 """Slots and the journal: nothing is doubled or forgotten when a collection is stopped, fails, and goes on."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,11 +11,12 @@ import pytest
 from jax_agent_rl.agents import AgentContext
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import AgentConfig, build
-from jax_agent_rl.errors import EngineDiedError, NothingToTrainError, RewardError
-from jax_agent_rl.evaluate.collection import _Collection
-from jax_agent_rl.evaluate.journal import Journal
+from jax_agent_rl.errors import ConfigError, EngineDiedError, NothingToTrainError, RewardError
+from jax_agent_rl.evaluate.collection import CollectionRequest, _Collection, collection_settings
+from jax_agent_rl.evaluate.journal import Journal, require_same
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
+from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts
 from jax_agent_rl.types import SamplingParams
 from tests.fakes import FakeCodec, ScriptedBackend
@@ -128,3 +130,36 @@ async def test_a_reward_that_always_fails_ends_it(tmp_path):
 
 def _ids(records):
     return [(r["trajectory_id"], r["prompt_ids"], r["response_ids"]) for r in records]
+
+
+@pytest.mark.parametrize(
+    ("override", "continues"),
+    [
+        ("agent.tool_timeout=77", True),
+        ("rollout.jetstream.max_concurrent_decodes=3", True),
+        ("trainer.steps=9", True),
+        ("rollout.jetstream.quantize=int8", False),
+        ("rollout.jetstream.kv_dtype=int8", False),
+        ("rollout.max_model_len=999", False),
+        ("agent.max_assistant_turns=3", False),
+        ("seed=5", False),
+    ],
+)
+def test_a_collection_goes_on_with_what_defines_its_trajectories(tmp_path, override: str, continues: bool):
+    """As a resumed run does: one list says which keys may change."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": str(tmp_path / "rows.jsonl")}}
+
+    def settings(*overrides: str) -> dict:
+        config = build(tree, list(overrides))
+        subject = ServedPolicy(config=config, recorded=config, name="p", step=1, checkpoint="c")
+        request = CollectionRequest()
+        sources = request.sources(config)
+        return collection_settings(subject, request, sources, 2, SamplingParams(max_tokens=20))
+
+    before = json.loads(json.dumps(settings()))
+    if continues:
+        require_same(settings(override), before, tmp_path)
+    else:
+        with pytest.raises(ConfigError, match=override.partition("=")[0]):
+            require_same(settings(override), before, tmp_path)

@@ -7,20 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.errors import BackendError, WeightUpdateError
+from jax_agent_rl.config import Config, build
+from jax_agent_rl.errors import BackendError, ModelError, WeightUpdateError
+from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import WeightUpdate
+from jax_agent_rl.runtime.identity import named_content
 from jax_agent_rl.runtime.multihost_engines import (
     KIND,
+    LEARNER_MODELS,
     HostEngine,
     HostRegistry,
     WeightBuffer,
     join_hosts,
     own_address,
+    publish_own_models,
+    require_equal_models,
 )
 from jax_agent_rl.types import SamplingParams
 from tests.ports import free_port
 from tests.simulated import environment_with
+from tests.tiny import TINY, tiny_params
 from tests.tiny_run import SMALL, tiny_recipe
 from tests.toy_backend import ToyBackend, to_text
 from tests.warm import python
@@ -162,3 +169,24 @@ def test_two_processes_with_two_devices_each_sample_what_all_four_devices_have_t
         assert line["found"] == pytest.approx(line["expected"], abs=1e-4) and line["recompilations"] == 0
         assert line["other"] == pytest.approx(line["expected"], abs=1e-4)
     assert lines[0]["found"] != lines[2]["found"], "the weights did not change"
+
+
+async def test_every_process_has_the_same_models_or_the_run_ends_with_the_name_of_the_one_that_differs(tmp_path):
+    """Hosts read their own disks: one with an older model would train a mixture of both."""
+    for name, seed in (("zero", 0), ("one", 0), ("two", 1)):
+        save_hf(tmp_path / name, TINY, tiny_params(seed))
+
+    def config(name: str) -> Config:
+        return build({"run_dir": "r", "model": {"path": str(tmp_path / name)}, "data": {"train": "t"}})
+
+    store = Store()
+    content = named_content(config("zero"), LEARNER_MODELS)
+    publish_own_models(config("one"), registry=HostRegistry(store), number=1)
+    await require_equal_models(content, registry=HostRegistry(store), others=1)
+    publish_own_models(config("two"), registry=HostRegistry(store), number=2)
+    with pytest.raises(ModelError, match="process 2 .* model.path"):
+        await require_equal_models(content, registry=HostRegistry(store), others=2)
+    with pytest.raises(ModelError, match="gone"):
+        publish_own_models(config("gone"), registry=HostRegistry(store), number=2)
+    with pytest.raises(ModelError, match="process 2 cannot read its models"):
+        await require_equal_models(content, registry=HostRegistry(store), others=2)

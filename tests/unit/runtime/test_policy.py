@@ -1,11 +1,16 @@
 """Which policy a command line names, and what it must not."""
 
+import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from jax_agent_rl.errors import CheckpointError, ConfigError
-from jax_agent_rl.runtime.policy import NO_ROWS, PolicyChoice, choose, open_policy
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.runtime.diagnosis import saved_versions
+from jax_agent_rl.runtime.policy import NO_ROWS, PolicyChoice, ServedPolicy, choose, open_policy, saved_run
+from jax_agent_rl.trainer.record import RunRecord
 
 RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -58,3 +63,45 @@ def test_what_does_not_go_together_is_refused(choice: PolicyChoice, message: str
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="not a run folder"), open_policy(PolicyChoice(run=tmp_path)):
         pass
+
+
+def written_run(folder: Path, *, then: dict, now: dict) -> None:
+    """A run whose checkpoint of step 4 was trained with other settings than those that it has now."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(now))
+    checkpointer = Checkpointer(folder / "checkpoints", keep=1)
+    identity = {"config": then, "content": {}}
+    record = RunRecord(step=4, extra_versions=2, identity=identity)
+    checkpointer.save(4, {"w": jnp.zeros(3)}, record.to_json())
+    checkpointer.close()
+
+
+def test_a_checkpoint_is_read_with_the_settings_it_was_trained_with_and_the_model_where_it_is_now(tmp_path: Path):
+    then = choose(PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=8", "model.path=/old"]))
+    now = choose(PolicyChoice(config=RECIPE, overrides=["learner.lora.alpha=64", "model.path=/moved"]))
+    written_run(tmp_path / "run", then=then.model_dump(mode="json"), now=now.model_dump(mode="json"))
+    saved = saved_run(tmp_path / "run", 4)
+    assert saved.config.learner.lora is not None and saved.trained.learner.lora is not None
+    assert saved.config.learner.lora.alpha == saved.trained.learner.lora.alpha == 8
+    assert saved.config.model.path == saved.trained.model_path == "/moved"
+
+
+def test_a_version_of_weights_is_found_in_the_checkpoint_of_its_step(tmp_path: Path):
+    """Evaluations of an average took two versions before step 4, and two more after it was saved."""
+    tree = choose(PolicyChoice(config=RECIPE, overrides=["learner.ema_decay=0.9", "trainer.eval_every=2"]))
+    settings = tree.model_dump(mode="json")
+    written_run(tmp_path / "run", then=settings, now=settings)
+    assert saved_versions(tmp_path / "run") == {0: 0, 6: 4, 8: 4}
+
+
+def test_adapters_beside_a_checkpoint_make_another_policy(tmp_path: Path):
+    for name, content in (("one", "1"), ("moved", "1"), ("other", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_text(content)
+
+    def fingerprint(adapter: str, checkpoint: str = "c") -> str:
+        config = choose(PolicyChoice(config=RECIPE, overrides=[f"rollout.adapters.a={tmp_path / adapter}"]))
+        return ServedPolicy(config=config, recorded=config, name="p", step=1, checkpoint=checkpoint).fingerprint()
+
+    assert fingerprint("one") == fingerprint("moved") != fingerprint("other")
+    assert fingerprint("one") != fingerprint("one", checkpoint="d")

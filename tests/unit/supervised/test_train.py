@@ -18,7 +18,7 @@ from rich.console import Console
 from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.errors import CheckpointError, ConfigError, NonFiniteError
+from jax_agent_rl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
 from jax_agent_rl.learner.batch import TrainingSequence
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.models.hf import load_hf, save_hf
@@ -211,6 +211,16 @@ def test_adapters_are_exported_with_the_alpha_they_were_trained_with(model_folde
     base, one, two = (load_hf(path)[1]["layers"]["q"] for path in (model_folder, before, after))
     assert np.abs(one - base).max() > 1e-6
     np.testing.assert_allclose(two - base, 2 * (one - base), atol=1e-7)
+
+
+def test_an_export_does_not_replace_the_model_that_the_run_was_trained_over(model_folder, rows, tmp_path):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    run(changed(settings(SftConfig, base, rows, tmp_path, steps=1), "learner.lora", {"rank": 2}))
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    for adapter in (True, False):
+        with pytest.raises(ModelError, match="base is the model that the run was trained over"):
+            export_run(tmp_path / "run", base / ".", adapter=adapter)
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
 
 
 def test_adapters_are_not_merged_into_another_model(model_folder, rows, tmp_path):

@@ -118,6 +118,24 @@ def test_code_is_known_by_its_file_and_a_module_by_where_it_lies(tmp_path: Path,
     assert code_fingerprint("no.such.module") != code_fingerprint("no.other.module")
 
 
+def test_a_folder_of_code_or_a_package_is_all_its_files_but_not_what_python_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package = tmp_path / "somebodys_tools"
+    package.mkdir()
+    (package / "__init__.py").write_text("from somebodys_tools.inner import f\n")
+    (package / "inner.py").write_text("f = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = code_fingerprint(str(package))
+    assert code_fingerprint("somebodys_tools") == before
+
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "inner.cpython-311.pyc").write_bytes(b"compiled")
+    assert code_fingerprint(str(package)) == code_fingerprint("somebodys_tools") == before
+    (package / "inner.py").write_text("f = 2\n")
+    assert code_fingerprint(str(package)) == code_fingerprint("somebodys_tools") != before
+
+
 def of_rows(*rows: dict) -> str:
     content = RowFingerprint()
     for row in rows:
