@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
-from jax_agent_rl.data.rows import RowChecks, media_kinds
+from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.fingerprints import RowFingerprint
 from jax_agent_rl.utils.hub import dataset_files, hub_name
@@ -34,6 +34,14 @@ _HUB = re.compile(
 )
 _CHUNK = 1024
 """Rows of a file in memory that are shuffled together with row groups of Parquet files."""
+
+
+def _add(content: RowFingerprint, row: Row, checked: Row, place: str) -> None:
+    """Add a row as it was read to a fingerprint, and the images and videos that it names."""
+    try:
+        content.add(row, media_files(checked))
+    except OSError as error:
+        raise DataError(f"{place}: an image or a video cannot be read: {error}") from None
 
 
 class JsonLines:
@@ -56,8 +64,9 @@ class JsonLines:
     def __init__(self, file: Path, checks: RowChecks, content: RowFingerprint, *, limit: int | None = None) -> None:
         self._rows: list[PlacedRow] = []
         for place, row in itertools.islice(read_row_file(file), limit):
-            content.add(row)
-            self._rows.append(PlacedRow(place, checks.read(row, place, file.parent)))
+            checked = checks.read(row, place, file.parent)
+            _add(content, row, checked, place)
+            self._rows.append(PlacedRow(place, checked))
         self.modalities = frozenset[str]().union(*(media_kinds(row) for _, row in self._rows))
         self.row_groups = [min(_CHUNK, len(self._rows) - at) for at in range(0, len(self._rows), _CHUNK)]
 
@@ -132,8 +141,9 @@ class ParquetRows:
         kinds: set[str] = set()
         for group, used in enumerate(self._used):
             for place, row in self._placed(group, 0, used):
-                content.add(row)
-                kinds |= media_kinds(self._checks.read(row, place, file.parent))
+                checked = self._checks.read(row, place, file.parent)
+                _add(content, row, checked, place)
+                kinds |= media_kinds(checked)
         self.modalities = frozenset(kinds)
 
     def __len__(self) -> int:
@@ -317,16 +327,3 @@ def _open(file: Path, checks: RowChecks, groups: RowGroups, content: RowFingerpr
     if file.suffix == ".parquet":
         return ParquetRows(file, checks, groups, content, limit=limit)
     return JsonLines(file, checks, content, limit=limit)
-
-
-def fingerprint_rows(sources: Sequence[DataSource], *, limit: int | None = None) -> str:
-    """Return the fingerprint that a data set of these sources has; its rows are read, but not checked.
-
-    Raises:
-        DataError: a file is missing or unreadable, or a row cannot be held.
-    """
-    content = RowFingerprint()
-    files = (file for source in sources for file in find_files(source))
-    for _, row in itertools.islice(itertools.chain.from_iterable(map(read_row_file, files)), limit):
-        content.add(row)
-    return content.value()

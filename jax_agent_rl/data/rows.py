@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,16 @@ def media_kinds(row: Mapping[str, Any]) -> frozenset[str]:
     contents = (message["content"] for message in row["prompt"])
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return frozenset(part["type"] for part in parts) & frozenset(KINDS)
+
+
+def media_files(row: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the files of images and videos that a checked row's prompt names, in order."""
+    for message in row["prompt"]:
+        parts = message["content"] if isinstance(message["content"], list) else []
+        for part in parts:
+            source = part.get(part["type"])
+            frames = source if isinstance(source, list) else [source]
+            yield from (Path(frame) for frame in frames if isinstance(frame, str) and part["type"] in KINDS)
 
 
 def _content(message: Mapping[str, Any]) -> Any:

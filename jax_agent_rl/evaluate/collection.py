@@ -22,7 +22,7 @@ from rich.console import Console
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.resume import BY_CONTENT, defining_values
-from jax_agent_rl.data.dataset import fingerprint_rows
+from jax_agent_rl.data.dataset import open_dataset
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.export import Target, records, write
 from jax_agent_rl.evaluate.journal import Journal, require_same
@@ -206,7 +206,7 @@ def collection_settings(
     config = subject.config
     return {
         "policy": subject.fingerprint(),
-        "data": fingerprint_rows(sources, limit=request.limit),
+        "data": open_dataset(sources, limit=request.limit).fingerprint,
         "group_size": group_size,
         "sampling": asdict(sampling),
         "rollout.backend": config.rollout.backend,

@@ -24,7 +24,7 @@ from jax_agent_rl.config import build
 from jax_agent_rl.config.commands import ConversationsConfig, SftDataConfig
 from jax_agent_rl.config.run import report_idle_tools
 from jax_agent_rl.config.task import DataSource
-from jax_agent_rl.data.dataset import RowOutlines, fingerprint_rows, open_dataset
+from jax_agent_rl.data.dataset import RowOutlines, open_dataset
 from jax_agent_rl.data.reader import MAX_DEPTH, read_row_file
 from jax_agent_rl.data.rows import RowChecks
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, base
@@ -500,7 +500,6 @@ def results_of(file: Path) -> dict[str, Any]:
     outlines = list(RowOutlines(dataset))
     config = build({"run_dir": "runs/x", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, [])
     asks = RewardFunction.of(lambda prompt, free, ground_truth: 0.0, "last_turn")
-    assert dataset.fingerprint == fingerprint_rows([DataSource(path=str(file))])
     return {
         "reader": rows_of(file),
         "fingerprint": dataset.fingerprint,
@@ -520,3 +519,24 @@ def encoded(kind: type[ConversationsConfig], file: Path) -> list[list[list[int]]
     encoder = Encoder(codec=ChatCodec(tokenizer()), config=kind.model_validate({"train": str(file)}), longest=10_000)
     examples = encoder.examples([DataSource(path=str(file))])
     return [[s.token_ids.tolist() + s.loss_mask.tolist() for s in example] for example in examples]
+
+
+def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_moved_does_not(tmp_path: Path):
+    def fingerprint(name: str, **changed: bytes) -> str:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        files = {"one.png": b"first", "frame.png": b"f" * 200_000, "shown.png": b"p"} | changed
+        for file, data in files.items():
+            (folder / file).write_bytes(data)
+        prompt = [
+            {"role": "user", "content": "<image> and <video>"},
+            {"role": "user", "content": [{"type": "image", "image": "shown.png"}]},
+        ]
+        row = {"prompt": prompt, "data_source": "x", "images": ["one.png"], "videos": [["frame.png", "frame.png"]]}
+        (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        return open_dataset([folder / "rows.jsonl"]).fingerprint
+
+    before = fingerprint("a")
+    assert fingerprint("b") == before
+    for name, data in (("one.png", b"other"), ("shown.png", b"q"), ("frame.png", b"f" * 199_999 + b"g")):
+        assert fingerprint("a", **{name: data}) != before, name

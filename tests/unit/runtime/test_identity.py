@@ -10,7 +10,7 @@ import pytest
 
 from jax_agent_rl.config import Config
 from jax_agent_rl.config.loading import build_tree
-from jax_agent_rl.data.dataset import fingerprint_rows
+from jax_agent_rl.data.dataset import open_dataset
 from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.models.hf import save_hf
 from jax_agent_rl.runtime.identity import RunIdentity, check_resumed, run_identity
@@ -19,13 +19,21 @@ from tests.tiny import TINY, tiny_params
 Tree = dict[str, Any]
 
 
+def row(text: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}], "data_source": "x"}
+
+
+def lines(*texts: str) -> str:
+    return "".join(json.dumps(row(text)) + "\n" for text in texts)
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
     """A run with every kind of thing that a key may name."""
     for name, seed in (("model", 0), ("judge", 1), ("teacher", 2), ("opponent", 3)):
         save_hf(tmp_path / name, TINY, tiny_params(seed))
         (tmp_path / name / "tokenizer.json").write_text(name)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "rows.jsonl").write_text(lines("a", "b"))
     for name in ("reward.py", "agents.py", "tools.py", "tools.yaml"):
         (tmp_path / name).write_text("x = 1\n")
     (tmp_path / "program").mkdir()
@@ -52,7 +60,7 @@ def tree(tmp_path: Path) -> Tree:
 
 def identity(tree: Tree) -> RunIdentity:
     config = build_tree(Config, tree)
-    made = run_identity(config, [fingerprint_rows(config.data.train)])
+    made = run_identity(config, [open_dataset(config.data.train).fingerprint])
     return RunIdentity.from_json(json.loads(json.dumps(made.to_json())))
 
 
@@ -90,7 +98,7 @@ def set_key(path: str, value: Any) -> Callable[[Tree, Path], None]:
 CHANGED = {
     "another model of the same shape": (other_model("model"), r"model.path: other weights \(is "),
     "another tokenizer": (replace_file("model/tokenizer.json", "x"), "model.path: other tokenizer.json"),
-    "other rows": (replace_file("rows.jsonl", '{"prompt": "b"}\n{"prompt": "a"}\n'), "data.train: other rows"),
+    "other rows": (replace_file("rows.jsonl", lines("b", "a")), "data.train: other rows"),
     "another alpha": (set_key("learner.lora.alpha", 16.0), r"learner.lora.alpha was 8\.0, is 16\.0"),
     "no adapters": (set_key("learner.lora", None), r"learner.lora was .*, is null"),
     "another seed": (set_key("seed", 7), "seed was 0, is 7"),
@@ -146,7 +154,7 @@ def test_rows_of_a_parquet_file_are_those_of_its_twin(tree: Tree, tmp_path: Path
     import pyarrow.parquet
 
     old = identity(tree)
-    pa.parquet.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "rows.parquet")
+    pa.parquet.write_table(pa.Table.from_pylist([row("a"), row("b")]), tmp_path / "rows.parquet")
     set_key("data.train", str(tmp_path / "rows.parquet"))(tree, tmp_path)
     assert check(old, identity(tree)) == []
 
