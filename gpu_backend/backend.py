@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import time
@@ -41,6 +42,7 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.types import PauseMode, TokenOutput, TokenScores
 from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.services import ENGINE_START_SECONDS, start_service
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,14 @@ class VllmBackend:
         check_installation()
         checkpoint = Checkpoint.read(model_folder(self._settings.model, weights=True))
         checkpoint.check_media(self._settings.multi_modal)
-        started = await asyncio.to_thread(self._start, self._settings)
+        started = await start_service(
+            functools.partial(self._start, self._settings),
+            name="vLLM's engine process",
+            fix="see its log above; the model's files may be on a disk that hangs, or another process hold the GPU",
+            seconds=ENGINE_START_SECONDS,
+            undo=lambda late: late.engine.shutdown(),
+            error=BackendError,
+        )
         self._engine = started.engine
         self._updater = WeightUpdater(
             started.engine,

@@ -38,6 +38,7 @@ SOURCE = Path(__file__).with_suffix(".cc")
 HEADERS = tuple(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "products", "attention"))
 TARGETS = ("product", "gated_product", "grouped_product", "decode_attention")
 COMPILERS = ("c++", "g++", "clang++")
+COMPILER_SECONDS = 600.0
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
 
 
@@ -67,7 +68,7 @@ def _registered() -> str | None:
         parts = (*(file.read_text() for file in (SOURCE, *HEADERS)), macros, " ".join(FLAGS), version("jaxlib"))
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         library = ctypes.CDLL(str(_built(compiler, digest)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         why = error.stderr.strip().splitlines()[:1] if isinstance(error, subprocess.CalledProcessError) else error
         logger.warning("%s could not build the decode kernels (%s): %s", compiler, why, slower)
         return None
@@ -93,7 +94,7 @@ def _built(compiler: str, digest: str) -> Path:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS).stdout
 
 
 def product(config: DecoderConfig, weight: jax.Array, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:

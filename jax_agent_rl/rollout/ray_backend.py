@@ -39,6 +39,7 @@ from jax_agent_rl.rollout.protocol import (
 )
 from jax_agent_rl.rollout.proxy import ProxyBackend
 from jax_agent_rl.types import TokenOutput
+from jax_agent_rl.utils.services import ENGINE_START_SECONDS
 
 logger = logging.getLogger(__name__)
 _EXPECTED = (JaxAgentRLError, NotImplementedError, ValueError, KeyError)
@@ -161,8 +162,17 @@ class RayBackend(ProxyBackend):
         kind = ray.remote(EngineHost).options(max_concurrency=_MAX_CALLS, max_restarts=0, **self._options)
         self._actor = kind.remote(self._make)
         try:
-            answer = await self._ask(self._actor.start)
+            async with asyncio.timeout(ENGINE_START_SECONDS) as limit:
+                answer = await self._ask(self._actor.start)
             self._capabilities = self._value(answer)
+        except TimeoutError:
+            await self.close()
+            if not limit.expired():
+                raise
+            raise BackendError(
+                f"{self.name}: its Ray actor did not start an engine within {ENGINE_START_SECONDS:g} seconds; see "
+                "Ray's logs in /tmp/ray/session_latest/logs"
+            ) from None
         except BaseException:
             await self.close()
             raise

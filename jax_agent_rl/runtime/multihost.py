@@ -87,7 +87,8 @@ def initialize(config: MultihostConfig) -> int:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"learner.multihost: process {config.process_id} of {config.num_processes} could not join {address!r} "
-            f"({error}); start every process with the same coordinator and num_processes, and its own process_id"
+            f"within learner.multihost.timeout={config.timeout:g} seconds ({error}); start "
+            "every process with the same coordinator and num_processes, and its own process_id"
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         # Only process 0 finds programs in the cache, and on CPUs a loaded program may exchange arrays in another order

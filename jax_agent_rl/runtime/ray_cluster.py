@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import sys
@@ -12,7 +13,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.services import START_SECONDS, start_service
 
+logger = logging.getLogger(__name__)
+
+RAY_FIX = (
+    "free memory and disk space, end other clusters with `ray stop`, and see its logs in /tmp/ray/session_latest/logs"
+)
+"""What to do about a cluster that does not answer."""
 _READY_SECONDS = 60.0
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0, it makes Ray listen on loopback only, which is the default only on Windows and macOS."""
@@ -31,7 +39,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         bundles: places in a cluster started here, regardless of the number of cores.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no cluster at the address.
+        ConfigError: Ray is not installed, there is no cluster at the address, or it does not answer.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
@@ -50,15 +58,26 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
         options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": cores}
     # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork is not for them.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+    where = f"the Ray cluster at rollout.ray_address={address}" if address else "a Ray cluster of this machine"
     try:  # in a thread, where it installs no signal handlers
-        await asyncio.to_thread(ray.init, address or "local", **options)
+        await start_service(
+            lambda: ray.init(address or "local", **options),
+            name=where,
+            fix=RAY_FIX,
+            seconds=START_SECONDS,
+            undo=lambda _: ray.shutdown(),
+        )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        where = f"rollout.ray_address={address}" if address else "a Ray cluster of this machine"
         raise ConfigError(f"{where}: {error}") from error
     try:
         yield
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        try:
+            await start_service(
+                ray.shutdown, name=f"the end of {where}", fix="end it with `ray stop`", seconds=START_SECONDS
+            )
+        except ConfigError as error:
+            logger.warning("%s", error)
 
 
 def secure_own_cluster() -> None:
@@ -130,7 +149,15 @@ async def reserve(
         places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in bundles]
         if learner_gpus:
             look = ray.remote(ray.get_gpu_ids).options(num_gpus=learner_gpus, scheduling_strategy=places[0])
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, await look.remote()))
+            try:
+                async with asyncio.timeout(_READY_SECONDS):
+                    gpus = await look.remote()
+            except TimeoutError:
+                raise ConfigError(
+                    f"Ray did not start a process on this node within {_READY_SECONDS:g} s to ask for the learner's "
+                    f"GPUs; {RAY_FIX}"
+                ) from None
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         yield [
             {"num_cpus": 1, "num_gpus": gpus_per_engine, "scheduling_strategy": place} for place in places[-engines:]
         ]

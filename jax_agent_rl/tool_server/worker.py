@@ -208,10 +208,14 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(_START_SECONDS):
                 await self._send_settings(process)
-        except BaseException:
+        except BaseException as error:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            if isinstance(error, TimeoutError):
+                raise WorkerDiedError(
+                    f"it was not ready within {_START_SECONDS:g} seconds, and was killed; its messages are above"
+                ) from None
             raise
         connector = aiohttp.UnixConnector(path=str(self._socket), limit=0)
         # Without a timeout of its own: a worker limits every action, and a dead one breaks the connection.

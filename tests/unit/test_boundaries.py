@@ -132,3 +132,93 @@ def test_every_request_by_aiohttp_follows_no_redirect():
         assert found
         for call in found:
             assert "allow_redirects=False" in ast.unparse(call) or "**options" in ast.unparse(call), place(file, call)
+
+
+# --- starts of other programs -------------------------------------------------------------------------------------
+
+START = re.compile(
+    r"ray\.init|JobSubmissionClient|jax\.distributed\.initialize|AsyncLLM\.from_engine_args|LLM"
+    r"|subprocess\.(run|call|check_call|check_output|Popen)|asyncio\.create_subprocess_(exec|shell)|os\.(system|popen)"
+    r"|wandb\.(init|login|setup)|weave\.init|trackio\.init|(self\._)?\w*(mlflow|trackio|weave)\.(set_experiment|init)"
+    r"|SummaryWriter|webbrowser\.open|(\w+\.)?chromium\.launch|multiprocessing\.\w*Process|ctx\.Process"
+)
+STARTS = {
+    "jax_agent_rl/runtime/ray_cluster.py": "start_service",
+    "jax_agent_rl/deploy/launch/__main__.py": "start_service_blocking",
+    "jax_agent_rl/deploy/launch/ray_driver.py": "start_service_blocking",
+    "jax_agent_rl/runtime/multihost.py": "initialization_timeout",
+    "gpu_backend/launch.py": "start_service in gpu_backend/backend.py",
+    "jax_agent_rl/observe/sinks/metrics.py": "start_service_blocking, else the thread of a sink, which nothing awaits",
+    "jax_agent_rl/observe/sinks/traces.py": "start_service_blocking",
+    "jax_agent_rl/utils/worker_pool.py": "START_SECONDS",
+    "jax_agent_rl/tool_server/worker.py": "_START_SECONDS",
+    "jax_agent_rl/tool_server/sandbox/process.py": "wall_seconds",
+    "jax_agent_rl/tool_server/sandbox/limits.py": "timeout=",
+    "jax_agent_rl/tool_server/sandbox/isolation.py": "timeout=",
+    "jax_agent_rl/agents/command/containers.py": "asyncio.timeout(seconds)",
+    "jax_agent_rl/agents/command/runner.py": "the command itself, whose time the agent limits",
+    "jax_agent_rl/tools/mcp_transport.py": "the timeout of MCPConnection",
+    "jax_agent_rl/deploy/doctor/machine.py": "_PROBE_SECONDS",
+    "jax_agent_rl/deploy/plan/command.py": "a compiler of this package, whose progress is shown",
+    "jax_agent_rl/deploy/launch/ray_process.py": "the run itself",
+    "jax_agent_rl/deploy/launch/tpu/gcloud.py": "a command whose lines are shown while it runs",
+    "jax_agent_rl/deploy/launch/tpu/job.py": "timeout=",
+    "jax_agent_rl/jetstream/cpu_kernels.py": "timeout=",
+    "jax_agent_rl/models/convert.py": "timeout=",
+    "jax_agent_rl/testing/chaos/faults.py": "_START_SECONDS",
+}
+"""Each file that starts what runs outside of its process, and what bounds the time until it answers."""
+
+
+def test_every_start_of_another_program_is_known_with_its_bound():
+    found = {str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if START.fullmatch(name)}
+    assert found == STARTS.keys()
+    for name, bound in STARTS.items():
+        word = bound.split()[0].rstrip(",")
+        if word.isupper() or word.endswith("=") or "start_service" in word:
+            file = bound.rpartition(" in ")[2] if " in " in bound else name
+            assert word in (ROOT / file).read_text(), f"{name} lost its bound"
+
+
+def test_every_program_that_is_run_to_its_end_has_a_time_limit():
+    for file, call, name in calls(PACKAGE):
+        if name in ("subprocess.run", "subprocess.check_output", "subprocess.check_call", "subprocess.call"):
+            assert "timeout" in {keyword.arg for keyword in call.keywords}, place(file, call)
+
+
+# --- servers ------------------------------------------------------------------------------------------------------
+
+SERVER = re.compile(
+    r"HttpServer|web\.(Application|AppRunner|run_app|TCPSite|UnixSite|SockSite)|asyncio\.start_(unix_)?server"
+    r"|(http\.server\.)?(Threading)?HTTPServer|(socketserver\.)?\w*(TCP|UDP)Server|uvicorn\.\w+|FastAPI|Flask|grpc\.server"
+)
+SERVERS = {
+    "jax_agent_rl/utils/http_server.py": "HttpServer: bodies, heads, connections, Host, token, no compression",
+    "jax_agent_rl/agents/endpoint/app.py": "HttpServer",
+    "jax_agent_rl/observe/sinks/metrics.py": "HttpServer",
+    "jax_agent_rl/rollout/http/membership.py": "HttpServer",
+    "jax_agent_rl/rollout/http/server.py": "HttpServer",
+    "jax_agent_rl/tinker_server/app.py": "HttpServer",
+    "jax_agent_rl/tool_server/server.py": "HttpServer",
+    "jax_agent_rl/tool_server/worker.py": "a socket of its parent alone, which has checked what it sends",
+    "jax_agent_rl/agents/command/agent.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
+    "jax_agent_rl/agents/command/runner.py": "Relay: MAX_CONNECTIONS, keeps no bytes",
+    "jax_agent_rl/testing/chaos/proxy.py": "a proxy of tests",
+}
+"""Each file that makes a server, and what bounds what its clients send."""
+
+
+def test_every_server_is_known_with_its_bounds():
+    found = {str(file.relative_to(ROOT)) for file, _, name in calls(PACKAGE) if SERVER.fullmatch(name)}
+    assert found == SERVERS.keys()
+
+
+def test_every_http_server_is_one_whose_routes_are_all_tried():
+    """By tests/unit/test_routes.py, where a new route fails until it has a valid body."""
+    makers = {file.stem if file.stem != "app" else file.parent.name for file in TREES if makes_http_server(file)}
+    tried = {"endpoint", "metrics", "membership", "server", "tinker_server"}  # server: of rollout, and of tools
+    assert makers == tried
+
+
+def makes_http_server(file: Path) -> bool:
+    return any(name == "HttpServer" for _, _, name in calls([file]))

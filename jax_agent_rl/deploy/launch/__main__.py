@@ -35,8 +35,9 @@ from jax_agent_rl.deploy.launch import (
 )
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
-from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
+from jax_agent_rl.runtime.ray_cluster import RAY_FIX, secure_own_cluster
 from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.services import start_service_blocking
 from jax_agent_rl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
         cpus: places in a cluster started here, regardless of the number of cores.
 
     Raises:
-        LaunchError: there is no cluster at the address, or it refuses what is asked in the context.
+        LaunchError: there is no cluster at the address, it does not answer, or refuses what is asked in the context.
     """
     own = not (os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_API_SERVER_ADDRESS"))
     if own:
@@ -197,10 +198,21 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
     address = None  # of RAY_ADDRESS
     if own:
         cpus, level = max(cpus, os.cpu_count() or 1), logging.WARNING
-        context = ray.init("local", num_cpus=cpus, include_dashboard=True, log_to_driver=False, logging_level=level)
+        context = start_service_blocking(
+            lambda: ray.init("local", num_cpus=cpus, include_dashboard=True, log_to_driver=False, logging_level=level),
+            name="a Ray cluster of this machine",
+            fix=RAY_FIX,
+            undo=lambda _: ray.shutdown(),
+            error=LaunchError,
+        )
         address = f"http://{context.dashboard_url}"  # there may be other clusters on this machine
     try:
-        yield JobSubmissionClient(address)
+        yield start_service_blocking(
+            lambda: JobSubmissionClient(address),
+            name=f"the job server of Ray at {address or 'RAY_ADDRESS'}",
+            fix="check the address, and that nothing on the way drops its packets",
+            error=LaunchError,
+        )
     except (ConnectionError, RuntimeError) as error:
         raise LaunchError(f"{'Ray' if own else 'the cluster of RAY_ADDRESS'}: {error}") from error
     finally:

@@ -31,7 +31,9 @@ from jax_agent_rl.config import Config, load
 from jax_agent_rl.deploy.launch import count, positive
 from jax_agent_rl.deploy.launch.ray_process import NodeProcess
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
+from jax_agent_rl.runtime.ray_cluster import RAY_FIX
 from jax_agent_rl.utils.process import EXIT_CODE
+from jax_agent_rl.utils.services import start_service_blocking
 from jax_agent_rl.utils.text import printable
 
 OWN_KEYS = ("learner.multihost.coordinator", "learner.multihost.process_id", "rollout.ray_address")
@@ -168,7 +170,7 @@ class Driver:
     def _attempt(self, group: Any, number: int, resume: Sequence[str]) -> int | None:
         """Run every process to its end; return the exit status of process 0, None if one was lost."""
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import GetTimeoutError, RayError
 
         processes = range(self.count)
         actors = [_start(f"learner-{process}-{number}", group, process, gpus=self.gpus) for process in processes]
@@ -181,10 +183,17 @@ class Driver:
         try:
             overrides, variables = place_engines(self.config, self._free_gpus(group))
             own = [*self.arguments.overrides, *overrides, *([f"run_dir={self.run_dir}"] if self.run_dir else [])]
-            own += [f"learner.multihost.coordinator={ray.get(actors[0].address.remote())}"]
+            timeout = self.arguments.start_timeout
+            try:
+                address = ray.get(actors[0].address.remote(), timeout=timeout)
+            except GetTimeoutError:
+                raise LaunchError(
+                    f"Ray did not start the learner's first process within {timeout:g} s (--start-timeout); {RAY_FIX}"
+                ) from None
+            own += [f"learner.multihost.coordinator={address}"]
             own += [f"learner.multihost.num_processes={self.count}", *resume]
-            address = ray.get_runtime_context().gcs_address
-            variables |= {"JAX_PLATFORMS": self.arguments.device, "RAY_ADDRESS": address}
+            cluster = ray.get_runtime_context().gcs_address
+            variables |= {"JAX_PLATFORMS": self.arguments.device, "RAY_ADDRESS": cluster}
             for process in processes:
                 arguments = ["train", self.arguments.config, "rollout.backend=vllm", *own]
                 arguments.append(f"learner.multihost.process_id={process}")
@@ -328,7 +337,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     import ray
 
-    ray.init(namespace=arguments.job, log_to_driver=False, logging_level=logging.WARNING)
+    def connect() -> None:
+        ray.init(namespace=arguments.job, log_to_driver=False, logging_level=logging.WARNING)
+
+    try:
+        start_service_blocking(connect, name="the Ray cluster of this job", fix=RAY_FIX, error=LaunchError)
+    except LaunchError as error:
+        print(f"error: {error}", flush=True)
+        return 1
     if arguments.kill:
         for name in ray.util.list_named_actors():
             ray.kill(ray.get_actor(name))

@@ -24,6 +24,7 @@ from jax_agent_rl.utils.fences import fenced
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.packages import import_installed
 from jax_agent_rl.utils.plugins import load_installed
+from jax_agent_rl.utils.services import start_service_blocking
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -193,9 +194,12 @@ def check_sinks(names: Sequence[str]) -> None:
     if "wandb" in names:
         import wandb
 
-        # or W&B would prompt for a key during start-up
-        offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
-        if not offline and not wandb.login(prompt=False, verify=False):
+        # Without a key, W&B would prompt for one during start-up.
+        def has_key() -> bool:
+            offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+            return offline or wandb.login(prompt=False, verify=False)
+
+        if not start_service_blocking(has_key, name="W&B", fix="take wandb out of trainer.logger"):
             raise ConfigError(
                 "trainer.logger names wandb, which has no API key: run 'wandb login', set WANDB_API_KEY, or "
                 "WANDB_MODE=offline"

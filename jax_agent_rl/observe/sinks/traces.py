@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from types import ModuleType
@@ -19,10 +20,12 @@ from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
 from jax_agent_rl.tracing import Span, Trace, Tracer
 from jax_agent_rl.utils.packages import import_installed
 from jax_agent_rl.utils.plugins import load_installed
+from jax_agent_rl.utils.services import start_service_blocking
 
 logger = logging.getLogger(__name__)
 
 CAPACITY = 256  # waiting traces per sink
+OPENING_SECONDS = 180.0
 CLOSING_SECONDS = 30.0
 MAX_FAILURES = 5
 INPUTS = ("messages", "arguments", "context_tokens")
@@ -40,7 +43,7 @@ async def open_tracer(config: TraceConfig, run_dir: RunDir) -> AsyncIterator[Tra
     if not config.sinks:
         yield None
         return
-    sinks = TraceSinks(open_sinks(config, run_dir))
+    sinks = TraceSinks(await asyncio.to_thread(open_sinks, config, run_dir))
     try:
         yield Tracer(sinks.put, max_per_step=config.max_trajectories_per_step)
     finally:
@@ -55,9 +58,16 @@ def open_sinks(config: TraceConfig, run_dir: RunDir) -> dict[str, Sink[Trace]]:
     """
     sinks: dict[str, Sink[Trace]] = {}
     for name in config.sinks:
+        context = copy_context()  # clients keep settings, and their current run, in contexts
         try:
             make = SINKS.get(name) or load_installed("trace_sinks", name)
-            sinks[name] = _Shortened(make(config, run_dir), config.max_text_length)
+            sink = start_service_blocking(
+                functools.partial(_open_in, context, functools.partial(make, config, run_dir)),
+                name=f"trace.sinks: {name}",
+                fix="is its server reachable? else leave it out",
+                seconds=OPENING_SECONDS,
+            )
+            sinks[name] = _OpenedSink(sink, config.max_text_length, context)
         except ConfigError:
             raise
         except Exception as error:  # clients raise anything
@@ -218,15 +228,27 @@ SINKS: dict[str, Callable[[TraceConfig, RunDir], Sink[Trace]]] = {
 }
 
 
-class _Shortened:
-    """Passes traces on with attributes as JSON, whose texts have at most ``max_length`` characters."""
+def _open_in(context: Context, make: Callable[[], Sink[Trace]]) -> Sink[Trace]:
+    return context.run(make)
 
-    def __init__(self, sink: Sink[Trace], max_length: int) -> None:
-        self._sink, self._max_length, self.close = sink, max_length, sink.close
+
+class _OpenedSink:
+    """Passes traces on with attributes as JSON, whose texts have at most ``max_length`` characters.
+
+    The sink runs in the context in which it was opened.
+    """
+
+    def __init__(self, sink: Sink[Trace], max_length: int, context: Context) -> None:
+        self._sink = sink
+        self._max_length = max_length
+        self._context = context
 
     def write(self, trace: Trace) -> None:
         spans = (replace(span, attributes=shortened(span.attributes, self._max_length)) for span in trace.spans)
-        self._sink.write(replace(trace, spans=tuple(spans)))
+        self._context.run(self._sink.write, replace(trace, spans=tuple(spans)))
+
+    def close(self) -> None:
+        self._context.run(self._sink.close)
 
 
 def shortened(value: Any, max_length: int) -> Any:

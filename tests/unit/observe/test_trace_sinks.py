@@ -82,6 +82,31 @@ def test_a_sink_works_in_the_context_it_was_opened_in():
     assert seen == ["changed"]
 
 
+async def test_a_sink_of_a_run_works_in_the_context_that_opening_it_made(tmp_path: Path, monkeypatch):
+    setting, seen = ContextVar("setting", default="default"), []
+
+    def open_sink(config, run_dir):
+        setting.set("opened")
+        sink = Keeps()
+        sink.write = lambda trace: seen.append(setting.get())
+        return sink
+
+    monkeypatch.setitem(sinks.SINKS, "files", open_sink)
+    (opened,) = sinks.open_sinks(TraceConfig(sinks=("files",)), RunDir(tmp_path)).values()
+    threads = TraceSinks({"files": opened})
+    threads.put(a_trace())
+    threads.close()
+    assert (seen, setting.get()) == (["opened"], "default")
+
+
+async def test_a_sink_whose_server_never_answers_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sinks.SINKS, "mlflow", lambda config, run_dir: threading.Event().wait())
+    monkeypatch.setattr(sinks, "OPENING_SECONDS", 0.01)
+    with pytest.raises(ConfigError, match="trace.sinks: mlflow did not answer within 0.01 seconds"):
+        async with open_tracer(TraceConfig(sinks=("mlflow",)), RunDir(tmp_path)):
+            pass
+
+
 def test_a_sink_that_fails_is_given_up_and_counted_and_the_others_go_on(caplog):
     bad, good = Keeps(fails=True), Keeps()
     threads = TraceSinks({"bad": bad, "good": good})

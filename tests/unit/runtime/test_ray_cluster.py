@@ -1,11 +1,13 @@
 """What has to be so before Ray is started; none is."""
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.runtime import ray_cluster
 from jax_agent_rl.runtime.ray_cluster import open_ray
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ADDRESS")
@@ -22,6 +24,34 @@ async def test_an_own_cluster_that_could_not_be_secured_is_not_started(monkeypat
     with pytest.raises(ConfigError, match="set RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_ENABLE_.* before the program starts"):
         async with open_ray(None):
             raise AssertionError("it was started")
+
+
+def never_answering_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    ray = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda *_, **options: threading.Event().wait(), shutdown=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=OSError))
+    monkeypatch.setattr(ray_cluster, "START_SECONDS", 0.01)
+    return ray
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5:6379", None])
+async def test_a_cluster_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch, address):
+    for name in (*VARIABLES, "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "" if name == "RAY_ADDRESS" else "token")
+    never_answering_ray(monkeypatch)
+    with pytest.raises(ConfigError, match=f"{address or 'this machine'} did not answer within 0.01 seconds"):
+        async with open_ray(address):
+            raise AssertionError("it answered")
+
+
+async def test_a_cluster_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch, caplog):
+    ray = never_answering_ray(monkeypatch)
+    ray.init, ray.shutdown = lambda *_, **options: None, threading.Event().wait
+    async with open_ray("10.0.0.5:6379"):
+        pass
+    assert "10.0.0.5:6379 did not answer within 0.01 seconds" in caplog.text
 
 
 async def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):

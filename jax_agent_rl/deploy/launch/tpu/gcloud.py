@@ -35,6 +35,9 @@ class Generation(NamedTuple):
     gke: str  # the node label cloud.google.com/gke-tpu-accelerator
 
 
+CALL_SECONDS = 3600.0
+"""Time limit of a call; one that makes a large slice takes many minutes."""
+
 GENERATIONS: Mapping[str, Generation] = {
     "v4": Generation("v4", 2, "tpu-ubuntu2204-base", "tpu-v4-podslice"),
     "v5e": Generation("v5litepod", 1, "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice"),
@@ -207,7 +210,12 @@ class Gcloud:
             LaunchError: it was refused; the message ends with the fix.
         """
         with self._process(call, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            output, errors = process.communicate()
+            try:
+                output, errors = process.communicate(timeout=CALL_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise LaunchUnansweredError(
+                    f"gcloud {call[0]} did not answer within {CALL_SECONDS:g} seconds; is the network there?"
+                ) from None
         if process.returncode:
             raise _error(call, errors.decode(errors="replace") or f"exit status {process.returncode}")
         return output.decode(errors="replace")

@@ -26,6 +26,7 @@ CODE = "jax_agent_rl"
 _COPIED = f"{CODE}.files"  # beside it: names of the files that were copied there
 CONFIG = "tpu_pod.yaml"
 """Name of the user's configuration in that folder."""
+GIT_SECONDS = 120.0
 QUICKSTART = "configs/quickstart.yaml"
 _QUICKSTART_PREPARATION = "jax-agent-rl fetch-model && jax-agent-rl prepare shop --out data/shop"
 _VENV = f"${{JAX_AGENT_RL_VENV:-$HOME/{CODE}/.venv-tpu}}"  # expanded by the host's shell
@@ -115,7 +116,12 @@ def pack(root: Path, target: Path, *, extra: Mapping[str, bytes]) -> None:
         LaunchError: ``root`` is no git checkout.
     """
     listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    result = subprocess.run(listing, capture_output=True, text=True)
+    try:
+        result = subprocess.run(listing, capture_output=True, text=True, timeout=GIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"`git ls-files` in {root} took longer than {GIT_SECONDS:g} seconds; is its disk gone?"
+        ) from None
     if result.returncode:
         raise LaunchError(
             f"{root} is no git checkout, so the files that go to the hosts are unknown: git init there, and let "
