@@ -142,57 +142,6 @@ def digest_ids(ids: Sequence[int]) -> str:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text from outside; see :func:`parse_json_at`.
-
-    Raises:
-        ValueError: it is not JSON, or more than JSON.
-    """
-    value, end = parse_json_at(text, 0)
-    rest = text[end:].strip()
-    if rest:
-        raise ValueError(f"not valid JSON: unexpected text after it: {rest[:40]!r}")
-    return value
-
-
-def parse_json_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins after white space, and where it ends.
-
-    Python's decoder reads more than JSON can say: what it reads here can be written as JSON again, and encoded.
-
-    Raises:
-        ValueError: there is no JSON; or it holds ``NaN`` or ``Infinity``, a number that no float can hold
-            (``1e999``), a lone surrogate, or is nested too deeply. The message begins with "not valid JSON".
-    """
-    while at < len(text) and text[at] in " \t\n\r":
-        at += 1
-    try:
-        value, end = _DECODER.raw_decode(text, at)
-        holds_surrogate = _ESCAPED_SURROGATE.search(text, at, end) or _SURROGATE.search(text, at, end)
-        if holds_surrogate and has_lone_surrogate(json.dumps(value, ensure_ascii=False)):
-            raise ValueError("a lone surrogate in a string")
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {str(error)[:120]}") from None
-    return value, end
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text[:40]} is larger than any float")
-    return number
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

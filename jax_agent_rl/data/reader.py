@@ -30,6 +30,7 @@ halves of surrogate pairs, other bytes, a key twice in one object.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import uuid
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jax_agent_rl.errors import DataError
+from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
 from jax_agent_rl.validation import has_lone_surrogate
 
 if TYPE_CHECKING:
@@ -119,23 +121,24 @@ def read_json_lines(file: Path) -> Iterator[PlacedRow]:
 
 def _parse(line: bytes, place: str, *, is_first: bool) -> Any:
     """Return what a line holds; the first may begin with a byte order mark."""
+    if is_first:
+        line = line.removeprefix(codecs.BOM_UTF8)
     try:
-        text = line.decode("utf-8-sig" if is_first else "utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not valid JSON ({error}): {line[:80]!r}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
-    """Return an object; of two values with one key, Python would silently take the last one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = _first_repeated([key for key, _ in pairs])
-        raise ValueError(f"an object has the key {twice!r} twice; rename one")
-    return found
+        return decode_json(
+            line,
+            max_values=MAX_LINE_BYTES,
+            max_nesting=MAX_DEPTH + 2,
+            # plain_row refuses them with their place in the row, and of Parquet alike.
+            non_finite=True,
+            lone_surrogates=True,
+            unique_keys=True,
+        )
+    except TooDeepError:
+        raise DataError(
+            f"{place}: not valid JSON: inside more than {MAX_DEPTH} objects and lists; write it as JSON text"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{place}: {error}: {line[:80]!r}") from None
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.errors import RewardError, UnusableTestsError
 from jax_agent_rl.rewards.registry import register_reward
 from jax_agent_rl.tool_server.outputs import require_outputs, same_output
+from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.fences import fenced_blocks
 
 if TYPE_CHECKING:
@@ -153,6 +154,6 @@ async def _run_function(program: str, truth: Mapping[str, Any], sandbox: Sandbox
 
 def _json_or_none(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # the program may have written the line itself
+        return decode_json(text.encode(), non_finite=True, lone_surrogates=True)
+    except ValueError:  # the program may have written the line itself
         return None

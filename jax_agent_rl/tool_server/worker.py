@@ -159,7 +159,7 @@ class WorkerProcess:
             async with self._session.request(method, f"http://worker{path}", **options) as response:
                 response.raise_for_status()
                 content = await read_answer(response.headers, response.content.iter_any(), MAX_ANSWER_BYTES)
-            return decode_json(content, max_values=MAX_ANSWER_VALUES)
+            return decode_json(content, max_values=MAX_ANSWER_VALUES, non_finite=True, lone_surrogates=True)
         except (aiohttp.ClientError, OSError, UnreadableAnswerError, ValueError) as error:
             raise WorkerDiedError(f"worker {self.name} did not answer: {error!r}") from error
 

@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import TypeAdapter
 
 from jax_agent_rl.errors import ToolArgumentError, ToolDefinitionError
-from jax_agent_rl.validation import parse_json
+from jax_agent_rl.utils.bounded_json import parse_json
 
 logger = logging.getLogger(__name__)
 Schema = dict[str, Any]

@@ -1,13 +1,20 @@
-"""JSON that another program sent, decoded with bounds on what it becomes in memory.
+r"""The one reader of JSON from outside: a server's answer, a client's request, a model's reply, a line of a file.
 
-A few bytes can hold a lot: ``[],`` is 64 bytes of Python, and ``[[[[…`` overflows what recurses. Whoever reads an
-answer (:mod:`jax_agent_rl.utils.network`) or a request (:mod:`jax_agent_rl.utils.http_server`) decodes it here.
+Python's decoder reads more than JSON can say, and more than can be held. A few bytes become a lot: ``[],`` is 64 bytes
+of Python, and ``[[[[…`` overflows what recurses. What is read here is bounded, can be written as JSON again, and
+encoded: no ``NaN``, no ``1e999``, no half of a surrogate pair (``"\ud83d"``), which models and programs do write.
+
+Every message begins with "not valid JSON".
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, Literal
+
+from jax_agent_rl.validation import has_lone_surrogate
 
 MAX_NESTING = 100
 """Maximum levels of arrays and objects; recursive code can handle several times as many."""
@@ -25,6 +32,9 @@ def decode_json(
     max_values: int = MAX_VALUES,
     max_nesting: int = MAX_NESTING,
     errors: Literal["strict", "replace"] = "strict",
+    non_finite: bool = False,
+    lone_surrogates: bool = False,
+    unique_keys: bool = False,
 ) -> Any:
     """Return the value of a JSON text in UTF-8.
 
@@ -33,22 +43,120 @@ def decode_json(
         max_values: maximum number of values; commas and brackets within strings count, too.
         max_nesting: maximum levels of arrays and objects.
         errors: what to do about invalid UTF-8.
+        non_finite: read ``NaN``, ``Infinity`` and ``1e999`` as floats, where whoever uses the value checks it.
+        lone_surrogates: read them, likewise.
+        unique_keys: refuse an object with one key twice, of which Python would silently take the last.
 
     Raises:
         TooDeepError: it is nested too deep.
-        ValueError: it is no JSON in UTF-8, or has too many values or a number that is too long.
+        ValueError: it is no JSON in UTF-8, or holds what is refused.
     """
     count = content.count(b",") + content.count(b"[") + content.count(b"{")
     if count > max_values:
-        raise ValueError(f"it has more than {max_values} values")
-    too_deep = f"it is nested more than {max_nesting} levels deep"
+        raise ValueError(f"not valid JSON: it has more than {max_values} values")
     try:
-        value = json.loads(content.decode("utf-8", errors))
-    except RecursionError:
-        raise TooDeepError(too_deep) from None
-    if _is_deeper_than(max_nesting, value):
-        raise TooDeepError(too_deep)
-    return value
+        text = content.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid JSON: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    reader = _Reader(
+        max_nesting=max_nesting, non_finite=non_finite, lone_surrogates=lone_surrogates, unique_keys=unique_keys
+    )
+    return reader.read(text)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        TooDeepError: it is nested too deep.
+        ValueError: it is no JSON, or more than JSON.
+    """
+    return _STRICT.read(text)
+
+
+def parse_json_at(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins after white space, and where it ends.
+
+    Raises:
+        TooDeepError: it is nested too deep.
+        ValueError: there is no JSON, or more than JSON.
+    """
+    return _STRICT.read_at(text, at)
+
+
+class _Reader:
+    """A decoder with its limits; see :func:`decode_json`."""
+
+    def __init__(
+        self,
+        *,
+        max_nesting: int = MAX_NESTING,
+        non_finite: bool = False,
+        lone_surrogates: bool = False,
+        unique_keys: bool = False,
+    ) -> None:
+        self._max_nesting = max_nesting
+        self._lone_surrogates = lone_surrogates
+        self._decoder = json.JSONDecoder(
+            parse_constant=None if non_finite else _refuse_constant,
+            parse_float=None if non_finite else _finite_float,
+            object_pairs_hook=_with_unique_keys if unique_keys else None,
+        )
+
+    def read(self, text: str) -> Any:
+        value, end = self.read_at(text, 0)
+        rest = text[end:].strip(_SPACE)
+        if rest:
+            raise ValueError(f"not valid JSON: unexpected text after it: {rest[:40]!r}")
+        return value
+
+    def read_at(self, text: str, at: int) -> tuple[Any, int]:
+        while at < len(text) and text[at] in _SPACE:
+            at += 1
+        too_deep = f"not valid JSON: it is nested more than {self._max_nesting} levels deep"
+        try:
+            value, end = self._decoder.raw_decode(text, at)
+        except RecursionError:
+            raise TooDeepError(too_deep) from None
+        except ValueError as error:
+            raise ValueError(f"not valid JSON: {str(error)[:200]}") from None
+        if _is_deeper_than(self._max_nesting, value):
+            raise TooDeepError(too_deep)
+        if not self._lone_surrogates and _holds_lone_surrogate(value, text, at, end):
+            raise ValueError(r"not valid JSON: a lone surrogate, \ud800 to \udfff, is half of a surrogate pair")
+        return value, end
+
+
+_SPACE = " \t\n\r"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _holds_lone_surrogate(value: Any, text: str, at: int, end: int) -> bool:
+    is_possible = _ESCAPED_SURROGATE.search(text, at, end) or _SURROGATE.search(text, at, end)
+    return is_possible is not None and has_lone_surrogate(json.dumps(value, ensure_ascii=False))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is larger than any float")
+    return number
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"an object has the key {key!r} twice; rename one")
+            seen.add(key)
+    return found
 
 
 def _is_deeper_than(limit: int, value: Any) -> bool:
@@ -63,3 +171,6 @@ def _is_deeper_than(limit: int, value: Any) -> bool:
             items = container.values() if isinstance(container, dict) else container
             level += [item for item in items if isinstance(item, dict | list)]
     return bool(level)
+
+
+_STRICT = _Reader()

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import re
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -49,7 +47,6 @@ Refuse = Callable[[web.Request, int, str], web.Response]
 """Converts a status and a message to the service's error format."""
 CONTENT_TYPES = {"POST": "application/json", "PUT": "application/octet-stream"}
 """Content types that a page of another origin cannot send without a preflight."""
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Refused(Exception):
@@ -238,14 +235,12 @@ async def read_json(
     """
     body = await read_bytes(request, seconds=seconds)
     try:
-        value = decode_json(body)
+        return decode_json(body, lone_surrogates=lone_surrogates)
     except TooDeepError as error:
         raise Refused(400, f"the body: {error}; send a flatter one") from None
     except ValueError as error:
-        raise Refused(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
-    if not lone_surrogates and _ESCAPED_SURROGATE.search(body) and not _is_text(value):
-        raise Refused(400, r"the body is not text: a \ud800 to \udfff is half of a surrogate pair; send both halves")
-    return value
+        problem = str(error).removeprefix("not valid JSON: ")
+        raise Refused(400, f"the body is not JSON in UTF-8: {problem[:200]}") from None
 
 
 async def read_bytes(request: web.Request, *, seconds: float = BODY_TIMEOUT_SECONDS) -> bytes:
@@ -306,15 +301,6 @@ def describe_problems(error: ValidationError) -> str:
         where = ".".join(map(str, item["loc"]))[:200]
         lines.append((f"{where}: " if where else "") + item["msg"].removeprefix("Value error, "))
     return "; ".join(lines)
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether every string in it can be encoded."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _Site(web.BaseSite):

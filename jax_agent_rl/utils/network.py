@@ -153,7 +153,7 @@ class JsonService:
             raise self.error(f"a request to {self.url} cannot be written as JSON: {problem}") from None
         content = await self._persist("POST", self.url, body, repeatable)
         try:
-            return decode_json(content, max_values=self.max_values, errors="replace")
+            return decode_json(content, max_values=self.max_values, errors="replace", lone_surrogates=True)
         except ValueError as problem:
             raise self.error(f"{self.url} answered what is not JSON ({problem}): {content[:100]!r}") from None
 

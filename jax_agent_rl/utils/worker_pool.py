@@ -122,7 +122,8 @@ class JsonWorkers:
 
     def _answer(self, worker: _Worker, request: Mapping[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
         try:
-            answer = decode_json(worker.exchange(json.dumps(request).encode() + b"\n", deadline))
+            line = worker.exchange(json.dumps(request).encode() + b"\n", deadline)
+            answer = decode_json(line, non_finite=True, lone_surrogates=True)  # a score may be NaN: its check names it
             if not isinstance(answer, dict):
                 raise ValueError("it answered no object")
             return answer

@@ -428,6 +428,9 @@ NOT_JSON = {
     "levels": b'{"a": ' + b"[" * MAX_NESTING + b"]" * MAX_NESTING + b"}",
     "more levels": b"[" * 5000,
     "a long number": b'{"a": ' + b"9" * 9000 + b"}",
+    "a number beyond any float": b'{"a": 1e999}',
+    "no number": b'{"a": NaN}',
+    "infinity": b'{"a": [-Infinity]}',
 }
 
 
@@ -487,7 +490,7 @@ def changed(value: Any, path: tuple, new: Any) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("server", ["rollout", "tools", "tinker", "membership"])
+@pytest.mark.parametrize("server", ["rollout", "endpoint", "tools", "tinker", "membership"])
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_stands_in_place_of_a_value_is_no_failure_of_ours(running, server, data):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from jax_agent_rl.chat.grammar import CallSyntax
 from jax_agent_rl.chat.reply import Reply, ReplyBuilder, ToolCall
 from jax_agent_rl.chat.thinking import ANY_THINK_TAG, ThinkState, thought_start
-from jax_agent_rl.validation import parse_json, parse_json_at
+from jax_agent_rl.utils.bounded_json import parse_json, parse_json_at
 
 Message = Mapping[str, Any]
 Schema = Mapping[str, Any]

@@ -245,7 +245,7 @@ class RemoteBackend(ProxyBackend):
                 await self._check(response)
                 content = await read_answer(response.headers, response.content.iter_any(), MAX_STATE_BYTES)
                 with self._malformed_is_an_error():
-                    return decode_json(content)
+                    return decode_json(content, non_finite=True)
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         async with contextlib.aclosing(self._lines(method, arguments)) as lines:
@@ -350,7 +350,7 @@ _JSON = {"Content-Type": "application/json"}
 def _message(line: bytes) -> dict[str, Any]:
     """Return a message of an answer; raise the error that it holds, or BackendError if it is none."""
     try:
-        message = decode_json(line, max_values=MAX_LINE_VALUES)
+        message = decode_json(line, max_values=MAX_LINE_VALUES, non_finite=True)
         if not isinstance(message, dict):
             raise ValueError(f"it is {line[:100]!r}")
         if message.get("error") is None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.chat.formats.base import to_call
+from jax_agent_rl.utils.bounded_json import parse_json
 from jax_agent_rl.utils.fences import fenced, fenced_blocks
-from jax_agent_rl.validation import parse_json
 
 _RESULTS = ("result", "output")  # names of a result block that a model may open itself
 
