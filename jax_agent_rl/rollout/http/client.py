@@ -43,6 +43,7 @@ from jax_agent_rl.utils.network import (
 
 T = TypeVar("T")
 _RETRY_SECONDS = 0.5
+CONNECT_SECONDS = 10.0
 _GATEWAY = frozenset({502, 503, 504})  # what a proxy answers for a server that it cannot reach
 MAX_STATE_BYTES = 1 << 20
 """Limit of an answer about a server's state."""
@@ -102,7 +103,7 @@ class RemoteBackend(ProxyBackend):
             auto_decompress=False,
             # A connection per request in flight; idle ones are dropped before the server would drop them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=self._silence_seconds),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._silence_seconds),
         )
         try:
             greeting = await self._greet()
@@ -336,7 +337,12 @@ class RemoteBackend(ProxyBackend):
         except _LOST as error:
             if self._closed:
                 raise BackendClosedError(f"the connection to {self.url} was closed") from error
-            reason = str(error) or f"silent for {self._silence_seconds:g} s"
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                reason = f"no connection within {CONNECT_SECONDS:g} s"
+            elif isinstance(error, TimeoutError):
+                reason = f"silent for {self._silence_seconds:g} s"
+            else:
+                reason = str(error)
             raise EngineDiedError(f"the rollout server at {self.url} is gone: {reason}") from error
         except RuntimeError as error:  # aiohttp raises it where close() meets a connection that is being made
             if not self._closed:

@@ -22,7 +22,7 @@ from jax_agent_rl.rollout.http import membership, wire
 from jax_agent_rl.rollout.http.client import RemoteBackend
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime.teachers import CompletionsTeacher
-from jax_agent_rl.tools.client import ServerAction, ToolServerClient
+from jax_agent_rl.tools.client import ServerAction, ServerObservation, ToolServerClient
 from jax_agent_rl.tools.mcp import MAX_TOOLS, MCPConnection, MCPServerConfig
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.bounded_json import MAX_NESTING, MAX_VALUES
@@ -31,12 +31,22 @@ from tests.toy_backend import ToyBackend
 
 LIMIT = 10_000
 """Bytes that the clients of these tests take."""
+SECONDS = 20.0
+"""Time limit of the clients of these tests."""
 
 
 @contextlib.asynccontextmanager
-async def answering(content: bytes, *, headers: dict[str, str] | None = None, status: int = 200, endless: bool = False):
-    """A server that answers every request so; yields its URL and the bytes it could send so far."""
+async def answering(
+    content: bytes,
+    *,
+    headers: dict[str, str] | None = None,
+    status: int = 200,
+    endless: bool = False,
+    silent: bool = False,
+):
+    """A server that answers every request so, or never; yields its URL and the bytes it could send so far."""
     sent: list[int] = []
+    over = asyncio.Event()
     head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nConnection: close\r\n"
     for name, value in (headers or {}).items():
         head += f"{name}: {value}\r\n"
@@ -49,6 +59,10 @@ async def answering(content: bytes, *, headers: dict[str, str] | None = None, st
             length = [line for line in request.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             if length:
                 await reader.readexactly(int(length[0].split(b":")[1]))
+            if silent:
+                await over.wait()
+                writer.close()
+                return
             writer.write(head.encode() + b"\r\n" + content)
             sent.append(len(content))
             while endless:
@@ -62,6 +76,7 @@ async def answering(content: bytes, *, headers: dict[str, str] | None = None, st
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", sent
     finally:
+        over.set()
         server.close()
 
 
@@ -77,7 +92,7 @@ class Closing:
 
 def json_service(url: str) -> JsonService:
     options: dict[str, Any] = {"url_key": "a.url", "timeout_key": "a.timeout", "error": ToolServerError}
-    return JsonService(url=url, timeout=20.0, max_answer_bytes=LIMIT, **options)
+    return JsonService(url=url, timeout=SECONDS, max_answer_bytes=LIMIT, **options)
 
 
 async def ask_json(url: str, path: Path) -> Any:
@@ -93,32 +108,32 @@ async def ask_tools(url: str, path: Path) -> Any:
 
 
 async def ask_reward(url: str, path: Path) -> Any:
-    reward = RemoteReward(url, max_retries=0, timeout=20.0)
+    reward = RemoteReward(url, max_retries=0, timeout=SECONDS)
     async with contextlib.aclosing(Closing(reward)):
         return await reward("a", "b", "c", {})
 
 
 async def ask_user(url: str, path: Path) -> Any:
-    chat = OpenAIChat(base_url=url, model="m", max_retries=0, timeout=20.0)
+    chat = OpenAIChat(base_url=url, model="m", max_retries=0, timeout=SECONDS)
     async with contextlib.aclosing(Closing(chat)):
         return await chat.complete([{"role": "user", "content": "q"}], request_id="r", max_tokens=5, temperature=1.0)
 
 
 async def ask_teacher(url: str, path: Path) -> Any:
-    teacher = CompletionsTeacher(TeacherConfig(path="m", url=url))
+    teacher = CompletionsTeacher(TeacherConfig(path="m", url=url, timeout=SECONDS))
     async with contextlib.aclosing(Closing(teacher)):
         return await teacher.score([1, 2, 3])
 
 
 async def ask_engine(url: str, path: Path) -> Any:
-    backend = RemoteBackend(url, start_seconds=0.0, silence_seconds=20.0)
+    backend = RemoteBackend(url, start_seconds=0.0, silence_seconds=SECONDS)
     async with contextlib.aclosing(Closing(backend)):
         await backend.start()
 
 
 async def ask_started_engine(url: str, path: Path) -> Any:
     """As if the server had greeted."""
-    backend = RemoteBackend(url, silence_seconds=20.0)
+    backend = RemoteBackend(url, silence_seconds=SECONDS)
     capabilities = wire.encode_capabilities(ToyBackend().capabilities, has_folder=False)
     greeting = {"instance": "i", "capabilities": capabilities, "policy_version": 0}
 
@@ -139,7 +154,7 @@ async def ask_run(url: str, path: Path) -> Any:
 
 async def ask_mcp(url: str, path: Path) -> Any:
     server = MCPServerConfig(url=url)
-    async with MCPConnection("s", server, timeout=20.0) as connection:
+    async with MCPConnection("s", server, timeout=SECONDS) as connection:
         return await connection.tools()
 
 
@@ -213,6 +228,19 @@ async def test_an_answer_of_another_shape_is_an_error_of_ours(client, content, t
 
 
 @pytest.mark.parametrize("client", CLIENTS)
+async def test_a_server_that_never_answers_is_left_and_the_error_says_after_how_long(client, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "SECONDS", 0.25)
+    monkeypatch.setattr(membership, "COMMAND_SECONDS", 0.25)
+    async with answering(b"", silent=True) as (url, _):
+        try:
+            found = await outcome(client, url, tmp_path)
+        except TimeoutError as late:  # of JsonService itself, whose callers decide what it means
+            found = late
+    text = found.text if isinstance(found, ServerObservation) else str(found)  # a tool's is for the model
+    assert "0.25 s" in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
 async def test_a_redirect_is_not_followed(client, tmp_path):
     async with answering(b"{}") as (elsewhere, asked):
         async with answering(b"", status=307, headers={"Location": f"{elsewhere}/x"}) as (url, _):
@@ -271,12 +299,12 @@ for line in sys.stdin:
 async def test_an_mcp_server_that_writes_a_line_without_an_end_is_left():
     server = MCPServerConfig(command=sys.executable, args=("-c", ENDLESS_LINE))
     with pytest.raises(ConfigError, match="cannot be reached|did not answer"):
-        async with MCPConnection("s", server, timeout=20.0):
+        async with MCPConnection("s", server, timeout=SECONDS):
             pass
 
 
 async def test_an_mcp_server_whose_list_of_tools_never_ends_is_refused():
     server = MCPServerConfig(command=sys.executable, args=("-c", ENDLESS_PAGES))
-    async with MCPConnection("s", server, timeout=20.0) as connection:
+    async with MCPConnection("s", server, timeout=SECONDS) as connection:
         with pytest.raises(ConfigError, match=f"more than {MAX_TOOLS} tools"):
             await connection.tools()
