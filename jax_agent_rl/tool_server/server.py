@@ -192,7 +192,7 @@ class ToolServer:
 
     async def _get_observation(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
-        body = await read_body(request, ObservationRequest, lone_surrogates=True)
+        body = await read_body(request, ObservationRequest, is_batch=True)
         if len(body.actions) > self._settings.max_batch:
             raise Refused(422, f"{len(body.actions)} actions are more than max_batch={self._settings.max_batch}")
         steps = body.steps()
@@ -219,7 +219,7 @@ class ToolServer:
     async def _retrieve(self, request: web.Request) -> web.Response:
         if "search" not in self._settings.tools:
             return _refuse(404, "tools does not name 'search'")
-        body = await read_body(request, RetrieveRequest, lone_surrogates=True)
+        body = await read_body(request, RetrieveRequest, is_batch=True)
         worker = self._workers[assign_worker(body.queries[0], len(self._workers))]
         try:
             found = await worker.retrieve(body.queries, body.topk or self._settings.search.topk)

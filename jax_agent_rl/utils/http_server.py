@@ -220,14 +220,13 @@ def counted(requests: RequestCounts) -> Any:
     return count
 
 
-async def read_json(
-    request: web.Request, *, lone_surrogates: bool = False, seconds: float = BODY_TIMEOUT_SECONDS
-) -> Any:
+async def read_json(request: web.Request, *, is_batch: bool = False, seconds: float = BODY_TIMEOUT_SECONDS) -> Any:
     """Read and decode a request's body.
 
     Args:
         request: its body is JSON in UTF-8.
-        lone_surrogates: whether to accept lone surrogates, which no tokenizer and no file takes.
+        is_batch: accept what JSON cannot hold, NaN and halves of surrogate pairs, where it must not lose the others'
+            requests; whoever uses the values checks them.
         seconds: time limit of the body.
 
     Raises:
@@ -235,7 +234,7 @@ async def read_json(
     """
     body = await read_bytes(request, seconds=seconds)
     try:
-        return decode_json(body, lone_surrogates=lone_surrogates)
+        return decode_json(body, non_finite=is_batch, lone_surrogates=is_batch)
     except TooDeepError as error:
         raise Refused(400, f"the body: {error}; send a flatter one") from None
     except ValueError as error:
@@ -268,7 +267,7 @@ async def read_body(
     model: type[Body],
     *,
     max_bytes: int | None = None,
-    lone_surrogates: bool = False,
+    is_batch: bool = False,
 ) -> Body:
     """Read a request's body and check it against the schema of its route.
 
@@ -276,14 +275,14 @@ async def read_body(
         request: its body is JSON.
         model: the schema: types, and bounds of numbers and sizes.
         max_bytes: limit of the body, where it is less than the server's.
-        lone_surrogates: see :func:`read_json`.
+        is_batch: see :func:`read_json`.
 
     Raises:
         Refused: as :func:`read_json`; 413: too large; 422: names the first fields that are wrong.
     """
     if max_bytes is not None and (request.content_length is None or request.content_length > max_bytes):
         raise Refused(413, f"{request.method} {request.path}: send a body of at most {max_bytes} bytes, and its length")
-    return check_body(await read_json(request, lone_surrogates=lone_surrogates), model)
+    return check_body(await read_json(request, is_batch=is_batch), model)
 
 
 def check_body(value: Any, model: type[Body]) -> Body:

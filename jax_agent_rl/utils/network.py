@@ -153,7 +153,14 @@ class JsonService:
             raise self.error(f"a request to {self.url} cannot be written as JSON: {problem}") from None
         content = await self._persist("POST", self.url, body, repeatable)
         try:
-            return decode_json(content, max_values=self.max_values, errors="replace", lone_surrogates=True)
+            return decode_json(
+                content,
+                max_values=self.max_values,
+                errors="replace",
+                # Whoever reads a number checks it: one infinite reward must not lose the others' answers.
+                non_finite=True,
+                lone_surrogates=True,
+            )
         except ValueError as problem:
             raise self.error(f"{self.url} answered what is not JSON ({problem}): {content[:100]!r}") from None
 

@@ -294,8 +294,7 @@ def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if content is None or isinstance(content, str):
         yield {"role": message["role"], "content": content}
         return
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise ApiError(400, "messages: content must be text or a list of blocks", param="messages")
+    content = _blocks(content)
     if message["role"] == "assistant":
         yield _assistant_message(content)
         return
@@ -328,11 +327,18 @@ def _assistant_message(content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _parts(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return content blocks as the parts of a chat message."""
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    """Return content that is no text as blocks; raise ApiError if it is neither."""
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ApiError(400, "messages: content must be text or a list of blocks", param="messages")
+    return content
+
+
+def _parts(content: Any) -> str | list[dict[str, Any]]:
+    """Return content as that of a chat message."""
     if isinstance(content, str):
         return content
-    return [_part(block) for block in content]
+    return [_part(block) for block in _blocks(content)]
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:
