@@ -131,6 +131,7 @@ class VllmBackend:
             fix="see its log above; the model's files may be on a disk that hangs, or another process hold the GPU",
             seconds=ENGINE_START_SECONDS,
             undo=lambda late: late.engine.shutdown(),
+            starts_processes=True,
             error=BackendError,
         )
         self._engine = started.engine

@@ -66,6 +66,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
             fix=RAY_FIX,
             seconds=START_SECONDS,
             undo=lambda _: ray.shutdown(),
+            starts_processes=True,
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -203,6 +203,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
             name="a Ray cluster of this machine",
             fix=RAY_FIX,
             undo=lambda _: ray.shutdown(),
+            starts_processes=True,
             error=LaunchError,
         )
         address = f"http://{context.dashboard_url}"  # there may be other clusters on this machine

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
+import signal
 import subprocess
 import sys
 import threading
@@ -89,6 +91,22 @@ async def test_what_nobody_waits_for_any_more_is_ended():
         await task
     go.set()
     assert await asyncio.to_thread(ended.wait, 60)
+
+
+@BOTH
+async def test_processes_that_end_with_the_thread_that_started_them_live_on(call):
+    def start():
+        libc = ctypes.CDLL(None)
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        return subprocess.Popen(sleep, preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))
+
+    process = await call(start, starts_processes=True, **SOON)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_start_that_hangs_keeps_no_process_from_ending():
