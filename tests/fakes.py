@@ -24,6 +24,19 @@ from jax_agent_rl.types import PauseMode, SamplingParams, StopReason, TokenOutpu
 EOS = 2
 
 
+class GrowingFake:
+    """Reads a growing turn anew each time, as the codec of a test reads turns."""
+
+    def __init__(self, codec, context_ids: Sequence[int]) -> None:
+        self._codec = codec
+        self._context_ids = context_ids
+        self._ids: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> Reply:
+        self._ids += ids
+        return self._codec.parse_reply(self._ids, context_ids=self._context_ids)
+
+
 class FakeCodec:
     """One id per word (with the white space before it). Calls look like ``<call>name {json}</call>``.
 
@@ -97,6 +110,9 @@ class FakeCodec:
         context_ids: Sequence[int] | None = None,
     ) -> Reply:
         return Scanner("<call>", self._read_call).parse(self.decode(sampled_ids), tools)
+
+    def growing_reply(self, context_ids: Sequence[int]) -> GrowingFake:
+        return GrowingFake(self, context_ids)
 
     @staticmethod
     def _read_call(text: str, opening: re.Match[str]) -> Read | None:

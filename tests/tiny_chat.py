@@ -31,6 +31,7 @@ from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry
 from jax_agent_rl.types import Support, TokenOutput, Trajectory
+from tests.fakes import GrowingFake
 from tests.tiny import TINY, tiny_params
 
 LONGEST = 512
@@ -74,6 +75,9 @@ class TinyCodec(ChatCodec):
         text = self.decode(sampled_ids).strip()
         calls = (ToolCall(name="add", arguments={"a": 1, "b": len(sampled_ids)}),) if sampled_ids[0] % 3 else ()
         return Reply(content=text, tool_calls=calls)
+
+    def growing_reply(self, context_ids: Sequence[int]) -> GrowingFake:
+        return GrowingFake(self, context_ids)
 
 
 class Watched(JetStreamBackend):

@@ -17,7 +17,9 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.agents.prompt import EncodedImage
+from jax_agent_rl.chat.growing import GrowingText
 from jax_agent_rl.chat.messages import ROLES, normalize_messages, reasoning_of
+from jax_agent_rl.chat.reply import ReplyPart
 from jax_agent_rl.chat.template import CALL_ID_LENGTH
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 from jax_agent_rl.utils.media import text_content
@@ -165,19 +167,29 @@ class ChatReply:
     """An assistant turn for a framework.
 
     Attributes:
-        content: text without reasoning, calls and stop string. A call that cannot be decoded is shown as the model
-            wrote it, so that the agent can report it to the model; so is every call if the request named no tools.
-        reasoning: text of its thinking, or None.
+        parts: text and reasoning in order. Text is without calls and stop string. A call that cannot be decoded is
+            shown as the model wrote it, so that the agent can report it to the model; so is every call if the request
+            named no tools.
         tool_calls: decoded calls in order; none unless the request named tools.
         malformed: calls that could not be decoded.
         finish_reason: ``stop``, ``length`` or ``tool_calls``, as OpenAI names them.
     """
 
-    content: str
-    reasoning: str | None = None
+    parts: tuple[ReplyPart, ...]
     tool_calls: tuple[CallWithId, ...] = ()
     malformed: int = 0
     finish_reason: str = "stop"
+
+    @property
+    def content(self) -> str:
+        """All of the text."""
+        return "".join(part.text for part in self.parts if part.kind == "text")
+
+    @property
+    def reasoning(self) -> str | None:
+        """All of the model's thinking, or None."""
+        thoughts = [part.text for part in self.parts if part.kind == "reasoning"]
+        return "".join(thoughts) if thoughts else None
 
 
 def read_reply(
@@ -200,10 +212,10 @@ def read_reply(
         continues: the request gave the beginning of the text, so white space before the rest counts.
     """
     reply = codec.parse_reply(output.token_ids, tools, context_ids=context_ids)
-    content = cut_at_stop(_content(codec, reply, with_tools=bool(tools), continues=continues), stop)
+    parts = spoken_parts(codec, reply, stop=stop, with_tools=bool(tools), continues=continues)
     was_cut = output.stop_reason is StopReason.LENGTH
     if not tools:
-        return ChatReply(content=content, reasoning=reply.reasoning, finish_reason="length" if was_cut else "stop")
+        return ChatReply(parts=parts, finish_reason="length" if was_cut else "stop")
     calls: list[CallWithId] = []
     for index, call in enumerate(reply.tool_calls):
         call_id = call.id
@@ -213,21 +225,60 @@ def read_reply(
         calls.append(CallWithId(id=call_id, name=call.name, arguments=call.arguments))
     finish_reason = "tool_calls" if calls else "stop"
     return ChatReply(
-        content=content,
-        reasoning=reply.reasoning,
+        parts=parts,
         tool_calls=tuple(calls),
         malformed=len(reply.malformed),
         finish_reason="length" if was_cut else finish_reason,
     )
 
 
-def _content(codec: ChatCodec, reply: Reply, *, with_tools: bool, continues: bool = False) -> str:
-    """Return the text of a turn that a framework sees, in the order in which it was written."""
-    text = reply.text_of("text")
-    if reply.calls:
-        written = reply.text_of("text", "malformed") if with_tools else reply.text_of("text", "call", "malformed")
-        text = codec.without_special_tokens(written)
-    return text.rstrip() if continues else text.strip()
+def spoken_parts(
+    codec: ChatCodec, reply: Reply, *, stop: Sequence[str], with_tools: bool = False, continues: bool = False
+) -> tuple[ReplyPart, ...]:
+    """Return the text and reasoning of a turn, or of its beginning, that a framework sees; arguments as above.
+
+    Text has no white space around it, and ends before its first stop string. White space between two stretches of it
+    belongs to the second one, so that nothing changes when the turn grows.
+    """
+    parts: list[ReplyPart] = []
+    space = ""  # that more text may follow
+    begun = continues
+    for part in reply.parts:
+        if part.kind == "reasoning":
+            if part.text or not any(other.kind == "reasoning" for other in parts):
+                parts.append(part)
+            continue
+        text = part.text
+        if part.kind == "call" and with_tools:
+            continue
+        if part.kind != "text":
+            text = codec.without_special_tokens(text)
+        text = space + text
+        if not begun:
+            text = text.lstrip()
+        space = text[len(text.rstrip()) :]
+        text = text.rstrip()
+        if not text:
+            continue
+        begun = True
+        if parts and parts[-1].kind == "text":
+            text = parts.pop().text + text
+        parts.append(ReplyPart(kind="text", text=text))
+    return _before_stop(parts, stop) if stop else tuple(parts)
+
+
+def _before_stop(parts: Sequence[ReplyPart], stop: Sequence[str]) -> tuple[ReplyPart, ...]:
+    """Return the parts with their text cut before its first stop string."""
+    content = "".join(part.text for part in parts if part.kind == "text")
+    room = len(cut_at_stop(content, stop))
+    before: list[ReplyPart] = []
+    for part in parts:
+        if part.kind == "text":
+            part = replace(part, text=part.text[:room])
+            room -= len(part.text)
+        if part.text or part.kind == "reasoning":
+            before.append(part)
+    return tuple(before)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -236,123 +287,123 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-class TextStream:
-    """The text of a growing generation, in pieces that are never taken back.
+OnText = Callable[[str, str | None], None]
+"""Receives new text of a turn, and new reasoning that comes before it, or None."""
 
-    Text that may still change is held back: an incomplete character or tag, the beginning of a stop string. Only for
-    requests without tools: whether text is a call shows at its end.
+
+class TurnStream:
+    """Sends text and reasoning of a turn to a listener while it is sampled, in pieces that are never taken back.
+
+    Text that may still change is held back: an incomplete character or tag, white space at its end, the beginning of a
+    stop string; and reasoning until it ends. Only for requests without tools: whether text is a call shows at its end.
 
     Args:
-        read: ids to the text a client sees of them, e.g. :func:`visible_text`.
+        read: takes sampled ids; returns text and reasoning of all of them so far.
         stop: the request's stop strings.
-
-    Attributes:
-        ids: the generation so far.
-        sent: the text returned so far.
+        on_text: the listener.
     """
 
-    def __init__(self, read: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+    def __init__(
+        self, read: Callable[[Sequence[int]], Sequence[ReplyPart]], *, stop: Sequence[str], on_text: OnText
+    ) -> None:
         self._read = read
         self._stop = stop
-        self.ids: list[int] = []
-        self.sent = ""
+        self._on_text = on_text
+        self._sent: list[ReplyPart] = []
 
-    def add(self, ids: Sequence[int]) -> str:
-        """Return the new text that is certain."""
-        self.ids += ids
-        text = cut_at_stop(self._read(self.ids), self._stop).rstrip()
-        text = _UNFINISHED_TAG.sub("", text.rstrip("\ufffd"))
-        text = text[: len(text) - self._held_back(text)]
-        if not text.startswith(self.sent):
-            return ""
-        new = text[len(self.sent) :]
-        self.sent = text
-        return new
+    @classmethod
+    def of_chat(
+        cls,
+        codec: ChatCodec,
+        context_ids: Sequence[int],
+        *,
+        stop: Sequence[str],
+        on_text: OnText,
+        continues: bool = False,
+    ) -> TurnStream:
+        """Return the stream of an assistant turn.
 
-    def finish(self, reply: ChatReply) -> tuple[str, ChatReply]:
-        """Return the rest of the text, and the reply as the client has it.
-
-        They differ from ``reply`` only if text that was sent turned out to be reasoning (a template that opens
-        ``<think>`` in the prompt): what was sent stays, and what follows it is sent after it.
+        Args:
+            codec: ids to text and calls.
+            context_ids: what the turn is sampled after.
+            stop: see the class.
+            on_text: see the class.
+            continues: as in :func:`read_reply`.
         """
-        if reply.content.startswith(self.sent):
-            return reply.content[len(self.sent) :], reply
-        return reply.content, replace(reply, content=self.sent + reply.content)
+        growing = codec.growing_reply(context_ids)
+        return cls(
+            lambda ids: spoken_parts(codec, growing.add(ids), stop=stop, continues=continues),
+            stop=stop,
+            on_text=on_text,
+        )
+
+    @classmethod
+    def of_text(cls, codec: ChatCodec, *, stop: Sequence[str], on_text: OnText) -> TurnStream:
+        """Return the stream of all text that is sampled, whatever it says."""
+        growing = GrowingText(codec.decode)
+        return cls(lambda ids: raw_parts(growing.add(ids), stop), stop=stop, on_text=on_text)
+
+    def on_ids(self, ids: Sequence[int]) -> None:
+        """Take sampled ids; send what is certain now."""
+        self._send(self._certain(self._read(ids)))
+
+    def finish(self, reply: ChatReply) -> ChatReply:
+        """Send the rest of a turn, and return it as the client has it."""
+        self._send(reply.parts, is_whole=True)
+        return replace(reply, parts=tuple(self._sent))
+
+    def _certain(self, parts: Sequence[ReplyPart]) -> Sequence[ReplyPart]:
+        """Return the parts so far that stay as they are, whatever follows."""
+        if not parts:
+            return parts
+        *before, last = parts
+        if last.kind == "reasoning":
+            return parts if last.is_closed else before
+        text = _UNFINISHED_TAG.sub("", last.text.rstrip().rstrip("\ufffd")).rstrip()
+        text = text[: len(text) - self._held_back(text)].rstrip()
+        return [*before, replace(last, text=text)]
 
     def _held_back(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string."""
         lengths = (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n]))
         return max(lengths, default=0)
 
+    def _send(self, parts: Sequence[ReplyPart], *, is_whole: bool = False) -> None:
+        """Send what was not sent of these parts.
 
-def visible_text(
-    codec: ChatCodec, ids: Sequence[int], *, context_ids: Sequence[int] | None = None, continues: bool = False
-) -> str:
-    """Return the text of a turn, or of its beginning, without reasoning; tool calls without tools are text.
+        Text that differs from what was sent stays as it was sent; at the end follows what comes after the difference.
+        """
+        unchanged: dict[str, int] = {}
+        for kind in ("text", "reasoning"):
+            sent = _joined(self._sent, kind)
+            told = _joined(parts, kind)
+            unchanged[kind] = len(sent) if told.startswith(sent) else len(commonprefix([sent, told]))
+            if unchanged[kind] < len(sent) and not is_whole:
+                return
+        had_reasoning = any(part.kind == "reasoning" for part in self._sent)
+        for part in parts:
+            known = min(unchanged[part.kind], len(part.text))
+            unchanged[part.kind] -= known
+            new = part.text[known:]
+            if part.kind == "reasoning" and (new or not had_reasoning):
+                had_reasoning = True
+                self._sent.append(replace(part, text=new))
+                self._on_text("", new)
+            elif part.kind == "text" and new:
+                self._note_text(new)
+                self._on_text(new, None)
 
-    Args:
-        codec: ids to text and calls.
-        ids: the turn so far.
-        context_ids: see :meth:`ChatCodec.parse_reply`.
-        continues: as in :func:`read_reply`.
-    """
-    reply = codec.parse_reply(ids, context_ids=context_ids)
-    return _content(codec, reply, with_tools=False, continues=continues)
+    def _note_text(self, text: str) -> None:
+        if self._sent and self._sent[-1].kind == "text":
+            text = self._sent.pop().text + text
+        self._sent.append(ReplyPart(kind="text", text=text))
 
 
-OnText = Callable[[str, str | None], None]
-"""Receives new text of a turn, and the reasoning before it, once, or None."""
+def _joined(parts: Iterable[ReplyPart], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
 
 
-class TurnStream:
-    """Sends the text of a turn to a listener while it is sampled.
-
-    Args:
-        codec: ids to text and calls.
-        context_ids: what the turn is sampled after.
-        stop: the request's stop strings.
-        on_text: the listener.
-        is_chat: the text is read as a turn; else it is all that was sampled.
-        continues: as in :func:`read_reply`.
-    """
-
-    def __init__(
-        self,
-        codec: ChatCodec,
-        context_ids: Sequence[int],
-        *,
-        stop: Sequence[str],
-        on_text: OnText,
-        is_chat: bool,
-        continues: bool = False,
-    ) -> None:
-        self._continues = continues
-        self._codec = codec
-        self._context_ids = context_ids
-        self._on_text = on_text
-        self._is_chat = is_chat
-        self._sent_reasoning = False
-        self._text = TextStream(self._visible if is_chat else codec.decode, stop)
-
-    def on_ids(self, ids: Sequence[int]) -> None:
-        """Take sampled ids; send the text that is certain now."""
-        is_first = not self._text.sent
-        new = self._text.add(ids)
-        if not new:
-            return
-        reasoning = None
-        if is_first and self._is_chat:  # reasoning ends where text begins
-            reasoning = self._codec.parse_reply(self._text.ids, context_ids=self._context_ids).reasoning
-            self._sent_reasoning = reasoning is not None
-        self._on_text(new, reasoning)
-
-    def finish(self, reply: ChatReply) -> ChatReply:
-        """Send the rest of a turn, and return it as the client has it."""
-        rest, sent = self._text.finish(reply)
-        reasoning = None if self._sent_reasoning else reply.reasoning
-        if rest or reasoning is not None:
-            self._on_text(rest, reasoning)
-        return sent
-
-    def _visible(self, ids: Sequence[int]) -> str:
-        return visible_text(self._codec, ids, context_ids=self._context_ids, continues=self._continues)
+def raw_parts(text: str, stop: Sequence[str]) -> tuple[ReplyPart, ...]:
+    """Return all that was sampled as text, up to its first stop string."""
+    text = cut_at_stop(text, stop)
+    return (ReplyPart(kind="text", text=text),) if text else ()

@@ -41,10 +41,10 @@ from jax_agent_rl.agents.conversation import (
     OnText,
     Traces,
     TurnStream,
-    cut_at_stop,
     fingerprint,
     first_difference,
     plain_messages,
+    raw_parts,
     read_reply,
 )
 from jax_agent_rl.agents.prompt import SessionImages, for_template, without_data
@@ -139,13 +139,8 @@ class ChatRecorder:
             context_ids = request.prompt_ids
             stream = None
             if on_text is not None:
-                stream = TurnStream(
-                    codec,
-                    context_ids,
-                    stop=sampling.stop,
-                    on_text=on_text,
-                    is_chat=True,
-                    continues=continue_last,
+                stream = TurnStream.of_chat(
+                    codec, context_ids, stop=sampling.stop, on_text=on_text, continues=continue_last
                 )
             output = await self._sample(request, sampling, stream, adapter)
             reply = read_reply(
@@ -200,11 +195,11 @@ class ChatRecorder:
             request = self._resolve_text(prompt) if isinstance(prompt, str) else self._resolve_ids(tuple(prompt))
             stream = None
             if on_text is not None:
-                stream = TurnStream(codec, request.prompt_ids, stop=sampling.stop, on_text=on_text, is_chat=False)
+                stream = TurnStream.of_text(codec, stop=sampling.stop, on_text=on_text)
             output = await self._sample(request, sampling, stream, adapter)
             reply = read_reply(codec, output, tools=(), stop=sampling.stop, context_ids=request.prompt_ids)
-            text = cut_at_stop(codec.decode(output.token_ids), sampling.stop)
-            reply = replace(reply, content=text, reasoning=None)  # whoever renders prompts reads turns, too
+            parts = raw_parts(codec.decode(output.token_ids), sampling.stop)
+            reply = replace(reply, parts=parts)  # whoever renders prompts reads turns, too
             if stream is not None:
                 reply = stream.finish(reply)
             return self._record(request, output, reply, max_tokens=sampling.max_tokens)

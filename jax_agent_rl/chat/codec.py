@@ -27,6 +27,7 @@ from typing import Any
 from jax_agent_rl.chat.formats import detect_format, get_format
 from jax_agent_rl.chat.formats.base import Message
 from jax_agent_rl.chat.grammar import CallSyntax, GrammarCompiler, GrammarError, TurnGrammar
+from jax_agent_rl.chat.growing import GrowingReply
 from jax_agent_rl.chat.messages import normalize_messages
 from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.chat.special_tokens import ControlTokens, MediaTokens, unused_word
@@ -372,6 +373,8 @@ class ChatCodec:
     ) -> Reply:
         """Parse a sampled assistant turn into reasoning, text and calls, in order.
 
+        Special tokens are no part of text and reasoning; they are of what is written of calls.
+
         Args:
             sampled_ids: the turn.
             tools: schemas of the tools it may call, by which arguments are converted.
@@ -382,9 +385,27 @@ class ChatCodec:
         thinking = bool(self._boundary.think_tag) or None
         if context_ids is not None:
             thinking = bool(self.thinking_after(context_ids))
-        text = self.decode(self._without_end(sampled_ids), skip_special_tokens=False)
+        ids = self._without_end(sampled_ids)
+        text = self.decode(ids, skip_special_tokens=False)
         reply = self._format.parse(text, tools, thinking=thinking)
+        if not self._special_ids.isdisjoint(ids):
+            reply = reply.with_text(self.without_special_tokens)
         return reply.with_calls(functools.partial(_typed, tools)) if tools and reply.tool_calls else reply
+
+    def growing_reply(self, context_ids: Sequence[int]) -> GrowingReply:
+        """Return the reader of a turn without tools that is sampled after a context, for while it is."""
+        thinking = bool(self.thinking_after(context_ids))
+        if self._format.scanner is not None:
+            scan = self._format.scanner.start(thinking=thinking)
+        else:
+            scan = functools.partial(self._format.parse, thinking=thinking)
+        return GrowingReply(
+            functools.partial(self.decode, skip_special_tokens=False),
+            scan,
+            end_ids=self.eos_token_ids,
+            special_ids=self._special_ids,
+            without_special_tokens=self.without_special_tokens,
+        )
 
     def thinking_after(self, context_ids: Sequence[int]) -> str:
         """Return the opening tag of the think block in which a turn begins after a context; "" if it begins in none."""
@@ -417,7 +438,7 @@ class ChatCodec:
             if part.kind == "reasoning":
                 parts.append(THINK_TAGS[0] + part.text + (THINK_TAGS[1] if part.is_closed else ""))
             else:
-                parts.append(self._special.sub("", part.text))
+                parts.append(self.without_special_tokens(part.text))
         return "".join(parts)
 
     def without_special_tokens(self, text: str) -> str:
@@ -429,6 +450,10 @@ class ChatCodec:
         """Pattern of the tokens that decoding leaves out."""
         tokens = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids)
 
     @functools.cached_property
     def _marks_thinking_specially(self) -> bool:

@@ -127,6 +127,15 @@ class Reply:
         parts = [part if part.call is None else replace(part, call=change(part.call)) for part in self.parts]
         return Reply(parts=parts)
 
+    def with_text(self, change: Callable[[str], str]) -> Reply:
+        """Return the turn with its text and reasoning changed, but not what was written of calls."""
+        parts: list[ReplyPart] = []
+        for part in self.parts:
+            if part.kind in ("text", "reasoning"):
+                part = replace(part, text=change(part.text))
+            parts.append(part)
+        return Reply(parts=parts)
+
 
 def _parts(
     content: str, tool_calls: Iterable[ToolCall], malformed: Iterable[str], reasoning: str | None
@@ -188,9 +197,15 @@ class ReplyBuilder:
                 self._parts.append(ReplyPart(kind="call", text=written, call=item))
         self.count += len(items)
 
-    def has_calls(self) -> bool:
-        """Return whether a call was decoded."""
-        return any(part.kind == "call" for part in self._parts)
+    def copy(self) -> ReplyBuilder:
+        """Return a builder with the same parts, which goes its own way."""
+        self._pieces = ["".join(self._pieces)]
+        builder = ReplyBuilder()
+        builder.count = self.count
+        builder._parts = list(self._parts)
+        builder._kind = self._kind
+        builder._pieces = list(self._pieces)
+        return builder
 
     def turn_into_reasoning(self, text: str) -> None:
         """Replace everything so far by reasoning: the turn began in a think block."""

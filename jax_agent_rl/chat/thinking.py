@@ -40,10 +40,10 @@ class ThinkState:
     """Whether a reader of a turn stands in a think block, from tag to tag.
 
     A block ends at its own closing tag. A closing tag that nothing opened means that the turn began in a block, which
-    the prompt opened, if it is the first tag of the turn; any later one is text.
+    the prompt opened, if it is the first tag of the turn and it is not known where that began; any other is text.
 
     Args:
-        thinking: the turn begins in a block. None: that is not known, and its first tag tells.
+        thinking: whether the turn begins in a block. None: that is not known, and its first tag tells.
 
     Attributes:
         inside: whether the reader stands in a block.
@@ -52,7 +52,7 @@ class ThinkState:
     def __init__(self, thinking: bool | None) -> None:
         self.inside = bool(thinking)
         self._closing: str | None = None  # of a block that began before the text: any closing tag
-        self._may_have_begun_inside = not thinking
+        self._may_have_begun_inside = thinking is None
 
     def read(self, tag: str) -> Step:
         """Move past a tag, and return what it does."""

@@ -181,12 +181,14 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
 
     if not isinstance(arguments, Mapping):
         raise ToolArgumentError(f"arguments must be a JSON object, got {_clip(json.dumps(arguments))}")
-    schema = _closed(_nullable_to_null(parameters))
+    schema = _closed(_object_schema(parameters))
     try:
         converted = _Converter(schema).convert(dict(arguments))
         errors = list(Draft202012Validator(schema).iter_errors(converted))
     except _TooComplexError as error:
         raise ToolArgumentError(str(error)) from None
+    except OverflowError:  # of a whole number that no float can hold, where floats are compared
+        raise ToolArgumentError("a number is larger than any float; send a smaller one") from None
     except (Unresolvable, RecursionError) as error:
         raise ToolArgumentError(f"the tool's schema cannot be followed: {_clip(str(error))}") from None
     if errors:
@@ -207,9 +209,10 @@ def convert_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any
     from referencing.exceptions import Unresolvable
 
     # Nobody has checked the schema: whoever wrote it then reads the arguments as the model wrote them.
-    unfit = (Unresolvable, UnknownType, _TooComplexError, RecursionError, TypeError, ValueError, AttributeError)
+    wrong_schema = (Unresolvable, UnknownType, TypeError, ValueError, AttributeError, LookupError)
+    unfit = (*wrong_schema, _TooComplexError, RecursionError, OverflowError)
     try:
-        return _Converter(_nullable_to_null(parameters)).convert(dict(arguments))
+        return _Converter(_object_schema(parameters)).convert(dict(arguments))
     except unfit as error:
         logger.debug("arguments are left as they are, as their schema cannot be followed: %s", error)
         return dict(arguments)
@@ -236,13 +239,24 @@ def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 _APPLICATORS = frozenset(
     {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "patternProperties", "then"}
 )
+_BEYOND_TYPE = frozenset({"$dynamicRef", "$ref", "allOf", "anyOf", "const", "else", "if", "not", "oneOf", "then"})
 _SUBSCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "not", "if", "then", "else", "contains")
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SUBSCHEMA_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
+def _object_schema(parameters: Any) -> Any:
+    """Return the schema of arguments for a validator; arguments are an object, never null."""
+    if isinstance(parameters, Mapping):
+        parameters = {key: value for key, value in parameters.items() if key != "nullable"}
+    return _nullable_to_null(parameters)
+
+
 def _nullable_to_null(schema: Any) -> Any:
-    """Convert OpenAPI's ``nullable`` (in prompts) to JSON Schema's ``anyOf … null`` (for validators)."""
+    """Convert OpenAPI's ``nullable`` (in prompts) to JSON Schema's null (for validators).
+
+    A schema of plain types stays where it is, as references may lead into it.
+    """
     if not isinstance(schema, Mapping):
         return schema
     plain = {key: value for key, value in schema.items() if key != "nullable"}
@@ -255,7 +269,16 @@ def _nullable_to_null(schema: Any) -> Any:
     for key in _SUBSCHEMA_MAPPINGS:
         if isinstance(plain.get(key), Mapping):
             plain[key] = {name: _nullable_to_null(value) for name, value in plain[key].items()}
-    return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
+    if schema.get("nullable") is not True:
+        return plain
+    types = plain.get("type")
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not _BEYOND_TYPE.isdisjoint(plain):
+        return {"anyOf": [plain, {"type": "null"}]}
+    plain["type"] = [*types, *({"null"} - set(types))]
+    if isinstance(plain.get("enum"), list) and None not in plain["enum"]:
+        plain["enum"] = [*plain["enum"], None]
+    return plain
 
 
 CONVERSIONS_PER_VALUE = 100
@@ -265,6 +288,18 @@ _NULL_WORDS = ("null", "None")
 _BOOLEAN_WORDS = ("true", "false")
 _OF_THE_VALUE_ITSELF = ("type", "enum", "const", "required")
 """Keywords that decide what a text means, besides the schemas of what is in it."""
+_BOUNDS = (
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+)
+"""Further ones, by which the options of a union differ. Patterns are left out: whoever asks chooses them, and they can
+take for ever."""
 
 
 class _TooComplexError(Exception):
@@ -335,12 +370,20 @@ class _Converter:
             return value, schema is not False
         itself = {key: schema[key] for key in _OF_THE_VALUE_ITSELF if key in schema}
         fits = not itself or self._is_valid(itself, value)
+        bounds = {key: schema[key] for key in _BOUNDS if key in schema}
+        if bounds:
+            fits = self._is_valid(bounds, value) and fits
         if isinstance(value, float) and value.is_integer() and fits and itself:
             if not self._is_valid(itself, value + 0.5):
                 value = int(value)  # only whole numbers are allowed
         parts: list[Any] = list(schema.get("allOf", ()))
         if "$ref" in schema:
             parts.append(self._references.lookup(schema["$ref"]).contents)
+        if "if" in schema:
+            _, holds = self._convert(schema["if"], value, with_literals=False)
+            parts.append(schema.get("then" if holds else "else", True))
+        if isinstance(value, dict):
+            parts += [part for name, part in schema.get("dependentSchemas", {}).items() if name in value]
         for part in parts:
             value, part_fits = self._convert(part, value, with_literals=with_literals)
             fits = fits and part_fits

@@ -196,6 +196,8 @@ class MessagesAnswer(ApiAnswer):
             nothing = {"stop_reason": None, "stop_sequence": None}
             yield {"type": "message_start", "message": self._message([], nothing, _NO_USAGE)}
         if piece.reasoning and self._shows_thinking:
+            if self._open is not None:
+                yield self._end()
             yield from self._block({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
         if piece.text:
             if self._open is None:
@@ -228,11 +230,12 @@ class MessagesAnswer(ApiAnswer):
         return {**head, "content": content, **stop, "usage": usage}
 
     def _content(self, turn: RecordedTurn) -> list[dict[str, Any]]:
-        reply, content = turn.reply, []
-        if reply.reasoning and self._shows_thinking:
-            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-        if reply.content:
-            content.append({"type": "text", "text": reply.content})
+        content: list[dict[str, Any]] = []
+        for part in turn.reply.parts:
+            if part.kind == "text":
+                content.append({"type": "text", "text": part.text})
+            elif part.text and self._shows_thinking:
+                content.append({"type": "thinking", "thinking": part.text, "signature": ""})
         return content + _tool_blocks(turn)
 
     def _stop(self, turn: RecordedTurn) -> dict[str, Any]:

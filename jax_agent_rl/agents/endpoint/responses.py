@@ -169,9 +169,14 @@ class ResponsesAnswer(ApiAnswer):
     def whole(self, codec: ChatCodec, choices: Sequence[Piece]) -> dict[str, Any]:
         """Return the ``response`` object, and store it for the next request."""
         turn = only_turn(choices)
-        items = [] if not turn.reply.reasoning else [_reasoning_item(turn.reply.reasoning)]
-        if turn.reply.content or not turn.reply.tool_calls:
-            items.append(_message_item(turn.reply.content))
+        items: list[dict[str, Any]] = []
+        for part in turn.reply.parts:
+            if part.kind == "text":
+                items.append(_message_item(part.text))
+            elif part.text:
+                items.append(_reasoning_item(part.text))
+        if not turn.reply.content and not turn.reply.tool_calls:
+            items.append(_message_item(""))
         self._store(turn)
         return self._response(codec, [*items, *map(_call_item, turn.reply.tool_calls)], turn)
 
@@ -180,10 +185,12 @@ class ResponsesAnswer(ApiAnswer):
             yield self._event("response.created", response=self._response(codec, [], None))
             yield self._event("response.in_progress", response=self._response(codec, [], None))
         if piece.reasoning:
+            yield from self._message_done()
             item = _reasoning_item(piece.reasoning)  # complete, without the events of its parts
             yield self._added(item)
             yield self._done(item)
-        if piece.text or (piece.turn is not None and self._text is None and not piece.turn.reply.tool_calls):
+        is_empty = piece.turn is not None and not piece.turn.reply.content and not piece.turn.reply.tool_calls
+        if piece.text or is_empty:
             yield from self._message_delta(piece.text)
         if piece.turn is not None:
             yield from self._message_done()

@@ -211,7 +211,7 @@ class SessionStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Something of one choice: new text, with the last piece the turn, and once the reasoning before the text."""
+    """Something of one choice: new text, new reasoning before that text, and with the last piece the turn."""
 
     index: int
     text: str
@@ -248,7 +248,13 @@ async def _sample(
     else:
         prompt = request.prompts[index // (request.n or 1)]
         turn = await recorder.complete(prompt, on_text=on_text if is_streamed else None, **options)
-    if is_streamed:
+    if request.stream:
+        if not is_streamed:  # nothing of it was sent yet
+            for part in turn.reply.parts:
+                if part.kind == "text":
+                    on_text(part.text, None)
+                else:
+                    on_text("", part.text)
         emit(Piece(index=index, text="", turn=turn))
     else:
         emit(Piece(index=index, text=turn.reply.content, turn=turn, reasoning=turn.reply.reasoning))

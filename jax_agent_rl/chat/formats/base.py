@@ -4,7 +4,8 @@ The scanner reads text, reasoning and calls of an assistant turn in one pass::
 
     text ──► content                <think> … </think> ──► reasoning, nothing in it is a call
     opening of a call ──► the format's reader ──► calls, or why there is none
-    a first </think> with no <think> before it: the prompt opened it, so everything so far was reasoning
+    a first </think> with no <think> before it: the prompt opened it, so everything so far was reasoning, unless it is
+    known that it opened none
 
 A reader says itself where its call ends, so a tag inside a value (a closing tag in a JSON string, say) is no tag. Each
 call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS` bounds the calls: the time is linear.
@@ -12,6 +13,7 @@ call costs at most a few looks at the rest of the text, and :data:`MAX_CALLS` bo
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +61,7 @@ class ToolFormat:
         write: a call as the model would write it, for templates that show none; None: such a template cannot be used.
         result: a tool result inside a user message, for templates that have no ``tool`` role; ``{}`` is the result.
         syntaxes: of calls that a request demands, see ``CallSyntax.needs``; none: such requests are refused.
+        scanner: reads turns that are still being written; None: they are parsed anew whenever they grow.
     """
 
     name: str
@@ -69,6 +72,7 @@ class ToolFormat:
     write: Callable[[str, Mapping[str, Any]], str] | None = None
     result: str = "<tool_response>\n{}\n</tool_response>"
     syntaxes: tuple[CallSyntax, ...] = ()
+    scanner: Scanner | None = None
 
     def system_section(self, tools: Sequence[Schema]) -> str:
         """Return the prompt section on tools for a template that has none."""
@@ -84,6 +88,8 @@ class ToolFormat:
         return any(all(marker in template for marker in group) for group in self.markers)
 
 
+LONGEST_MARK = 64
+"""Characters at the end of a growing turn that may still become a tag or another mark, or follow one."""
 MAX_CALLS = 64
 """Calls (decodable or not) read in one turn; a turn of more is a degenerate one, and the rest of it is not read."""
 
@@ -106,82 +112,137 @@ class Scanner:
         opening: pattern of what begins a call (or a section of calls). Must not match the empty string.
         read: reads what begins there. ``Read.end`` must lie after the beginning of the opening.
         noise: pattern of format tokens between calls that are not part of the content.
+        announces: the text of the noise after which there has to be a call; None: there is no such noise.
     """
 
-    def __init__(self, opening: str, read: Reader, *, noise: str | None = None) -> None:
+    def __init__(self, opening: str, read: Reader, *, noise: str | None = None, announces: str | None = None) -> None:
         patterns = [f"(?P<think>{ANY_THINK_TAG})", f"(?P<call>{opening})"]
         if noise:
             patterns.append(f"(?P<noise>{noise})")
-        self._marks = re.compile("|".join(patterns), re.DOTALL)
-        self._read = read
+        self.marks = re.compile("|".join(patterns), re.DOTALL)
+        self.read = read
+        self.announces = announces
 
     def parse(self, text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
         """Parse an assistant turn; ``tools`` is unused, see :class:`Parse`."""
-        state = ThinkState(thinking)
-        reply = ReplyBuilder()
-        if state.inside:
-            reply.begin_reasoning()
-        at = 0
-        while mark := self._marks.search(text, at):
-            before = text[at : mark.start()]
-            kind = mark.lastgroup if mark.lastgroup in ("think", "noise") else "call"
-            if kind == "think":
-                at = self._read_tag(text, before, mark, state, reply, certain=thinking is not None)
-            elif state.inside:
-                reply.add_reasoning(before + mark.group())
-                at = mark.end()
-            else:
-                reply.add_text(before)
-                at = mark.end()
-                if kind == "call":
-                    at = self._read_call(text, mark, reply)
-        rest = text[at:]
-        if state.inside:
-            reply.add_reasoning(rest)
-        else:
-            reply.add_text(rest)
-        return reply.build()
+        return Scan(self, thinking=thinking).read_to_end(text)
 
-    @staticmethod
-    def _read_tag(
-        text: str, before: str, tag: re.Match[str], state: ThinkState, reply: ReplyBuilder, *, certain: bool
-    ) -> int:
+    def start(self, *, thinking: bool | None) -> Scan:
+        """Begin to read a turn that is still being written; ``thinking`` as in :class:`Parse`."""
+        return Scan(self, thinking=thinking)
+
+
+class Scan:
+    """The reading of one turn, which may still grow.
+
+    What cannot change any more when the turn grows is read once: text and reasoning, but for their last characters.
+    A call, and what follows it, is read again every time, as where it ends may depend on all that follows.
+
+    Args:
+        scanner: of the format.
+        thinking: see :class:`Parse`.
+    """
+
+    def __init__(self, scanner: Scanner, *, thinking: bool | None) -> None:
+        self._scanner = scanner
+        self._state = ThinkState(thinking)
+        self._reply = ReplyBuilder()
+        self._at = 0
+        self._announced = False
+        if self._state.inside:
+            self._reply.begin_reasoning()
+
+    def read_so_far(self, text: str) -> Reply:
+        """Return the turn as it is, if it ends here.
+
+        Args:
+            text: the turn so far, which begins with the text of the last call.
+        """
+        self._read(text, len(text) - LONGEST_MARK)
+        return self._copy().read_to_end(text)
+
+    def read_to_end(self, text: str) -> Reply:
+        """Return the turn; nothing can be read after that."""
+        self._read(text, None)
+        self._add(text[self._at :])
+        if self._announced and not self._reply.count:
+            announced = self._scanner.announces or ""
+            self._reply.add_calls([f"no call after {announced}"], announced)
+        return self._reply.build()
+
+    def _copy(self) -> Scan:
+        scan = copy.copy(self)
+        scan._state = copy.copy(self._state)
+        scan._reply = self._reply.copy()
+        return scan
+
+    def _read(self, text: str, limit: int | None) -> None:
+        """Read on, in a turn that grows up to ``limit`` and no call; None: it is whole."""
+        while mark := self._scanner.marks.search(text, self._at):
+            kind = mark.lastgroup if mark.lastgroup in ("think", "noise") else "call"
+            if limit is not None and (mark.end() > limit or kind == "call" and not self._state.inside):
+                limit = min(limit, mark.start())
+                break
+            before = text[self._at : mark.start()]
+            if kind == "think":
+                self._at = self._read_tag(text, before, mark)
+            elif self._state.inside:
+                self._reply.add_reasoning(before + mark.group())
+                self._at = mark.end()
+            else:
+                self._reply.add_text(before)
+                self._at = mark.end()
+                if kind == "call":
+                    self._at = self._read_call(text, mark)
+                elif mark.group() == self._scanner.announces:
+                    self._announced = True
+        if limit is not None and limit > self._at:
+            sure = text[self._at : limit]
+            if not sure.isspace():  # white space may belong to a mark
+                self._add(sure)
+                self._at = limit
+
+    def _add(self, text: str) -> None:
+        """Add text without marks."""
+        if self._state.inside:
+            self._reply.add_reasoning(text)
+        else:
+            self._reply.add_text(text)
+
+    def _read_tag(self, text: str, before: str, tag: re.Match[str]) -> int:
         """Add the text before a think tag and what the tag does, and return where to go on.
 
         Args:
             text: the turn.
             before: what was not added yet.
             tag: the tag.
-            state: of the turn so far.
-            reply: the parts so far.
-            certain: it is known that the prompt opened no block.
         """
-        was_inside = state.inside
-        step = state.read(tag.group())
-        if step == "began_inside" and certain and reply.has_calls():
-            step = "text"  # calls that were made are not taken back
+        was_inside = self._state.inside
+        step = self._state.read(tag.group())
         if step == "opens":
-            reply.add_text(before)
-            reply.begin_reasoning()
+            self._reply.add_text(before)
+            self._reply.begin_reasoning()
             return thought_start(text, tag)
         if step == "closes":
-            reply.add_reasoning(before)
-            reply.end_reasoning()
+            self._reply.add_reasoning(before)
+            self._reply.end_reasoning()
         elif step == "began_inside":
-            reply.turn_into_reasoning(text[: tag.start()])
+            self._reply.turn_into_reasoning(text[: tag.start()])
+            self._announced = False
         elif was_inside:
-            reply.add_reasoning(before + tag.group())
+            self._reply.add_reasoning(before + tag.group())
         else:
-            reply.add_text(before + tag.group())
+            self._reply.add_text(before + tag.group())
         return tag.end()
 
-    def _read_call(self, text: str, opening: re.Match[str], reply: ReplyBuilder) -> int:
+    def _read_call(self, text: str, opening: re.Match[str]) -> int:
         """Add the calls that begin at an opening, and return where to go on."""
+        reply = self._reply
         if reply.count >= MAX_CALLS:
             problem = f"more than {MAX_CALLS} calls in one turn: the rest was not read"
             reply.add_calls([problem], text[opening.start() :])
             return len(text)
-        found = self._read(text, opening)
+        found = self._scanner.read(text, opening)
         if found is None:
             reply.add_text(opening.group())
             return opening.end()

@@ -49,9 +49,11 @@ def _read_hermes(text: str, opening: re.Match[str]) -> Read:
     return Read([problem or f"unexpected text after the JSON: {rest[:40]!r}"], resume)
 
 
+_HERMES_SCANNER = Scanner(re.escape(OPEN), _read_hermes)
 HERMES = ToolFormat(
     name="hermes",
-    parse=Scanner(re.escape(OPEN), _read_hermes).parse,
+    parse=_HERMES_SCANNER.parse,
+    scanner=_HERMES_SCANNER,
     write=lambda name, arguments: f"{OPEN}\n{call_json(name, arguments)}\n{CLOSE}",
     call_end=CLOSE,
     example=f'{OPEN}\n{{"name": "<tool name>", "arguments": {{…}}}}\n{CLOSE}',
@@ -86,11 +88,13 @@ def _is_call(value: object) -> bool:
     return isinstance(value, dict) and "name" in value and any(key in value for key in _KEYS)
 
 
+_LLAMA3_SCANNER = Scanner(
+    r"<\|python_tag\|>|<\|python_start\|>|(?:\A|(?<=</think>))\s*\{", _read_llama, noise=r"<\|python_end\|>"
+)
 LLAMA3 = ToolFormat(
     name="llama3_json",
-    parse=Scanner(
-        r"<\|python_tag\|>|<\|python_start\|>|(?:\A|(?<=</think>))\s*\{", _read_llama, noise=r"<\|python_end\|>"
-    ).parse,
+    parse=_LLAMA3_SCANNER.parse,
+    scanner=_LLAMA3_SCANNER,
     example='{"name": "NAME", "parameters": {"KEY": VALUE}}',
     markers=tuple(('"parameters"', mark) for mark in (*_TAGS, '{"name": function name')),
     syntaxes=(CallSyntax(before='{"name": "NAME", "parameters": ', after="}"),),
@@ -138,6 +142,7 @@ def _parse_text_tag(text: str, tools: Sequence[Schema] = (), *, thinking: bool |
 TEXT_TAG = ToolFormat(
     name="text_tag",
     parse=_parse_text_tag,
+    scanner=Scanner(re.escape(_TEXT_OPEN), _text_reader(None)),  # streams are of turns without tools
     call_end=_TEXT_CLOSE,
     example=f'{_TEXT_OPEN}{{"name": "<tool name>", "arguments": {{…}}}}{_TEXT_CLOSE}',
     write=lambda name, arguments: f"{_TEXT_OPEN}{call_json(name, arguments)}{_TEXT_CLOSE}",

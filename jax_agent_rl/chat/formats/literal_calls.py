@@ -233,11 +233,13 @@ def _call(source: Literals) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
+_PYTHONIC_SCANNER = Scanner(
+    "|".join(map(re.escape, _TAGS)) + r"|(?:\A|(?<=</think>))\s*\[(?=\s*[A-Za-z_][\w.\-]*\()", _read_python
+)
 PYTHONIC = ToolFormat(
     name="pythonic",
-    parse=Scanner(
-        "|".join(map(re.escape, _TAGS)) + r"|(?:\A|(?<=</think>))\s*\[(?=\s*[A-Za-z_][\w.\-]*\()", _read_python
-    ).parse,
+    parse=_PYTHONIC_SCANNER.parse,
+    scanner=_PYTHONIC_SCANNER,
     call_end="<|tool_call_end|>",
     result="Result: {}",
     example="[NAME(KEY=VALUE, …)], with strings in quotes",
@@ -263,9 +265,11 @@ def _gemma_reader(open_tag: str, close: str, quote: str) -> Reader:
 
 
 def _gemma_format(name: str, tags: tuple[str, str], quote: str) -> ToolFormat:
+    scanner = Scanner(re.escape(tags[0]), _gemma_reader(*tags, quote))
     return ToolFormat(
         name=name,
-        parse=Scanner(re.escape(tags[0]), _gemma_reader(*tags, quote)).parse,
+        parse=scanner.parse,
+        scanner=scanner,
         call_end=tags[1],
         example=f"{tags[0]}call:NAME{{KEY:{quote}TEXT{quote},KEY:NUMBER}}{tags[1]}",
         markers=((tags[0], quote),),

@@ -41,7 +41,6 @@ from jax_agent_rl.chat.formats.base import (
 )
 from jax_agent_rl.chat.grammar import CallSyntax
 from jax_agent_rl.chat.reply import Reply, ReplyPart, ToolCall
-from jax_agent_rl.chat.thinking import outside_thinking
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """What Mistral's templates accept as an id; any other is left to the codec to invent."""
@@ -91,18 +90,17 @@ def _section_format(
     markers: Sequence[str],
     syntax: CallSyntax,
 ) -> ToolFormat:
-    scanner = Scanner(re.escape(opening), read, noise="|".join(map(re.escape, section)))
-
-    def parse(text: str, tools: Sequence[Schema] = (), *, thinking: bool | None = None) -> Reply:
-        reply = scanner.parse(text, thinking=thinking)
-        if reply.calls or section[0] not in outside_thinking(text, thinking=thinking):
-            return reply
-        announced = ReplyPart(kind="malformed", text=section[0], problem=f"no call after {section[0]}")
-        return Reply(parts=(*reply.parts, announced))
-
+    noise = "|".join(map(re.escape, section))
+    scanner = Scanner(re.escape(opening), read, noise=noise, announces=section[0])
     syntaxes = (replace(syntax, begin=section[0], end=section[1]),)
     return ToolFormat(
-        name=name, parse=parse, example=example, markers=(tuple(markers),), call_end=section[1], syntaxes=syntaxes
+        name=name,
+        parse=scanner.parse,
+        scanner=scanner,
+        example=example,
+        markers=(tuple(markers),),
+        call_end=section[1],
+        syntaxes=syntaxes,
     )
 
 
@@ -193,9 +191,11 @@ def _read_mistral(text: str, opening: re.Match[str]) -> Read:
     return Read([problem], resume_after(text, end, None, _TOOL_CALLS))
 
 
+_MISTRAL_SCANNER = Scanner(re.escape(_TOOL_CALLS), _read_mistral)
 MISTRAL = ToolFormat(
     name="mistral",
-    parse=Scanner(re.escape(_TOOL_CALLS), _read_mistral).parse,
+    parse=_MISTRAL_SCANNER.parse,
+    scanner=_MISTRAL_SCANNER,
     example='[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
     markers=((_TOOL_CALLS,),),
     syntaxes=(
@@ -206,7 +206,9 @@ MISTRAL = ToolFormat(
 
 _MESSAGE = "<|message|>"
 _ENDS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>")
-_START = re.compile(r"(?:<\|(?:end|call|return)\|>\s*)*<\|start\|>assistant")
+_ENDED = re.compile(r"(?:\s*<\|(?:end|call|return)\|>)+\s*")
+_START = re.compile(r"<\|start\|>(?:assistant)?")
+_HEADER = re.compile(r"<\|(?:start|channel|constrain)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
@@ -217,15 +219,26 @@ def _parse_harmony(text: str, tools: Sequence[Schema] = (), *, thinking: bool | 
     calls = 0
     at = 0
     while at < len(text) and calls <= MAX_CALLS:
+        ended = _ENDED.match(text, at)
+        if ended:
+            at = ended.end()
+            continue
         message_at = at
         start = _START.match(text, at)
         header_at = start.end() if start else at
         body_at = text.find(_MESSAGE, header_at)
-        if body_at < 0:
-            parts.append(_headless(text[header_at:]))
-            break
+        ends = _ENDS.search(text, header_at)
+        if body_at < 0 or ends is not None and ends.start() < body_at:
+            # Text without a header: the rest of a message that the prompt began, or of one without a form.
+            stop = ends.start() if ends else len(text)
+            parts.append(_headless(text[message_at:stop], is_header=start is not None))
+            at = stop
+            continue
         header = text[header_at:body_at]
         body_at += len(_MESSAGE)
+        channel_at = header.find("<|channel|>")
+        if start is None and channel_at > 0 and not _RECIPIENT.search(header[:channel_at]):
+            parts.append(ReplyPart(kind="text", text=header[:channel_at]))
         recipient = _RECIPIENT.search(header)
         if recipient:
             item, at = _read_harmony(text, body_at, recipient[1])
@@ -237,11 +250,11 @@ def _parse_harmony(text: str, tools: Sequence[Schema] = (), *, thinking: bool | 
             calls += 1
             continue
         ends = _ENDS.search(text, body_at)
-        body = text[body_at : ends.start()] if ends else text[body_at:]
+        at = ends.start() if ends else len(text)
         channel = _CHANNEL.search(header)
         is_reasoning = channel is not None and channel[1] == "analysis"
-        parts.append(ReplyPart(kind="reasoning" if is_reasoning else "text", text=body, is_closed=ends is not None))
-        at = _message_end(text, ends.start() if ends else len(text))
+        kind = "reasoning" if is_reasoning else "text"
+        parts.append(ReplyPart(kind=kind, text=text[body_at:at], is_closed=ends is not None))
     return Reply(parts=_with_blank_lines(parts))
 
 
@@ -260,11 +273,21 @@ def _with_blank_lines(parts: Sequence[ReplyPart]) -> Iterator[ReplyPart]:
         yield replace(part, text=text)
 
 
-def _headless(rest: str) -> ReplyPart:
-    """Return text without a message: a header that is not followed by one, or plain text."""
-    if _RECIPIENT.search(rest) and _CHANNEL.search(rest):
-        return ReplyPart(kind="malformed", text=rest, problem=f"a header that names a recipient, but no {_MESSAGE}")
-    return ReplyPart(kind="text", text=rest)
+def _headless(text: str, *, is_header: bool) -> ReplyPart:
+    """Return text that no message body follows: plain text, or a header that was cut, in which nothing is said.
+
+    Args:
+        text: up to the next message.
+        is_header: it stands where a header begins.
+    """
+    if _RECIPIENT.search(text) and _CHANNEL.search(text):
+        return ReplyPart(kind="malformed", text=text, problem=f"a header that names a recipient, but no {_MESSAGE}")
+    header = _HEADER.search(text)
+    if is_header:
+        text = ""
+    elif header:
+        text = text[: header.start()]
+    return ReplyPart(kind="text", text=text)
 
 
 def _read_harmony(text: str, at: int, recipient: str) -> tuple[ToolCall | str, int]:
@@ -272,18 +295,15 @@ def _read_harmony(text: str, at: int, recipient: str) -> tuple[ToolCall | str, i
     arguments, end = arguments_at(text, at, _ENDS)
     ends = _ENDS.search(text, end)
     stop = ends.start() if ends else len(text)
+    call_end = stop
+    if ends is not None and ends.group() == "<|call|>":
+        call_end = ends.end()  # which is of the call
     if isinstance(arguments, str):
-        return arguments, _message_end(text, stop)
+        return arguments, call_end
     if skip_space(text, end) < stop:
-        return f"unexpected text after the arguments: {text[end : end + 40]!r}", _message_end(text, stop)
+        return f"unexpected text after the arguments: {text[end : end + 40]!r}", call_end
     name = recipient.removeprefix("functions.")
-    return ToolCall(name=name, arguments=arguments), _message_end(text, stop)
-
-
-def _message_end(text: str, at: int) -> int:
-    """Return the start of the next message, or the end of the text."""
-    following = text.find("<|start|>", at)
-    return following if following >= 0 else len(text)
+    return ToolCall(name=name, arguments=arguments), call_end
 
 
 HARMONY = ToolFormat(

@@ -115,8 +115,10 @@ def _shown(text: str, at: int) -> str:
 
 
 def _format(name: str, tags: Tags, *, example: str, markers: tuple[tuple[str, ...], ...]) -> ToolFormat:
-    parse = Scanner(re.escape(tags.open), TaggedReader(tags)).parse
-    return ToolFormat(name=name, parse=parse, example=example, markers=markers, call_end=tags.close)
+    scanner = Scanner(re.escape(tags.open), TaggedReader(tags))
+    return ToolFormat(
+        name=name, parse=scanner.parse, scanner=scanner, example=example, markers=markers, call_end=tags.close
+    )
 
 
 _FUNCTION, _PARAMETER = r"<function=([^<>\n]+)>", r"<parameter=([^<>\n]+)>"

@@ -12,14 +12,16 @@ from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.conversation import (
     CallWithId,
     ChatReply,
-    TextStream,
+    TurnStream,
     assistant_message,
     cut_at_stop,
     fingerprint,
     first_difference,
     plain_messages,
+    raw_parts,
 )
 from jax_agent_rl.agents.recorder import ChatRecorder
+from jax_agent_rl.chat.reply import ReplyPart
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -101,23 +103,39 @@ def test_a_message_that_is_none_is_named_with_its_place(message, words):
     assert words in str(caught.value) and "messages[1]" in str(caught.value)
 
 
+def streamed(read, stop=()):
+    """A stream whose ids are characters, and what it sends."""
+    heard: list[tuple[str, str | None]] = []
+    letters: list[str] = []
+
+    def so_far(ids):
+        letters.extend(map(chr, ids))
+        return read("".join(letters))
+
+    return TurnStream(so_far, stop=stop, on_text=lambda text, reasoning: heard.append((text, reasoning))), heard
+
+
+def chat_reply(content, reasoning=None):
+    parts = [] if reasoning is None else [ReplyPart(kind="reasoning", text=reasoning)]
+    return ChatReply(parts=(*parts, *raw_parts(content, ())))
+
+
 @given(st.text(alphabet="ab <>/é\ufffd\n", max_size=40), st.lists(st.sampled_from(["ab", "<b>", " a"]), max_size=2))
 def test_pieces_of_a_stream_add_up_to_the_whole_text(text, stop):
-    stream = TextStream(lambda ids: "".join(map(chr, ids)), stop)
-    sent = "".join(stream.add([ord(letter)]) for letter in text)
+    stream, heard = streamed(lambda so_far: raw_parts(so_far, stop), stop)
+    for letter in text:
+        stream.on_ids([ord(letter)])
     whole = cut_at_stop(text, stop)
-    assert whole.startswith(sent)
-    rest, reply = stream.finish(ChatReply(content=whole))
-    assert sent + rest == reply.content == whole
+    assert whole.startswith("".join(said for said, _ in heard))
+    reply = stream.finish(chat_reply(whole))
+    assert "".join(said for said, _ in heard) == reply.content == whole
 
 
-def test_text_that_turns_out_to_be_reasoning_stays_as_it_was_sent():
-    read = {"so": "so", "so</think>": "", "so</think>yes": "yes"}
-    stream = TextStream(lambda ids: read["".join(map(chr, ids))], ())
-    assert stream.add(list(map(ord, "so"))) == "so"
-    assert stream.add(list(map(ord, "</think>"))) == ""
-    rest, reply = stream.finish(ChatReply(content="yes", reasoning="so"))
-    assert (rest, reply.content) == ("yes", "soyes")
+def test_text_that_reads_otherwise_in_the_end_stays_as_it_was_sent_and_is_sent_once():
+    stream, heard = streamed(lambda so_far: raw_parts(so_far, ()))
+    stream.on_ids(map(ord, "so be it"))
+    reply = stream.finish(chat_reply("so is it"))
+    assert "".join(said for said, _ in heard) == reply.content == "so be itis it"
 
 
 def test_of_conversations_that_are_followed_equally_far_the_last_one_is_named():

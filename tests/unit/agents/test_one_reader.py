@@ -20,10 +20,14 @@ pytest.importorskip("langgraph")
 from langchain_core.messages import HumanMessage  # noqa: E402
 
 from jax_agent_rl.agents import AgentContext, EnvironmentAgent, InteractionAgent, ReactAgentLoop, ToolAgent  # noqa: E402
-from jax_agent_rl.agents.conversation import TextStream, read_reply, visible_text  # noqa: E402
+from jax_agent_rl.agents.conversation import TurnStream, read_reply  # noqa: E402
+from jax_agent_rl.agents.endpoint.messages import MessagesAnswer  # noqa: E402
+from jax_agent_rl.agents.endpoint.sessions import Piece  # noqa: E402
 from jax_agent_rl.agents.langgraph import ChatModel  # noqa: E402
 from jax_agent_rl.agents.recorder import ChatRecorder  # noqa: E402
 from jax_agent_rl.chat.codec import ChatCodec  # noqa: E402
+from jax_agent_rl.chat.formats import FORMATS, get_format  # noqa: E402
+from jax_agent_rl.chat.formats.base import Scanner  # noqa: E402
 from jax_agent_rl.config import AgentConfig  # noqa: E402
 from jax_agent_rl.environments import Environment, EnvironmentPools, Observation, register_environment  # noqa: E402
 from jax_agent_rl.environments.users import BaseInteraction, InteractionRegistry  # noqa: E402
@@ -38,6 +42,8 @@ from jax_agent_rl.tools import ToolRegistry, function_tool  # noqa: E402
 from jax_agent_rl.types import SamplingParams, StopReason  # noqa: E402
 from jax_agent_rl.utils.files import cache_root  # noqa: E402
 from tests.fakes import ScriptedBackend  # noqa: E402
+from tests.unit.chat.test_formats import THINK, WRITERS  # noqa: E402
+from tests.unit.chat.test_template_families import codec_of  # noqa: E402
 
 SAMPLING = SamplingParams(max_tokens=1000, seed=0)
 ASK = [{"role": "user", "content": "q"}]
@@ -139,15 +145,131 @@ async def test_the_endpoint_and_its_streams_give_text_once_and_without_thoughts(
         assert all(call.arguments["on"] is False for call in turn.reply.tool_calls), "typed by the tool's schema"
 
 
-@few
-@every_turn
-def test_a_text_stream_of_its_own_adds_up_to_the_whole_reply(plan, thought):
-    text = written(plan, thought)
-    stream = TextStream(lambda ids: visible_text(codec(), ids), ())
-    sent = "".join(stream.add([i]) for i in ids_of(text))
-    reply = read_reply(codec(), output_of(text), tools=(), stop=())
-    rest, _ = stream.finish(reply)
-    assert sent + rest == reply.content == said(plan, *PIECES)
+STREAMED = ("qwen3", "llama3.1", "deepseek", "gpt-oss", "glm4", "lfm2", "gemma4", "nemotron3")
+"""Families whose turns differ: in the tags of thinking, whether the prompt opens a block, and how calls are written."""
+
+
+def pieces_of(codec) -> list[str]:
+    if codec.tool_format == "harmony":
+        return [
+            "<|channel|>analysis<|message|>plan<|end|>",
+            "<|start|>assistant<|channel|>final<|message|>said ",
+            "<|start|>assistant<|channel|>commentary<|message|>so\n<|end|>",
+            "plain",
+            WRITERS["harmony"]("f", {"x": "1"}),
+        ]
+    begin, end = THINK.get(codec.tool_format, ("<think>", "</think>"))
+    special = codec.decode([codec.eos_token_ids[0]], skip_special_tokens=False)
+    return [
+        f"{begin}plan{end}",
+        begin,
+        end,
+        "said ",
+        "\n",
+        "STOP",
+        "<x",
+        "€",
+        special,
+        WRITERS[codec.tool_format]("f", {}),
+    ]
+
+
+@pytest.mark.parametrize("family", STREAMED)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_a_stream_says_what_the_whole_reply_says_in_the_same_order(family, data):
+    codec = codec_of(family)
+    asked = codec.encode_prompt(ASK)
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces_of(codec)), max_size=6)))
+    stop = data.draw(st.sampled_from([(), ("STOP",)]))
+    output = SimpleNamespace(
+        token_ids=[*codec.encode_markup(text), codec.eos_token_ids[0]],
+        stop_reason=StopReason.EOS,
+        stop_match=None,
+        context_digest="d",
+    )
+    whole = read_reply(codec, output, tools=(), stop=stop, context_ids=asked)
+    heard: list[tuple[str, str | None]] = []
+    stream = TurnStream.of_chat(codec, asked, stop=stop, on_text=lambda new, reasoning: heard.append((new, reasoning)))
+    for token in output.token_ids:
+        stream.on_ids([token])
+    sent = stream.finish(whole)
+    assert (sent.content, sent.reasoning) == (whole.content, whole.reasoning)
+    assert "".join(new for new, _ in heard) == whole.content
+    thoughts = [reasoning for _, reasoning in heard if reasoning is not None]
+    assert ("".join(thoughts) if thoughts else None) == whole.reasoning
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_turn_that_grows_reads_at_its_end_as_it_does_at_once(name, data):
+    form = get_format(name)
+    begin, end = THINK.get(name, ("<think>", "</think>"))
+    pieces = [
+        begin,
+        end,
+        "said ",
+        "x" * 70,
+        " " * 70,
+        "{",
+        "[",
+        WRITERS[name]("f", {"x": "1"}),
+        *filter(None, [form.call_end]),
+    ]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=6)))
+    thinking = data.draw(st.sampled_from([True, False]))
+    if form.scanner is None:
+        return
+    scan = form.scanner.start(thinking=thinking)
+    for length in range(0, len(text) + 1, 7):
+        assert scan.read_so_far(text[:length]) == Scanner.parse(form.scanner, text[:length], thinking=thinking)
+    assert scan.read_to_end(text) == form.scanner.parse(text, thinking=thinking)
+
+
+def test_special_tokens_are_no_text_with_or_without_a_call_beside_them():
+    codec = codec_of("qwen3")
+    asked = codec.encode_prompt(ASK)
+    call = WRITERS["hermes"]("f", {})
+    for text in ("a<|im_start|>b", f"a<|im_start|>b{call}"):
+        reply = codec.parse_reply(codec.encode_markup(text), context_ids=asked)
+        assert reply.content == "ab"
+    spelled = codec.parse_reply(codec.encode_text("a<|im_start|>b"), context_ids=asked)
+    assert spelled.content == "a<|im_start|>b", "text that only looks like a special token is text"
+
+
+def test_a_closing_tag_is_text_where_the_prompt_is_known_to_have_opened_no_block():
+    codec = codec_of("qwen3")
+    asked = codec.encode_prompt(ASK)
+    reply = codec.parse_reply(codec.encode_markup("Write </think> to stop."), context_ids=asked)
+    assert (reply.content, reply.reasoning) == ("Write </think> to stop.", None)
+
+
+def test_a_message_that_the_prompt_began_keeps_its_text_before_a_call():
+    codec = codec_of("gpt-oss")
+    asked = codec.encode_prompt([*ASK, {"role": "assistant", "content": "Let me"}], continue_last=True)
+    ids = codec.encode_markup(" look.<|end|>" + WRITERS["harmony"]("f", {"x": "1"}))
+    reply = codec.parse_reply(ids, context_ids=asked)
+    assert reply.content == "look." and [call.name for call in reply.tool_calls] == ["f"]
+
+
+def test_blocks_of_a_messages_stream_do_not_overlap_where_thinking_follows_text():
+    body = {"model": "m", "max_tokens": 9, "messages": ASK, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    answer = MessagesAnswer(body)
+    said = [Piece(index=0, text="a"), Piece(index=0, text="", reasoning="hm"), Piece(index=0, text="b")]
+    events = [event for piece in said for event in answer.chunks(codec(), piece)]
+    open_block = None
+    kinds = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert open_block is None and event["index"] == len(kinds)
+            open_block = event["index"]
+            kinds.append(event["content_block"]["type"])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == open_block
+        elif event["type"] == "content_block_stop":
+            open_block = None
+    assert kinds == ["text", "thinking", "text"]
 
 
 @few

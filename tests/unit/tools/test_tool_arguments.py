@@ -237,3 +237,67 @@ def test_a_tool_whose_schema_refers_to_what_is_not_there_is_refused():
         function_tool(
             schema={"type": "function", "function": {"name": "f", "parameters": part({"$ref": "#/nowhere"})}}
         )(lambda x: x)
+
+
+OBJECT = {"type": "object"}
+BEYOND_PROPERTIES = {
+    "a reference into what may be null": (
+        OBJECT
+        | {
+            "properties": {
+                "tree": {"type": "array", "items": {"type": "integer"}, "nullable": True},
+                "x": {"$ref": "#/properties/tree/items"},
+            }
+        },
+        {"x": "3"},
+        {"x": 3},
+    ),
+    "arguments that may be null": (
+        OBJECT | {"nullable": True, "$defs": {"n": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/n"}}},
+        {"x": "3"},
+        {"x": 3},
+    ),
+    "a condition": (
+        OBJECT
+        | {
+            "properties": {"kind": {"type": "string"}},
+            "if": {"properties": {"kind": {"const": "n"}}},
+            "then": {"properties": {"x": {"type": "integer"}}},
+        },
+        {"kind": "n", "x": "3"},
+        {"kind": "n", "x": 3},
+    ),
+    "a dependent schema": (
+        OBJECT
+        | {
+            "properties": {"kind": {"type": "string"}},
+            "dependentSchemas": {"kind": {"properties": {"x": {"type": "integer"}}}},
+        },
+        {"kind": "n", "x": "3"},
+        {"kind": "n", "x": 3},
+    ),
+    "options that differ in their bounds": (
+        OBJECT | {"properties": {"x": {"oneOf": [{"type": "string", "minLength": 5}, {"type": "integer"}]}}},
+        {"x": "3"},
+        {"x": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_PROPERTIES)
+def test_arguments_are_converted_wherever_the_schema_names_their_type(name):
+    schema, written, wanted = BEYOND_PROPERTIES[name]
+    assert convert_arguments(schema, written) == wanted
+    assert check_arguments(schema, written) == wanted
+
+
+def test_a_number_that_no_float_can_hold_is_an_error_of_the_call():
+    schema = {"type": "object", "properties": {"x": {"type": "number", "multipleOf": 0.01}}}
+    with pytest.raises(ToolArgumentError):
+        check_arguments(schema, {"x": 10**400})
+
+
+@pytest.mark.parametrize("part", [{"prefixItems": {"a": 1}}, {"items": [1]}, {"properties": ["x"]}, {"anyOf": 5}])
+def test_a_schema_that_is_none_leaves_arguments_as_they_are(part):
+    schema = {"type": "object", "properties": {"x": {"type": "array", **part}}}
+    assert convert_arguments(schema, {"x": ["1"]}) == {"x": ["1"]}
