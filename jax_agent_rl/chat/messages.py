@@ -79,7 +79,7 @@ def normalize_messages(
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
     """Return the reasoning of an assistant message as a framework writes it; None if it has none."""
     for field in REASONING_FIELDS:
-        if isinstance(message.get(field), str):
+        if isinstance(message.get(field), str) and message[field]:
             return message[field]
     content = message.get("content")
     if not isinstance(content, list):
@@ -142,8 +142,11 @@ def _normalize(message: Any, read_part: ReadPart, roles: Mapping[str, str] | Non
         raise ValueError(f"needs a role, got {role!r:.80}")
     _check_values(message)
     role = ROLES.get(role, role)
-    replaced = ("role", "content", "tool_calls", "function_call", *REASONING_FIELDS)
-    normal: Message = {"role": role, "content": _content(message.get("content"), role, read_part)}
+    replaced = ("role", "content", "tool_calls", "function_call", "refusal", *REASONING_FIELDS)
+    content = message.get("content")
+    if not content and role == "assistant":
+        content = message.get("refusal")
+    normal: Message = {"role": role, "content": _content(content, role, read_part)}
     for key, value in message.items():
         if key not in replaced and value is not None:
             normal[key] = value
@@ -173,6 +176,9 @@ def _content(content: Any, role: str, read_part: ReadPart) -> str | list[Mapping
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in REASONING_PARTS:
             continue
+        if kind == "refusal":  # OpenAI's name for the text of an assistant that declines
+            kind = "text"
+            part = {"type": "text", "text": part.get("refusal")}
         if kind == "text" and isinstance(part.get("text"), str):
             text = part["text"]
             if normal and normal[-1]["type"] == "text":

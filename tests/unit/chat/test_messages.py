@@ -293,3 +293,23 @@ def test_a_rows_last_message_is_continued_where_it_asks_for_that():
 def test_a_turn_with_calls_cannot_be_begun():
     with pytest.raises(TemplateError):
         codec_of("qwen2.5").encode_prompt(conversation({})[:2], continue_last=True)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"content": None, "refusal": "I cannot."},
+        {"content": "I cannot.", "refusal": None},
+    ],
+)
+def test_what_an_assistant_declined_is_its_text(message):
+    (normal,) = normalize_messages([{"role": "assistant", **message}])
+    assert normal == {"role": "assistant", "content": "I cannot."}
+
+
+def test_an_empty_name_of_reasoning_hides_no_other():
+    parts = [{"type": "thinking", "thinking": "plan"}, {"type": "text", "text": "so"}]
+    for message in ({"reasoning": "plan", "content": "so"}, {"content": parts}):
+        (normal,) = normalize_messages([{"role": "assistant", "reasoning_content": "", **message}])
+        assert normal["reasoning_content"] == "plan"
