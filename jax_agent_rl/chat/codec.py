@@ -39,7 +39,7 @@ from jax_agent_rl.chat.template import (
     TurnBoundary,
     check_template_kwargs,
 )
-from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS, ends_thinking
+from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, THINK_TAGS, ends_thinking, think_blocks
 from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
 from jax_agent_rl.models.image_processor import Pixels
 from jax_agent_rl.tools.schema import convert_arguments
@@ -204,7 +204,16 @@ class ChatCodec:
         content = message["content"]
         if message.get("tool_calls") or not isinstance(content, str):
             raise TemplateError("only an assistant's text can be continued; leave out calls and images")
-        said = content.rstrip()
+        try:
+            return self._prefill_ids(message, tools)
+        except TemplateError:
+            apart = _with_reasoning_apart(message)
+            if apart is None:
+                raise
+            return self._prefill_ids(apart, tools)
+
+    def _prefill_ids(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        said = message["content"].rstrip()
         text, mark = self._turn_text(message, tools)
         marked = self._control.mark_message({"role": "assistant", "content": said}, mark)["content"]
         end = text.rfind(marked)
@@ -525,6 +534,19 @@ class ChatCodec:
 
 
 _THINK_OPENINGS = tuple(opening for opening, _ in ALL_THINK_TAGS)
+
+
+def _with_reasoning_apart(message: Message) -> Message | None:
+    """Return a message whose text begins with a think block with that as its reasoning; None: it has no such text.
+
+    Templates that know reasoning (Qwen3's) write such a block in a form of their own.
+    """
+    content = message["content"]
+    blocks = think_blocks(content, thinking=False)
+    if not blocks or blocks[0].start or not blocks[0].is_closed:
+        return None
+    said = content[blocks[0].end :].lstrip()
+    return {**message, "content": said, "reasoning_content": blocks[0].text.strip()} if said else None
 
 
 def _typed(tools: Sequence[Mapping[str, Any]], call: ToolCall) -> ToolCall:

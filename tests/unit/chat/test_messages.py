@@ -313,3 +313,13 @@ def test_an_empty_name_of_reasoning_hides_no_other():
     for message in ({"reasoning": "plan", "content": "so"}, {"content": parts}):
         (normal,) = normalize_messages([{"role": "assistant", "reasoning_content": "", **message}])
         assert normal["reasoning_content"] == "plan"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "nemotron3", "deepseek", "qwen2.5"])
+def test_a_begun_turn_may_hold_its_reasoning_in_its_text(name):
+    codec = codec_of(name)
+    begun = {"role": "assistant", "content": "<think>plan</think>The answer is"}
+    ids = codec.encode_prompt([{"role": "user", "content": "q"}, begun], continue_last=True)
+    text = codec.decode(ids, skip_special_tokens=False)
+    assert text.count("plan") == 1 and text.endswith("The answer is")
+    assert codec.thinking_after(ids) == ""
