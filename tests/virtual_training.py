@@ -7,7 +7,8 @@ import io
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rich.console import Console
@@ -81,11 +82,27 @@ class _Responder(Responder):
         return 0
 
 
+@dataclass(frozen=True)
+class Behaviour:
+    """How the trajectories of a training behave."""
+
+    goes_on: Callable[[str], bool]
+    hangs: Callable[[str], bool]
+
+
+_BEHAVIOUR: ContextVar[Behaviour] = ContextVar("behaviour")
+"""Of the training that the current task made, and so of all tasks of that training. Rows hold nothing but data."""
+
+
 @register_agent("virtual_for_test")
 class VirtualAgent(TurnLoopAgent):
     async def play(self, start, row, trajectory_id):
-        episode, responder = start(), _Responder(self.context)
-        responder.goes_on, responder.hangs, responder.trajectory_id = row["goes_on"], row["hangs"], trajectory_id
+        episode = start()
+        behaviour = _BEHAVIOUR.get()
+        responder = _Responder(self.context)
+        responder.goes_on = behaviour.goes_on
+        responder.hangs = behaviour.hangs
+        responder.trajectory_id = trajectory_id
         return episode.finish(await run_turns(episode, responder))
 
 
@@ -166,7 +183,8 @@ def make_virtual(
     collector = RolloutCollector(
         context, score=_score, max_in_flight=settings.rollout.max_in_flight, seed=0, limits=limits
     )
-    row = {"agent_name": "virtual_for_test", "goes_on": goes_on, "hangs": hangs}
+    _BEHAVIOUR.set(Behaviour(goes_on, hangs))
+    row = {"agent_name": "virtual_for_test"}
     data = [row | {"number": n, "prompt": [{"role": "user", "content": n + 1}]} for n in range(rows)]
     cursor = DataCursor(data, seed=0)
     if record.cursor:

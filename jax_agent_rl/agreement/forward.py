@@ -59,7 +59,7 @@ class Activations:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Prefix:
+class ComputedPrefix:
     """What comes before the rows, computed already: P ids, the first of each row's context.
 
     Attributes:
@@ -137,7 +137,7 @@ def hidden_states(
     inputs: Inputs,
     old: Activations | None = None,
     change: LayerChange | None = None,
-    prefix: Prefix | None = None,
+    prefix: ComputedPrefix | None = None,
 ) -> jax.Array:
     """Return the final hidden states [B, T, D], after the last norm.
 
@@ -165,7 +165,7 @@ def _run(
     inputs: Inputs,
     old: Activations | None,
     change: LayerChange | None,
-    prefix: Prefix | None,
+    prefix: ComputedPrefix | None,
     *,
     keep: bool,
 ) -> tuple[jax.Array, Any]:
@@ -177,7 +177,7 @@ def _run(
     return _layers(program_of(config), weights, *arguments, keep=keep)
 
 
-def _numbers(config: DecoderConfig, inputs: Inputs, prefix: Prefix | None) -> _Numbers:
+def _numbers(config: DecoderConfig, inputs: Inputs, prefix: ComputedPrefix | None) -> _Numbers:
     ropes = (config.rope, config.local_rope or config.rope)
     magnitudes = []
     for rope in ropes:
@@ -207,7 +207,7 @@ def _layers(
     places: tuple[jax.Array, ...],
     old: tuple[jax.Array, jax.Array] | None,
     changed: tuple[jax.Array, jax.Array, Params] | None,
-    prefix: Prefix | None,
+    prefix: ComputedPrefix | None,
     *,
     keep: bool,
 ) -> tuple[jax.Array, Any]:

@@ -388,7 +388,7 @@ class DiagnosisSubject:
         begins[0, :count] = np.where(rest.begins > 0, rest.begins + moved, 0)
         later_ends[0, :count] = np.where(rest.ends < _FOREVER, rest.ends + moved, _FOREVER)
         inputs = replace(inputs, begins=begins, ends=later_ends)
-        prefix = forward.Prefix(keys=activations.keys, values=activations.values, positions=place, ends=ends)
+        prefix = forward.ComputedPrefix(keys=activations.keys, values=activations.values, positions=place, ends=ends)
         states = np.asarray(forward.hidden_states(self.model, self.weights(), inputs, prefix=prefix))
         return states[0, rest.at - 1 - first]
 
