@@ -3,7 +3,7 @@ r"""Programs scored by tests in the sandbox.
 The program is the last fenced block of the solution that is tagged as Python, else the last without a tag. The truth
 is a mapping (or its JSON text) of one of three kinds::
 
-    {"inputs": ["1 2\n", …], "outputs": ["3\n", …]}                        stdin -> stdout, one run each
+    {"inputs": ["1 2\n", …], "outputs": ["3\n", …]}           stdin -> stdout, texts or lists of lines, one run each
     {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          a function (or method of Solution), one run
     {"tests": "assert add(1, 2) == 3"}                                    asserts (a text or a list), one run
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.errors import RewardError, UnusableTestsError
 from jax_agent_rl.rewards.registry import register_reward
-from jax_agent_rl.tool_server.outputs import require_outputs, same_output
+from jax_agent_rl.tool_server.outputs import as_text, require_outputs, require_values, same_output
 from jax_agent_rl.utils.bounded_json import decode_json
 from jax_agent_rl.utils.fences import fenced_blocks
 
@@ -63,8 +63,9 @@ async def _run(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list
         tests = truth["tests"] if isinstance(truth["tests"], str) else "\n".join(truth["tests"])
         return [(await sandbox.run_tests(program, tests)).ok]
     if truth.get("fn_name"):
+        require_values(truth["outputs"])
         return await _run_function(program, truth, sandbox)
-    require_outputs([str(output) for output in truth["outputs"]])
+    require_outputs([as_text(output) for output in truth["outputs"]])
     return await _run_programs(program, truth, sandbox)
 
 
@@ -111,13 +112,14 @@ def _truth(ground_truth: Any, data_source: str) -> Mapping[str, Any]:
 
 async def _run_programs(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list[bool]:
     async def passes(given: str, expected: str) -> bool:
-        files = {"main.py": program.encode()}
-        result = await sandbox.run([sandbox.python, "main.py"], stdin=given.encode(), files=files)
+        stdin = given.encode("utf-8", "replace")
+        files = {"main.py": program.encode("utf-8", "replace")}
+        result = await sandbox.run([sandbox.python, "main.py"], stdin=stdin, files=files)
         return result.ok and same_output(result.stdout, expected)
 
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(passes(str(given), str(expected)))
+            group.create_task(passes(as_text(given), as_text(expected)))
             for given, expected in zip(truth["inputs"], truth["outputs"], strict=True)
         ]
     return [task.result() for task in tasks]
@@ -142,7 +144,7 @@ for arguments in calls["inputs"]:
 async def _run_function(program: str, truth: Mapping[str, Any], sandbox: Sandbox) -> list[bool]:
     mark = secrets.token_hex(16)  # distinguishes results from the program's own output
     calls = {"fn_name": truth["fn_name"], "inputs": list(truth["inputs"]), "mark": mark}
-    files = {"solution.py": program.encode(), "driver.py": _CALL_DRIVER.encode()}
+    files = {"solution.py": program.encode("utf-8", "replace"), "driver.py": _CALL_DRIVER.encode()}
     result = await sandbox.run([sandbox.python, "driver.py"], stdin=json.dumps(calls).encode(), files=files)
     answers = [_json_or_none(line[len(mark) :]) for line in result.stdout.splitlines() if line.startswith(mark)]
     answers += [None] * (len(truth["outputs"]) - len(answers))  # it ended before the last call

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -25,11 +26,12 @@ from pydantic import BaseModel
 from jax_agent_rl.config import TeacherConfig
 from jax_agent_rl.config.base import Section
 from jax_agent_rl.config.resume import BY_CONTENT, Difference, is_named, require_known_keys, value_differences
-from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import read_notes
 from jax_agent_rl.models.identity import model_fingerprints
 from jax_agent_rl.observe.run_dir import RunDir, append_records
 from jax_agent_rl.utils.fingerprints import code_fingerprint
+from jax_agent_rl.utils.plugins import read_entries, split_class
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +121,35 @@ def _teachers(teachers: Sequence[TeacherConfig]) -> list[Any]:
     ]
 
 
+_NOT_A_USERS = ("jax_agent_rl", "verl")
+"""Packages whose classes are known by their names."""
+
+
+def _entries(path: str, *, key: str, name: str) -> dict[str, str]:
+    """Return the fingerprints of a YAML file of entries with a ``class_name``, and of the code of those classes."""
+    found = {"file": code_fingerprint(path)}
+    try:
+        entries = read_entries(Path(path).expanduser(), key=key, name=name)
+    except ConfigError:  # raised again, with its key, where the entries are opened
+        return found
+    for entry in entries:
+        named = entry.get("class_name") if isinstance(entry, Mapping) else None
+        module = split_class(named)[0] if isinstance(named, str) else ""
+        if module and module.partition(".")[0] not in _NOT_A_USERS:
+            found[f"code of {module}"] = code_fingerprint(module)
+    return found
+
+
+_TOOLS, _USERS = "tools.tool_config_path", "interactions.interaction_config_path"
+
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "model.path": model_fingerprints,
     "critic.path": model_fingerprints,
     "reward.judge.model": _judge,
     "agent.role_models": _roles,
     "distill.teachers": _teachers,
+    _TOOLS: functools.partial(_entries, key=_TOOLS, name="tools"),
+    _USERS: functools.partial(_entries, key=_USERS, name="interaction"),
 }
 """How the content of a key is read, where it is no Python code and no other file."""
 

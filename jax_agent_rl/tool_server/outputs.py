@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jax_agent_rl.errors import UnusableTestsError
 
@@ -18,6 +19,25 @@ def same_output(found: str, expected: str) -> bool:
         return [line.rstrip() for line in text.strip().splitlines()]
 
     return lines(found) == lines(expected)
+
+
+def as_text(value: Any) -> str:
+    r"""Return an input or an output as a program reads or prints it; of a list, an item is a line.
+
+    >>> as_text(["1", 2]), as_text(3.5)
+    ('1\n2', '3.5')
+    """
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def require_values(values: Sequence[Any]) -> None:
+    """Check that a function has to return something.
+
+    Raises:
+        UnusableTestsError: no expected value is one, so a function that does nothing would pass.
+    """
+    if all(value is None for value in values):
+        raise UnusableTestsError("the tests expect that the function returns nothing")
 
 
 def require_outputs(outputs: Sequence[str]) -> None:

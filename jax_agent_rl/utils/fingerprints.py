@@ -23,10 +23,13 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import struct
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +173,8 @@ def _code_folder_fingerprint(root: Path) -> str:
 def code_fingerprint(name: str) -> str:
     """Return the fingerprint of a Python file or folder, or of a module or package that is named by its import path.
 
-    What it imports is not part of it. A module that cannot be found without importing its parents is known by its name.
+    What it imports is not part of it. Modules are looked for where ``utils.plugins`` will find them, also in the
+    working directory; one that is nowhere is known by its name.
 
     Raises:
         OSError: a file cannot be read.
@@ -180,15 +184,30 @@ def code_fingerprint(name: str) -> str:
         return file_fingerprint(path)
     if path.is_dir():
         return _code_folder_fingerprint(path)
-    try:
-        found = importlib.util.find_spec(name) if "/" not in name and ":" not in name else None
-    except (ImportError, ValueError):
-        found = None
+    found = _find_module(name) if "/" not in name and ":" not in name else None
     if found is not None and found.origin is not None and Path(found.origin).is_file():
         if found.submodule_search_locations:
             return _code_folder_fingerprint(Path(found.origin).parent)
         return file_fingerprint(found.origin)
     return fingerprint(name)
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Return where a module lies, without importing its parents where that is possible; None if it is nowhere."""
+    found = None
+    places = [*sys.path, os.getcwd()]
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:depth]), places)
+        if found is None:
+            break
+        places = list(found.submodule_search_locations or ())
+    if found is not None:
+        return found
+    try:
+        return importlib.util.find_spec(name)  # installed in place, by a finder of its own
+    except (ImportError, ValueError):
+        return None
 
 
 class RowFingerprint:

@@ -92,6 +92,12 @@ def _origin(entry: EntryPoint) -> str:
     return f"{entry.name} = {entry.value} of {package} ({entry.group})"
 
 
+def split_class(path: str) -> tuple[str, str]:
+    """Return the module or the file of a ``class_name``, and the name in it; the name of an entry point has neither."""
+    module, _, name = path.rpartition(":" if ".py:" in path else ".")
+    return module, name
+
+
 def find_class(path: str, kind: Kind, *, where: str) -> Any:
     """Return what ``package.module.Class``, ``file.py:Class`` or an installed package's name stands for.
 
@@ -103,7 +109,7 @@ def find_class(path: str, kind: Kind, *, where: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported, or no package registers the name.
     """
-    module, _, name = path.rpartition(":" if ".py:" in path else ".")
+    module, name = split_class(path)
     if module:
         return getattr(load_user_module(module, key=f"{where}.class_name"), name, None)
     if (found := load_installed(kind, name, fits=lambda _: True)) is None:

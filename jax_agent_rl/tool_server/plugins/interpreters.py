@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_agent_rl.errors import ConfigError, ToolError
-from jax_agent_rl.tool_server.outputs import require_outputs, same_output
+from jax_agent_rl.tool_server.outputs import as_text, require_outputs, same_output
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import (
     code_blocks,
@@ -369,16 +369,12 @@ def read_cases(extra: Mapping[str, Any]) -> list[Case]:
         case [_, *_] if all(isinstance(test, str) for test in tests):
             return [Case(statement=test) for test in tests]
         case {"inputs": [_, *_] as inputs, "outputs": [*outputs]} if len(inputs) == len(outputs):
-            expected = [_text(output) for output in outputs]
+            expected = [as_text(output) for output in outputs]
             require_outputs(expected)
-            return [Case(stdin=_text(i), expected=o) for i, o in zip(inputs, expected, strict=True)]
+            return [Case(stdin=as_text(i), expected=o) for i, o in zip(inputs, expected, strict=True)]
     raise ToolError(
         'the task has no tests: extra_fields.public_tests must be {"inputs", "outputs"} or a list of asserts'
     )
-
-
-def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _clip(text: str) -> str:

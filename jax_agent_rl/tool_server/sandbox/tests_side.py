@@ -13,6 +13,7 @@ import ast
 import builtins
 import collections
 import importlib
+import os
 import signal
 import sys
 import traceback
@@ -432,6 +433,22 @@ class _Main(types.ModuleType):
         return self._namespace[name]
 
 
+def become_main(namespace):
+    """Make this process the tests' own: its ``__main__``, its arguments, and an ``os._exit`` that is no verdict.
+
+    A process that ends itself would take with it what it has not compared.
+    """
+    end, tests = os._exit, os.getpid()
+
+    def leave(status):
+        if os.getpid() != tests:  # a child of the tests, e.g. of multiprocessing
+            end(status)
+        raise SystemExit(status)
+
+    os._exit = leave
+    sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+
+
 # --- a trial ----------------------------------------------------------------------------------------------------
 
 
@@ -559,7 +576,7 @@ def _failure(source, code, answer, asked):
 
     observer = Observer()
     namespace = Namespace(source, observer, look_up)
-    sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+    become_main(namespace)
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, _TRIAL_SECONDS)
     try:
@@ -592,7 +609,7 @@ def run(source, incoming, outgoing):
     observer = side.observer
     code, observer.has_comparisons = instrument(source)
     namespace = Namespace(source, observer, lambda name: side.ask("name", None, name))
-    sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+    become_main(namespace)
     try:
         side.wait_until_ready()
         exec(code, namespace)

@@ -30,6 +30,9 @@ def reply(program):
         (SUM_PROGRAM, SUM_TRUTH, 1.0),
         (SUM_PROGRAM, json.dumps(SUM_TRUTH), 1.0),
         ("print(3)", SUM_TRUTH, 1 / 3),
+        (SUM_PROGRAM, {"inputs": [["1 2"], "3 4"], "outputs": [["3"], 7]}, 1.0),
+        ("print(input(), input(), sep='\\n')", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 1.0),
+        ("print(['a', 'b'])", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 0.0),
         ("raise SystemExit(1)", SUM_TRUTH, 0.0),
         ("this is no Python", SUM_TRUTH, 0.0),
         (ADD, CALLS, 1.0),
@@ -102,12 +105,22 @@ async def test_a_row_without_tests_is_an_error(truth):
         {"tests": "assert add(1, 2) =="},
         {"tests": [1]},
         {"inputs": ["1", "2"], "outputs": ["", " \n"]},
+        {"inputs": ["1"], "outputs": [["", " "]]},
+        {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [None, None]},
+        "import os\ntry:\n    assert add(1, 2) == 3\nfinally:\n    os._exit(0)",
     ],
 )
 @pytest.mark.parametrize("program", [ADD, "pass"])
 async def test_tests_that_say_nothing_about_a_program_are_an_error(program, truth, sandbox):
     with pytest.raises(RewardError, match="ground_truth of a 'humaneval' row"):
         await code_tests("humaneval", reply(program), truth, sandbox)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+async def test_tests_that_end_their_own_process_have_compared_before(status, sandbox):
+    tests = {"tests": f"import os\nassert add(1, 2) == 3\nos._exit({status})"}
+    assert (await code_tests("code", reply(ADD), tests, sandbox))["score"] == float(status == 0)
+    assert (await code_tests("code", reply("def add(a, b):\n    return 4"), tests, sandbox))["score"] == 0.0
 
 
 @pytest.mark.parametrize("error", ["StopIteration", "IndexError"])

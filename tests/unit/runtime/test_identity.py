@@ -106,7 +106,7 @@ CHANGED = {
     "another reward": (replace_file("reward.py", "x = 2\n"), "reward.path: another content"),
     "other agents": (replace_file("agents.py", "x = 2\n"), "agent.module: another content"),
     "other tools": (replace_file("tools.py", "x = 2\n"), "tools.function_tool_path: another content"),
-    "other settings of tools": (replace_file("tools.yaml", "x: 2\n"), "tools.tool_config_path: another content"),
+    "other settings of tools": (replace_file("tools.yaml", "x: 2\n"), "tools.tool_config_path: other file"),
     "another program": (replace_file("program/main.py", "x = 2\n"), "agent.command.program_dir: another content"),
     "another judge": (other_model("judge"), "reward.judge.model: other weights"),
     "another opponent": (other_model("opponent"), "agent.role_models: other opponent"),
@@ -126,6 +126,27 @@ def test_what_defines_the_run_is_refused_by_its_key_and_can_be_accepted_by_it(tr
     key = message.split(":")[0].split(" was ")[0]
     assert f"--accept-change {key}" in str(caught.value) and "checkpoint 5 in runs/a" in str(caught.value)
     assert [difference.key for difference in check(old, new, key)] == [key]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "name"),
+    [("tools", "tool_config_path", "tools"), ("interactions", "interaction_config_path", "interaction")],
+)
+@pytest.mark.parametrize("named", ["FOLDER/somebodys_classes.py:Some", "somebodys_classes.Some"])
+def test_the_code_of_classes_that_a_file_names_is_part_of_the_run(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, key: str, name: str, named: str
+):
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "somebodys_classes.py"
+    code.write_text("x = 1\n")
+    (tmp_path / "entries.yaml").write_text(json.dumps({name: [{"class_name": named.replace("FOLDER", str(tmp_path))}]}))
+    tree[section] = {key: str(tmp_path / "entries.yaml")}
+    before = identity(tree)
+    assert check(before, identity(tree)) == []
+
+    code.write_text("x = 2\n")
+    with pytest.raises(CheckpointError, match=rf"{section}\.{key}: other code of .*somebodys_classes"):
+        check(before, identity(tree))
 
 
 def test_several_differences_are_told_together(tree: Tree):

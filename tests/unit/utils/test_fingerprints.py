@@ -118,6 +118,16 @@ def test_code_is_known_by_its_file_and_a_module_by_where_it_lies(tmp_path: Path,
     assert code_fingerprint("no.such.module") != code_fingerprint("no.other.module")
 
 
+def test_a_module_in_the_working_directory_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.path", [place for place in sys.path if place not in ("", ".")])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "somebodys_package").mkdir()
+    (tmp_path / "somebodys_package" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    for name, file in (("somebodys_module", "somebodys_module.py"), ("somebodys_package.a", "somebodys_package/a.py")):
+        (tmp_path / file).write_text("x = 1\n")
+        assert code_fingerprint(name) == file_fingerprint(tmp_path / file)
+
+
 def test_a_folder_of_code_or_a_package_is_all_its_files_but_not_what_python_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
