@@ -223,7 +223,7 @@ class ScriptedBackend(FakeBackend):
             ids.append(plan[len(request.prompt_ids) - start + len(ids)])
             versions.append(self._version)
             self.sampled += 1
-            if ids[-1] == EOS and not request.sampling.ignore_eos:
+            if ids[-1] in self.codec.eos_token_ids and not request.sampling.ignore_eos:
                 reason = StopReason.EOS
                 break
             if match := self._stop_match(ids, request.sampling):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode, tools_condition
 
 from jax_agent_rl.agents import ReactAgentLoop, register_agent
+from jax_agent_rl.agents.langgraph import CallNode, calls_condition
 
 
 @register_agent("calculator_graph")
@@ -22,8 +22,8 @@ class CalculatorGraph(ReactAgentLoop):
 
         graph = StateGraph(MessagesState)
         graph.add_node("think", think)
-        graph.add_node("tools", ToolNode(tools))
+        graph.add_node("tools", CallNode(model.recorder, tools))
         graph.add_edge(START, "think")
-        graph.add_conditional_edges("think", tools_condition)
+        graph.add_conditional_edges("think", calls_condition)
         graph.add_edge("tools", "think")
         return graph.compile()

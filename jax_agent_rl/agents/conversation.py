@@ -19,26 +19,16 @@ from typing import TYPE_CHECKING, Any
 from jax_agent_rl.agents.prompt import EncodedImage
 from jax_agent_rl.chat.growing import GrowingText
 from jax_agent_rl.chat.messages import ROLES, normalize_messages, reasoning_of
-from jax_agent_rl.chat.reply import ReplyPart
+from jax_agent_rl.chat.reply import Reply, ReplyPart, ToolCall
 from jax_agent_rl.chat.template import CALL_ID_LENGTH
 from jax_agent_rl.types import StopReason, TokenOutput, digest_ids
 from jax_agent_rl.utils.media import text_content
 
 if TYPE_CHECKING:
     from jax_agent_rl.chat.codec import ChatCodec
-    from jax_agent_rl.chat.reply import Reply
 
 
 _BEFORE, _EXCERPT = 20, 60  # characters of an excerpt: before a difference, in all
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallWithId:
-    """A decoded tool call of a reply, with the id under which its result will be sent back."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +77,7 @@ def plain_messages(
     return normalize_messages(messages, read_part=read_part, roles=ROLES)
 
 
-def assistant_message(content: str, calls: Sequence[CallWithId]) -> dict[str, Any]:
+def assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """Return a reply in the shape of :func:`plain_messages`."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
@@ -163,22 +153,46 @@ _UNFINISHED_TAG = re.compile(r"<[^<>\s]*\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MalformedCall:
+    """A call of a reply that could not be decoded.
+
+    Attributes:
+        id: under which an agent may answer it.
+        text: as the model wrote it; empty if a call before it, written in the same block, has the text.
+        problem: why it could not be decoded.
+    """
+
+    id: str
+    text: str
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReply:
     """An assistant turn for a framework.
 
     Attributes:
-        parts: text and reasoning in order. Text is without calls and stop string. A call that cannot be decoded is
-            shown as the model wrote it, so that the agent can report it to the model; so is every call if the request
-            named no tools.
-        tool_calls: decoded calls in order; none unless the request named tools.
-        malformed: calls that could not be decoded.
+        parts: text, reasoning and decoded calls in the order in which the model wrote them. Text is without calls and
+            stop string. A call that cannot be decoded is shown in it as the model wrote it, so that the agent can
+            report it to the model; so is every call if the request named no tools.
+        calls: decoded and malformed calls in order, each with the id under which its result will be sent back; none
+            unless the request named tools.
         finish_reason: ``stop``, ``length`` or ``tool_calls``, as OpenAI names them.
     """
 
     parts: tuple[ReplyPart, ...]
-    tool_calls: tuple[CallWithId, ...] = ()
-    malformed: int = 0
+    calls: tuple[ToolCall | MalformedCall, ...] = ()
     finish_reason: str = "stop"
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Decoded calls, in order."""
+        return tuple(call for call in self.calls if isinstance(call, ToolCall))
+
+    @property
+    def malformed(self) -> tuple[MalformedCall, ...]:
+        """Calls that could not be decoded, in order."""
+        return tuple(call for call in self.calls if isinstance(call, MalformedCall))
 
     @property
     def content(self) -> str:
@@ -212,33 +226,48 @@ def read_reply(
         continues: the request gave the beginning of the text, so white space before the rest counts.
     """
     reply = codec.parse_reply(output.token_ids, tools, context_ids=context_ids)
-    parts = spoken_parts(codec, reply, stop=stop, with_tools=bool(tools), continues=continues)
     was_cut = output.stop_reason is StopReason.LENGTH
     if not tools:
+        parts = spoken_parts(codec, reply, stop=stop, continues=continues)
         return ChatReply(parts=parts, finish_reason="length" if was_cut else "stop")
-    calls: list[CallWithId] = []
-    for index, call in enumerate(reply.tool_calls):
-        call_id = call.id
-        if not call_id or any(call_id == other.id for other in calls):
-            # An id that every template accepts; it depends on the whole context, so turns differ.
-            call_id = digest_ids([*output.context_digest.encode(), index])[:CALL_ID_LENGTH]
-        calls.append(CallWithId(id=call_id, name=call.name, arguments=call.arguments))
-    finish_reason = "tool_calls" if calls else "stop"
-    return ChatReply(
-        parts=parts,
-        tool_calls=tuple(calls),
-        malformed=len(reply.malformed),
-        finish_reason="length" if was_cut else finish_reason,
-    )
+    reply, calls = _with_call_ids(codec, reply, output.context_digest)
+    parts = spoken_parts(codec, reply, stop=stop, with_tools=True, continues=continues)
+    finish_reason = "tool_calls" if reply.tool_calls else "stop"
+    return ChatReply(parts=parts, calls=calls, finish_reason="length" if was_cut else finish_reason)
+
+
+def _with_call_ids(
+    codec: ChatCodec, reply: Reply, context_digest: str
+) -> tuple[Reply, tuple[ToolCall | MalformedCall, ...]]:
+    """Return a turn in which every decoded call has an id of its own, and its calls in order, malformed ones too."""
+    parts: list[ReplyPart] = []
+    calls: list[ToolCall | MalformedCall] = []
+    used: set[str] = set()
+    for part in reply.parts:
+        if part.kind in ("call", "malformed"):
+            call_id = "" if part.call is None else part.call.id
+            if not call_id or call_id in used:
+                # An id that every template accepts; it depends on the whole context, so turns differ.
+                call_id = digest_ids([*context_digest.encode(), len(calls)])[:CALL_ID_LENGTH]
+            used.add(call_id)
+            if part.call is None:
+                text = codec.without_special_tokens(part.text)
+                calls.append(MalformedCall(id=call_id, text=text, problem=part.problem))
+            else:
+                call = replace(part.call, id=call_id)
+                part = replace(part, call=call)
+                calls.append(call)
+        parts.append(part)
+    return Reply(parts=parts), tuple(calls)
 
 
 def spoken_parts(
     codec: ChatCodec, reply: Reply, *, stop: Sequence[str], with_tools: bool = False, continues: bool = False
 ) -> tuple[ReplyPart, ...]:
-    """Return the text and reasoning of a turn, or of its beginning, that a framework sees; arguments as above.
+    """Return the text, reasoning and, with tools, calls of a turn that a framework sees; arguments as above.
 
-    Text has no white space around it, and ends before its first stop string. White space between two stretches of it
-    belongs to the second one, so that nothing changes when the turn grows.
+    The turn may be the beginning of one. Text has no white space around it, and ends before its first stop string.
+    White space between two stretches of it belongs to the second one, so that nothing changes when the turn grows.
     """
     parts: list[ReplyPart] = []
     space = ""  # that more text may follow
@@ -250,6 +279,7 @@ def spoken_parts(
             continue
         text = part.text
         if part.kind == "call" and with_tools:
+            parts.append(part)
             continue
         if part.kind != "text":
             text = codec.without_special_tokens(text)
@@ -276,7 +306,7 @@ def _before_stop(parts: Sequence[ReplyPart], stop: Sequence[str]) -> tuple[Reply
         if part.kind == "text":
             part = replace(part, text=part.text[:room])
             room -= len(part.text)
-        if part.text or part.kind == "reasoning":
+        if part.text or part.kind != "text":
             before.append(part)
     return tuple(before)
 

@@ -205,7 +205,8 @@ class ReactAgentLoop(AgentLoop):
     def build_graph(self, model: ChatModel, tools: Sequence[TrajectoryTool]) -> Runnable:
         """Build the graph of one trajectory; its state has ``messages``. The default is ReAct."""
         from langgraph.graph import START, MessagesState, StateGraph
-        from langgraph.prebuilt import ToolNode, tools_condition
+
+        from jax_agent_rl.agents.langgraph import CallNode, calls_condition
 
         policy = model.bind_tools(tools) if tools else model
 
@@ -214,9 +215,9 @@ class ReactAgentLoop(AgentLoop):
 
         graph = StateGraph(MessagesState)
         graph.add_node("agent", agent)
-        graph.add_node("tools", ToolNode(tools))
+        graph.add_node("tools", CallNode(model.recorder, tools))
         graph.add_edge(START, "agent")
-        graph.add_conditional_edges("agent", tools_condition)
+        graph.add_conditional_edges("agent", calls_condition)
         graph.add_edge("tools", "agent")
         return graph.compile()
 

@@ -26,7 +26,15 @@ from typing import Any, TypeVar
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolCall, ToolCallChunk
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    InvalidToolCall,
+    ToolCall,
+    ToolCallChunk,
+    ToolMessage,
+)
 from langchain_core.messages import convert_to_openai_messages as to_openai
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -34,12 +42,15 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.tools import BaseTool as LangChainTool
 from langchain_core.tools import ToolException
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.json import parse_partial_json
+from langgraph.graph import END, MessagesState
+from langgraph.prebuilt import ToolNode
 from pydantic import ConfigDict, Field, SkipValidation
 
-from jax_agent_rl.agents.conversation import OnText
+from jax_agent_rl.agents.conversation import MalformedCall, OnText
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn, path_arrays
-from jax_agent_rl.agents.tool_agent import over_the_limit
+from jax_agent_rl.agents.tool_agent import malformed_call, over_the_limit
 from jax_agent_rl.tools.base import BaseTool
 from jax_agent_rl.tools.session import ToolSession
 from jax_agent_rl.types import SamplingParams
@@ -256,7 +267,11 @@ def _openai_messages(messages: list[BaseMessage]) -> list[dict[str, Any]]:
 
 def _result(turn: RecordedTurn) -> ChatResult:
     calls = [ToolCall(name=c.name, args=dict(c.arguments), id=c.id, type="tool_call") for c in turn.reply.tool_calls]
-    message = AIMessage(content=turn.reply.content, tool_calls=calls, **_about(turn))
+    invalid = [
+        InvalidToolCall(name=None, args=_undecoded(call.text), id=call.id, error=call.problem, type="invalid_tool_call")
+        for call in turn.reply.malformed
+    ]
+    message = AIMessage(content=turn.reply.content, tool_calls=calls, invalid_tool_calls=invalid, **_about(turn))
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
@@ -266,12 +281,27 @@ def _chunk(event: Event) -> ChatGenerationChunk:
         raise event
     if isinstance(event, str):
         return ChatGenerationChunk(message=AIMessageChunk(content=event))
-    calls = [
-        ToolCallChunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=i, type="tool_call_chunk")
-        for i, c in enumerate(event.reply.tool_calls)
-    ]
+    calls: list[ToolCallChunk] = []
+    for index, call in enumerate(event.reply.calls):
+        if isinstance(call, MalformedCall):
+            name, arguments = None, _undecoded(call.text)
+        else:
+            name, arguments = call.name, json.dumps(call.arguments)
+        calls.append(ToolCallChunk(name=name, args=arguments, id=call.id, index=index, type="tool_call_chunk"))
     message = AIMessageChunk(content="", tool_call_chunks=calls, chunk_position="last", **_about(event))
     return ChatGenerationChunk(message=message)
+
+
+def _undecoded(text: str) -> str:
+    """Return what a model wrote of a malformed call in a form that LangChain does not take for arguments.
+
+    It completes the JSON of a chunk: a beginning such as ``{"name": "f", "arg`` would become a call of no tool.
+    """
+    try:
+        looks_decoded = not text or isinstance(parse_partial_json(text), dict)
+    except ValueError:
+        looks_decoded = False
+    return json.dumps(text) if looks_decoded else text
 
 
 def _about(turn: RecordedTurn) -> dict[str, Any]:
@@ -331,8 +361,8 @@ class TrajectoryTool(LangChainTool):
         raise ToolException(f"tool {self.name!r} runs in the engine's event loop; use ainvoke()")
 
     async def _arun(self, **arguments: Any) -> str:
-        turn, place = self._call(_CALL_ID.get())
-        if place >= self.max_parallel_calls:
+        turn, place, calls_before = self._call(_CALL_ID.get())
+        if calls_before >= self.max_parallel_calls:
             record = over_the_limit(self.session, self.name, arguments, self.max_parallel_calls)
         else:
             record = await self.session.call(self.name, arguments)
@@ -340,10 +370,62 @@ class TrajectoryTool(LangChainTool):
             turn.results[place] = record
         return record.observation
 
-    def _call(self, call_id: str | None) -> tuple[RecordedTurn | None, int]:
-        """Return the turn that made a call and the call's index; None if the graph called the tool itself."""
+    def _call(self, call_id: str | None) -> tuple[RecordedTurn | None, int, int]:
+        """Return the turn that made a call, its place among the turn's calls and how many decoded ones are before it.
+
+        The turn is None if the graph called the tool itself.
+        """
         for turn in reversed(self.recorder.turns):
-            for place, call in enumerate(turn.reply.tool_calls):
+            calls_before = 0
+            for place, call in enumerate(turn.reply.calls):
                 if call.id == call_id:
-                    return turn, place
-        return None, 0
+                    return turn, place, calls_before
+                calls_before += not isinstance(call, MalformedCall)
+        return None, 0, 0
+
+
+class CallNode:
+    """A node that answers every call of the last message in the order of the calls: malformed ones with an error.
+
+    LangGraph's ``ToolNode`` runs the others.
+
+    Args:
+        recorder: knows the calls of a message.
+        tools: of the trajectory.
+    """
+
+    def __init__(self, recorder: ChatRecorder, tools: Sequence[TrajectoryTool]) -> None:
+        self._recorder = recorder
+        self._session = tools[0].session if tools else None
+        self._node = ToolNode(tools)
+
+    async def __call__(self, state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
+        """Return the results as messages."""
+        message = state["messages"][-1]
+        assert isinstance(message, AIMessage)
+        results: list[BaseMessage] = []
+        if message.tool_calls:
+            results = (await self._node.ainvoke(state, config))["messages"]
+        if not message.invalid_tool_calls or self._session is None:
+            return {"messages": results}
+        ids = {call["id"] for call in message.invalid_tool_calls}
+        turn = next(t for t in reversed(self._recorder.turns) if ids & {call.id for call in t.reply.malformed})
+        by_id = {result.tool_call_id: result for result in results if isinstance(result, ToolMessage)}
+        for place, call in enumerate(turn.reply.calls):
+            if isinstance(call, MalformedCall):
+                record = malformed_call(self._recorder.context, self._session, wrote=turn.text, problem=call.problem)
+                turn.results[place] = record
+                by_id[call.id] = ToolMessage(record.observation, tool_call_id=call.id, status="error")
+        return {"messages": [by_id[call.id or ""] for call in turn.reply.calls]}
+
+
+def calls_condition(state: MessagesState) -> str:
+    """Return where a graph with a :class:`CallNode` named ``tools`` goes on: there, if the last message has calls.
+
+    A turn that was cut ends the graph; what it began to write of a call is no mistake.
+    """
+    message = state["messages"][-1]
+    was_cut = message.response_metadata.get("finish_reason") == "length"
+    if getattr(message, "tool_calls", None) or (getattr(message, "invalid_tool_calls", None) and not was_cut):
+        return "tools"
+    return END

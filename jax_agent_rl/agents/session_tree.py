@@ -142,7 +142,7 @@ def to_trajectory(
     calls = [call for turn in recorder.turns for call in turn.tool_calls]
     counts = {
         "segments": float(len(others)),
-        "malformed_calls": float(sum(turn.reply.malformed for turn in recorder.turns)),
+        "malformed_calls": float(sum(len(turn.reply.malformed) for turn in recorder.turns)),
         "tool_calls": float(len(calls)),
         "tool_errors": float(sum(call.error is not None for call in calls)),
     }

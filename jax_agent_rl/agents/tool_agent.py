@@ -139,7 +139,7 @@ class ToolResponder(Responder):
             for part in reply.calls:
                 call = part.call
                 if call is None:
-                    answers.append(self._refuse_malformed(wrote, part.problem))
+                    answers.append(malformed_call(self.context, self.session, wrote=wrote, problem=part.problem))
                 elif started < limit:
                     answers.append(group.create_task(self.session.call(call.name, call.arguments, call_id=call.id)))
                     started += 1
@@ -147,13 +147,6 @@ class ToolResponder(Responder):
                     refused = over_the_limit(self.session, call.name, call.arguments, limit)
                     answers.append(replace(refused, call_id=call.id))
         return [answer.result() if isinstance(answer, asyncio.Task) else answer for answer in answers]
-
-    def _refuse_malformed(self, wrote: str, problem: str) -> ToolCallRecord:
-        remedies = [_FORMAT_REMEDY]
-        if not self.limits.constrain_tool_calls:
-            remedies.append(_GRAMMAR_REMEDY)
-        self.context.report_malformed(wrote, problem, hint="; ".join(remedies))
-        return _refused(self.session, f"Error: Failed to decode tool call: {problem:.200}", "malformed")
 
 
 @register_agent("tool_agent")
@@ -270,6 +263,22 @@ def over_the_limit(session: ToolSession, name: str, arguments: Mapping[str, Any]
     """
     text = f"Error: {name} was not run: at most {limit} tool calls in one turn"
     return replace(_refused(session, text, "over_parallel_limit"), name=name, arguments=arguments)
+
+
+def malformed_call(context: AgentContext, session: ToolSession, *, wrote: str, problem: str) -> ToolCallRecord:
+    """Return the answer to a call that could not be decoded, and report it.
+
+    Args:
+        context: keeps the report.
+        session: the trajectory's tools.
+        wrote: the text of the turn.
+        problem: what is wrong with the call.
+    """
+    remedies = [_FORMAT_REMEDY]
+    if not context.limits.constrain_tool_calls:
+        remedies.append(_GRAMMAR_REMEDY)
+    context.report_malformed(wrote, problem, hint="; ".join(remedies))
+    return _refused(session, f"Error: Failed to decode tool call: {problem:.200}", "malformed")
 
 
 def _refused(session: ToolSession, text: str, error: str) -> ToolCallRecord:

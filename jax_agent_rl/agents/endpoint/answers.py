@@ -166,7 +166,7 @@ class ChatAnswer(_CompletionsAnswer):
             yield self._delta(piece, {"role": "assistant", "content": ""})
         if piece.reasoning is not None:
             yield self._delta(piece, {"reasoning_content": piece.reasoning})
-        if piece.turn is None:
+        if piece.turn is None:  # calls come with the last chunk: a chat message does not say what came before them
             if piece.text:
                 yield self._delta(piece, {"content": piece.text})
             return

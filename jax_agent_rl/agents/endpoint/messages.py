@@ -30,6 +30,7 @@ from jax_agent_rl.agents.endpoint.requests import (
 from jax_agent_rl.agents.endpoint.sessions import Piece
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.reply import ToolCall
 
 _ERRORS = {
     400: "invalid_request_error",
@@ -203,11 +204,12 @@ class MessagesAnswer(ApiAnswer):
             if self._open is None:
                 yield self._start({"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": piece.text})
-        if piece.turn is not None:
+        if piece.call is not None:
             if self._open is not None:
                 yield self._end()
-            for block in _tool_blocks(piece.turn):
-                yield from self._block(block)
+            yield from self._block(_tool_block(piece.call))
+        if piece.turn is not None and self._open is not None:
+            yield self._end()
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         turn = only_turn(choices)
@@ -234,9 +236,11 @@ class MessagesAnswer(ApiAnswer):
         for part in turn.reply.parts:
             if part.kind == "text":
                 content.append({"type": "text", "text": part.text})
+            elif part.call is not None:
+                content.append(_tool_block(part.call))
             elif part.text and self._shows_thinking:
                 content.append({"type": "thinking", "thinking": part.text, "signature": ""})
-        return content + _tool_blocks(turn)
+        return content
 
     def _stop(self, turn: RecordedTurn) -> dict[str, Any]:
         matched = turn.output.stop_match if turn.output.stop_match in self.asked.stops else None
@@ -279,11 +283,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
     }
 
 
-def _tool_blocks(turn: RecordedTurn) -> list[dict[str, Any]]:
-    return [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
-        for call in turn.reply.tool_calls
-    ]
+def _tool_block(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
 
 
 def _chat_tool(tool: _Tool) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jax_agent_rl.agents.endpoint.requests import (
 from jax_agent_rl.agents.endpoint.sessions import Piece, StoredResponses
 from jax_agent_rl.agents.session_tree import RecordedTurn
 from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.reply import ToolCall
 
 Message = dict[str, Any]
 _INPUT_TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -173,12 +174,14 @@ class ResponsesAnswer(ApiAnswer):
         for part in turn.reply.parts:
             if part.kind == "text":
                 items.append(_message_item(part.text))
+            elif part.call is not None:
+                items.append(_call_item(part.call))
             elif part.text:
                 items.append(_reasoning_item(part.text))
         if not turn.reply.content and not turn.reply.tool_calls:
             items.append(_message_item(""))
         self._store(turn)
-        return self._response(codec, [*items, *map(_call_item, turn.reply.tool_calls)], turn)
+        return self._response(codec, items, turn)
 
     def chunks(self, codec: ChatCodec, piece: Piece) -> Iterator[dict[str, Any]]:
         if not self._sequence:
@@ -192,10 +195,11 @@ class ResponsesAnswer(ApiAnswer):
         is_empty = piece.turn is not None and not piece.turn.reply.content and not piece.turn.reply.tool_calls
         if piece.text or is_empty:
             yield from self._message_delta(piece.text)
+        if piece.call is not None:
+            yield from self._message_done()
+            yield from self._call(_call_item(piece.call))
         if piece.turn is not None:
             yield from self._message_done()
-            for call in piece.turn.reply.tool_calls:
-                yield from self._call(_call_item(call))
 
     def closing(self, codec: ChatCodec, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         """Yield the event that ends the stream, and store the response for the next request."""
@@ -323,7 +327,7 @@ def _reasoning_item(text: str) -> dict[str, Any]:
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
 
 
-def _call_item(call: Any) -> dict[str, Any]:
+def _call_item(call: ToolCall) -> dict[str, Any]:
     return {
         "id": f"fc_{uuid.uuid4().hex}",
         "type": "function_call",
@@ -343,37 +347,42 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return input items as messages; neighbours that one assistant turn produced are joined."""
+    """Return input items as messages; neighbours that one assistant turn produced are joined.
+
+    A turn may be several messages with reasoning and calls between them. Two messages of the assistant with nothing
+    between them are two turns, as the text of one is in one item.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
-    joinable = False  # whether the last message is an assistant turn that further items may belong to
+    previous_kind = ""  # of the item before, if that is part of an assistant turn
     for number, item in enumerate(items):
         kind = item.get("type") or "message"
         if kind == "function_call_output":
             output = item.get("output")
             content = output if isinstance(output, str) else _parts(output, number)
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
-            joinable = False
+            previous_kind = ""
             continue
         if kind == "message" and item.get("role") != "assistant":
             messages.append({"role": item.get("role"), "content": _parts(item.get("content"), number)})
-            joinable = False
+            previous_kind = ""
             continue
         if kind not in ("message", "function_call", "reasoning"):
             raise ApiError(400, f"input[{number}]: items of type {kind!r} are not supported", param="input")
-        if not joinable or kind == "reasoning" or (kind == "message" and messages[-1]["content"]):
+        if not previous_kind or kind == previous_kind == "message":
             messages.append({"role": "assistant", "content": ""})
-            joinable = True
+        previous_kind = kind
         turn = messages[-1]
         if kind == "message":
-            turn["content"] = _joined_text(item.get("content"), number)
+            turn["content"] += _joined_text(item.get("content"), number)
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         else:
-            turn["reasoning"] = _joined_text(item.get("content") or item.get("summary") or "", number)
+            thought = _joined_text(item.get("content") or item.get("summary") or "", number)
+            turn["reasoning"] = turn.get("reasoning", "") + thought
     return messages
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from jax_agent_rl.agents.endpoint.requests import ApiError, ChatRequest, CompletionRequest, grammar_of
 from jax_agent_rl.agents.recorder import ChatRecorder
 from jax_agent_rl.agents.session_tree import RecordedTurn
+from jax_agent_rl.chat.reply import ReplyPart, ToolCall
 from jax_agent_rl.types import SamplingParams
 from jax_agent_rl.utils.ids import check_safe_id
 
@@ -211,12 +212,30 @@ class SessionStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Something of one choice: new text, new reasoning before that text, and with the last piece the turn."""
+    """Something of one choice.
+
+    Attributes:
+        index: of the choice.
+        text: new text.
+        turn: with the last piece, the turn.
+        reasoning: new, before that text.
+        call: new, without text or reasoning.
+    """
 
     index: int
     text: str
     turn: RecordedTurn | None = None
     reasoning: str | None = None
+    call: ToolCall | None = None
+
+    @classmethod
+    def of_part(cls, part: ReplyPart, index: int = 0) -> Piece:
+        """Return a part of a turn as a piece."""
+        if part.kind == "call":
+            return cls(index=index, text="", call=part.call)
+        if part.kind == "reasoning":
+            return cls(index=index, text="", reasoning=part.text)
+        return cls(index=index, text=part.text)
 
 
 async def _sample(
@@ -251,10 +270,7 @@ async def _sample(
     if request.stream:
         if not is_streamed:  # nothing of it was sent yet
             for part in turn.reply.parts:
-                if part.kind == "text":
-                    on_text(part.text, None)
-                else:
-                    on_text("", part.text)
+                emit(Piece.of_part(part, index))
         emit(Piece(index=index, text="", turn=turn))
     else:
         emit(Piece(index=index, text=turn.reply.content, turn=turn, reasoning=turn.reply.reasoning))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.agents.context import AgentContext
 from jax_agent_rl.agents.conversation import (
-    CallWithId,
     ChatReply,
     TurnStream,
     assistant_message,
@@ -21,7 +20,7 @@ from jax_agent_rl.agents.conversation import (
     raw_parts,
 )
 from jax_agent_rl.agents.recorder import ChatRecorder
-from jax_agent_rl.chat.reply import ReplyPart
+from jax_agent_rl.chat.reply import ReplyPart, ToolCall
 from jax_agent_rl.config import AgentConfig
 from jax_agent_rl.errors import TemplateError
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -34,7 +33,7 @@ ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_siz
 
 @given(st.text(max_size=12), ARGUMENTS, st.sampled_from([None, 1]), st.booleans(), st.booleans())
 def test_a_reply_is_recognized_however_a_framework_writes_it_back(content, arguments, indent, ascii_only, as_parts):
-    reply = assistant_message(content, [CallWithId(id="call_1", name="add", arguments=arguments)])
+    reply = assistant_message(content, [ToolCall(id="call_1", name="add", arguments=arguments)])
     written = {
         "role": "assistant",
         "content": [{"type": "text", "text": content}] if as_parts else content or None,

@@ -285,20 +285,43 @@ async def test_langgraph_gives_what_the_endpoint_gives(plan, thought):
         assert whole.content == "".join(str(chunk.content) for chunk in chunks) == reply.content
         assert [call["args"] for call in whole.tool_calls] == [dict(call.arguments) for call in reply.tool_calls]
         assert whole.additional_kwargs.get("reasoning_content") == thought
+        broken = [PIECES["broken"].format(number) for number, kind in enumerate(plan) if kind == "broken" and tools]
+        added = functools.reduce(lambda one, other: one + other, chunks)
+        for message in (whole, added):
+            assert [call["args"] for call in message.invalid_tool_calls] == broken
+            assert [call["args"] for call in message.tool_calls] == [dict(call.arguments) for call in reply.tool_calls]
+        assert all(call["error"] for call in whole.invalid_tool_calls)
+
+
+@pytest.mark.parametrize("text", ['{"name": "set", "parameters": 3}', '{"name": "set", "param'])
+async def test_a_malformed_call_that_is_json_does_not_become_a_call_of_langchain(text):
+    codec = ChatCodec.from_pretrained(cache_root() / "models" / "smollm2-135m-instruct", tool_format="llama3_json")
+    chat = context("")
+    backend = ScriptedBackend(codec, lambda request: (*codec.encode_text(text), codec.eos_token_ids[0]))
+    chat = replace(chat, codec=codec, client=LLMServerClient([AsyncServer(backend)]))
+    models = [ChatModel(recorder=ChatRecorder(chat, session_id=name), sampling=SAMPLING) for name in "ab"]
+    whole = await models[0].ainvoke([HumanMessage("q")], tools=(set_it.schema,))
+    chunks = [chunk async for chunk in models[1].astream([HumanMessage("q")], tools=(set_it.schema,))]
+    for message in (whole, functools.reduce(lambda one, other: one + other, chunks)):
+        assert message.content == text and message.tool_calls == []
+        assert [json.loads(call["args"]) for call in message.invalid_tool_calls] == [text]
 
 
 @few
 @every_turn
 async def test_an_agent_answers_calls_in_the_order_in_which_they_were_written(plan, thought):
     limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4)
-    shared = context(written(plan, thought), tools=ToolRegistry([set_it]))
-    agent = ToolAgent(replace(shared, limits=limits))
-    trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
-    first = trajectory.turns[0]
     wanted = [f"False {n}" if kind == "call" else "Error" for n, kind in enumerate(plan) if kind != "text"]
-    assert [call.observation[: len(want)] for call, want in zip(first.tool_calls, wanted, strict=True)] == wanted
-    results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
-    assert [result[: len(want)] for result, want in zip(results, wanted, strict=True)] == wanted
+    for loop in (ToolAgent, ReactAgentLoop):
+        shared = context(written(plan, thought), tools=ToolRegistry([set_it]))
+        agent = loop(replace(shared, limits=limits))
+        trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
+        first = trajectory.turns[0]
+        assert [call.observation[: len(want)] for call, want in zip(first.tool_calls, wanted, strict=True)] == wanted
+        results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+        assert [result[: len(want)] for result, want in zip(results, wanted, strict=True)] == wanted
+        assert trajectory.num_turns == (2 if wanted else 1)
+        assert [call.error for call in first.tool_calls].count("malformed") == plan.count("broken")
 
 
 @few
@@ -422,7 +445,7 @@ def test_calls_are_json_that_a_client_can_read():
     reply = read_reply(codec(), output_of(written(["call"], None)), tools=[set_it.schema], stop=())
     json.dumps([dict(call.arguments) for call in reply.tool_calls], allow_nan=False)
     broken = '<tool_call>{"name": "set", "arguments": {"n": 1e999}}</tool_call>'
-    assert read_reply(codec(), output_of(broken), tools=[set_it.schema], stop=()).malformed == 1
+    assert len(read_reply(codec(), output_of(broken), tools=[set_it.schema], stop=()).malformed) == 1
 
 
 # --- the order of results -------------------------------------------------------------------------------------------
@@ -469,10 +492,11 @@ async def test_results_come_back_in_the_order_of_the_calls(loop):
     assert results == ["step 1", "step 2"]
 
 
-async def test_a_broken_call_between_two_is_answered_between_them():
+@pytest.mark.parametrize("loop", [ToolAgent, ReactAgentLoop])
+async def test_a_broken_call_between_two_is_answered_between_them(loop):
     shared = context(ONE_BROKEN, tools=ToolRegistry([FirstEndsLast().tool]))
     limits = AgentConfig(max_assistant_turns=2, max_parallel_calls=4, max_response_length=1000)
-    agent = ToolAgent(replace(shared, limits=limits))
+    agent = loop(replace(shared, limits=limits))
     trajectory = await agent.run({"prompt": ASK}, trajectory_id="t", group_id="g", sampling=SAMPLING)
     calls = trajectory.turns[0].tool_calls
     assert [call.error for call in calls] == [None, "malformed", None]
