@@ -44,6 +44,8 @@ REWARD_FILE = "logs/verifier/reward.txt"
 TEST_SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml")
 TEST_SETTINGS += ("tox.ini", "setup.cfg")
 """Files in which pytest looks for settings, in the folder of the tests and those above."""
+_SETTINGS_SECTIONS = {"pyproject.toml": b"[tool.pytest", "tox.ini": b"[pytest]", "setup.cfg": b"[tool:pytest]"}
+"""Without its section, such a file does not end pytest's search for settings; a file of another name always does."""
 
 
 class TaskMachine(ABC):
@@ -85,8 +87,10 @@ def tests_of(task: CommandTask) -> dict[str, bytes]:
     Without any beside the tests, pytest takes those of the folders above, where the program may have written.
     """
     tests = dict(task.tests)
-    if not any(name in tests for name in TEST_SETTINGS[1:]):
-        tests["pytest.ini"] = b"[pytest]\n"
+    for name in TEST_SETTINGS[1:]:
+        if name in tests and _SETTINGS_SECTIONS.get(name, b"") in tests[name]:
+            return tests
+    tests["pytest.ini"] = b"[pytest]\n"
     return tests
 
 
