@@ -2,44 +2,54 @@
 
     python benchmarks/diagnosis.py [--faults eps temperature …] [--blind]
 
-SmolLM2-135M in float32; eight conversations of three turns, of 150 to 230 prompt ids, 16 sampled ids a turn and 12
-inserted ones between turns. A line for each fault: the seconds, the cause that was named, and what was not tried in
-time. Every program is compiled anew. ``--blind`` diagnoses by log-probs alone, as of an engine that cannot be looked
-into; then single tensors of the embeddings' and the head's kind cannot be named. The last line is one JSON object, by
-fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``, ``named``.
+SmolLM2-135M in float32; eight conversations of three turns about the quickstart's questions, of 150 to 260 prompt ids,
+16 sampled ids a turn and a tool's result after each turn but the last. A line for each fault: the seconds, the cause
+that was named, and what was not tried in time. Every program is compiled anew. ``--blind`` diagnoses by log-probs
+alone, as of an engine that cannot be looked into; then single tensors of the embeddings' and the head's kind cannot be
+named. The last line is one JSON object, by fault: ``seconds``, ``processor_seconds`` of all threads, ``cause``,
+``named``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from common import argument_parser, cpu, load_quickstart, random_ids, running
+from common import argument_parser, cpu, load_quickstart, running
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
 from jax_agent_rl.agreement.report import JAX_ENGINE, Cause, Diagnosis
 from jax_agent_rl.agreement.search import SECONDS
 from jax_agent_rl.agreement.subject import DiagnosisSubject, collect_contexts
+from jax_agent_rl.chat.codec import ChatCodec
+from jax_agent_rl.chat.messages import Message
+from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.jetstream import forward
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params
+from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.models.layers import Quantized, quantized
 from jax_agent_rl.models.tensors import LayerOutput
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
 from jax_agent_rl.types import FinishReason, Group, SamplingParams, Trajectory, Turn, digest_ids
 
-LENGTHS = (150, 170, 200, 230) * 2
-TURNS, SAMPLED, INSERTED = 3, 16, 12
+CONVERSATIONS = 8
+SHORTER = (0, 6, 10, 0)
+"""Messages of the worked examples that prompts leave out, in turn, so that lengths differ."""
+TURNS = 3
+SAMPLED = 16
 SHAPES = EngineShapes(
     max_model_len=352, max_concurrent_decodes=8, kv_cache_tokens=4096, decode_steps=8, prefill_buckets=(64, 256)
 )
@@ -106,11 +116,11 @@ def updated(params: Params) -> Params:
 
 
 def later_positions() -> AbstractContextManager[Any]:
-    """Positions are two further from 240 on."""
+    """Positions are two further from 280 on, in a later turn."""
     tables = forward._rope
 
     def further(config: DecoderConfig, positions: jax.Array) -> Any:
-        return tables(config, jnp.where(positions >= 240, positions + 2, positions))
+        return tables(config, jnp.where(positions >= 280, positions + 2, positions))
 
     return mock.patch.object(forward, "_rope", further)
 
@@ -189,9 +199,21 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+def read_prompts() -> list[list[Message]]:
+    """Return the first prompts of the quickstart, some with fewer worked examples."""
+    prompts = []
+    with tempfile.TemporaryDirectory() as folder:
+        train, _, _ = prepare_shop(Path(folder), train=CONVERSATIONS, heldout=1)
+        for number, line in enumerate(train.read_text().splitlines()):
+            system, *others = json.loads(line)["prompt"]
+            prompts.append([system, *others[SHORTER[number % len(SHORTER)] :]])
+    return prompts
+
+
 async def conversations(backend: JetStreamBackend, fault: Fault, params: Params) -> list[Group]:
     """Let eight conversations be had; the engine's weights are updated to ``params`` after the first turn, or not."""
-    prompts = [tuple(random_ids(length, seed=i).tolist()) for i, length in enumerate(LENGTHS)]
+    codec = ChatCodec.from_pretrained(fetch_quickstart_model(), tool_format="pythonic", tool_prompt="none")
+    prompts = [tuple(codec.encode_prompt(messages)) for messages in read_prompts()]
     contexts = list(prompts)
     turns: list[list[Turn]] = [[] for _ in prompts]
     for number in range(TURNS):
@@ -201,14 +223,15 @@ async def conversations(backend: JetStreamBackend, fault: Fault, params: Params)
         requests = []
         for i, context in enumerate(contexts):
             asked = {"max_tokens": SAMPLED, "ignore_eos": True, "seed": 100 * number + i}
-            prompt = context if number == 0 else fault.later_prompt(context, LENGTHS[i])
+            prompt = context if number == 0 else fault.later_prompt(context, len(prompts[i]))
             sampling = SamplingParams(**asked | fault.sampling)
             requests.append(GenerateRequest(request_id=f"{number}-{i}", prompt_ids=prompt, sampling=sampling))
         outputs = await asyncio.gather(*map(backend.generate, requests))
         for i, output in enumerate(outputs):
             inserted: tuple[int, ...] = ()
             if number < TURNS - 1:
-                inserted = tuple(random_ids(INSERTED, seed=1000 * number + i).tolist())
+                result: Message = {"role": "tool", "content": str(1000 * number + 37 * i)}
+                inserted = tuple(codec.encode_append(output.token_ids, [result]))
             contexts[i] += output.token_ids
             # An engine with a fault believes that it did what it was asked for.
             output = replace(output, context_digest=digest_ids(contexts[i]), supports=())

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.hypotheses import (
     FAMILIES,
     PER_CONTEXT,
     tensors_of_all_layers,
     tensors_of_one_layer,
+    weights_in,
     with_one_kept,
 )
 from jax_agent_rl.agreement.inspection import (
@@ -36,15 +38,19 @@ from jax_agent_rl.agreement.inspection import (
     sample_tensors,
     tensor_faults,
 )
-from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance
+from jax_agent_rl.agreement.report import Cause, Diagnosis, HypothesisResult, Tolerance, coarsest
 from jax_agent_rl.agreement.search import SECONDS, Examined, Search, TimeLimit, examine, order_families
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
 
+ROUNDING_COSTS = 2.0
+"""How many times the gap that the engine's own precision was measured to make is rounding, too."""
 LAST = 0.3
 """Largest share of the time that is kept for the comparison with a coarser dtype."""
+FIRST_TOKENS = 2
+"""Of a turn, one of which disagrees if what came before the turn does; the very first may be certain under both."""
 ALL_LAYERS = "tensors in every layer"
 ONE_LAYER = "one wrong tensor"
 
@@ -134,7 +140,7 @@ class _Diagnosing:
         if drift.verdict == "found":
             return self._conclude(Cause.TOKEN_DRIFT, drift.detail)
 
-        if self._tolerance.holds(self._examined.gap):
+        if self._tolerance.holds(self._examined.gap_of_all):
             packed_pass = _check_learner(self._subject, self._examined)
             self._findings.append(packed_pass)
             cause = Cause.LEARNER if packed_pass.verdict == "found" else Cause.ROUNDING
@@ -150,6 +156,12 @@ class _Diagnosing:
             commonest = max(dict.fromkeys(causes), key=causes.count)
             named = [fault for fault in faults if fault.cause is commonest]
             return self._conclude(commonest, _describe(named, len(self._engine.tensors)))
+        if difference is None and self._limit.allows():
+            rounding = _check_rounding(self._examined, self._engine.precision)
+            if rounding is not None:
+                self._findings.append(rounding)
+                if rounding.verdict == "explains":
+                    return self._conclude(Cause.ROUNDING, rounding.detail)
         return self._search(search, difference, layers)
 
     def _search(self, search: Search, difference: LayerDifference | None, layers: HypothesisResult) -> Diagnosis:
@@ -186,7 +198,7 @@ class _Diagnosing:
                 self._findings.append(HypothesisResult("what was not tried", "not tested", rest))
             return self._conclude(search.best.cause, f"the engine {search.best.label}")
         if may_be_rounding and self._limit.allows(rounding_seconds):
-            rounding = _describe_rounding(self._examined)
+            rounding = _describe_rounding(self._examined, self._engine.precision)
             if rounding is not None:
                 return self._conclude(Cause.DTYPE, rounding)
         elif may_be_rounding:
@@ -198,8 +210,12 @@ class _Diagnosing:
         suggested = []
         if difference is not None:
             suggested = difference.causes
-        is_late = _is_late(self._examined)
-        families = order_families(suggested, is_late=is_late, tensors_agree=bool(self._engine.tensors))
+        families = order_families(
+            suggested,
+            is_late=_is_late(self._examined),
+            tensors_agree=bool(self._engine.tensors),
+            after_inserted=_is_after_inserted(self._examined),
+        )
         if layers.verdict != "ruled out":
             return families
         # Where a context is prefilled nothing is wrong: what is left happens between turns, or in decode steps.
@@ -247,9 +263,20 @@ def _describe_untried(untried: Sequence[str], seconds: float) -> str:
 
 def _is_late(examined: Examined) -> bool:
     """Return whether contexts agree until a later turn than their first."""
-    breaches = [(context, context.breach) for context in examined.subject.contexts if context.breach is not None]
-    late = [context.sampled_from(breach) > context.sampled_from(int(context.at[0])) for context, breach in breaches]
+    late = []
+    for context in examined.subject.contexts:
+        if context.breach is not None:
+            late.append(context.sampled_from(context.breach) > context.sampled_from(int(context.at[0])))
     return bool(late) and all(late)
+
+
+def _is_after_inserted(examined: Examined) -> bool:
+    """Return whether contexts agree until a later turn, and disagree in one of its first tokens."""
+    near = []
+    for context in examined.subject.contexts:
+        if context.breach is not None:
+            near.append(context.breach - context.sampled_from(context.breach) < FIRST_TOKENS)
+    return _is_late(examined) and all(near)
 
 
 def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
@@ -266,7 +293,7 @@ def _check_ids(subject: DiagnosisSubject) -> HypothesisResult:
 
 def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisResult:
     """Test, where a plain pass agrees with the engine, whether the learner's own pass does not."""
-    gap = examined.gap
+    gap = examined.gap_of_all
     contexts: Sequence[Context] = subject.contexts
     if subject.packed is not None and all(context.learner is None for context in contexts):
         contexts = subject.packed()
@@ -341,6 +368,12 @@ def _check_layers(search: Search, engine: EngineView) -> tuple[LayerDifference |
     learner_outputs = outputs_of_layers(search.activations, len(ids))
     difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision)
     if difference is not None:
+        weights = weights_in(search.probe, engine.precision)
+        if weights is not None:  # what that precision costs at each position is measured
+            activations = forward.activations(search.probe.model, weights, search.probe.inputs(search.probe.rows))
+            rounded = outputs_of_layers(activations, len(ids))
+            difference = first_difference(engine_outputs, learner_outputs, precision=engine.precision, rounded=rounded)
+    if difference is not None:
         return difference, HypothesisResult("layers", "found", difference.describe())
     detail = f"the embeddings and all {len(learner_outputs) - 1} layers agree on a prefilled context of {len(ids)} ids"
     if probe.breach is not None and probe.breach >= len(ids):
@@ -357,8 +390,33 @@ def _may_be_rounding(examined: Examined) -> bool:
     return bool(abs(gap.mean()) <= 0.5 * np.abs(gap).mean())
 
 
-def _describe_rounding(examined: Examined) -> str | None:
-    """Describe the gap if it has the size and kind that a coarser dtype makes, else return None.
+def _check_rounding(examined: Examined, precision: str) -> HypothesisResult | None:
+    """Test whether the gap is no larger than what the engine's own precision makes in these contexts.
+
+    Returns:
+        None where that precision is not coarser than the learner's, or cannot be computed in.
+    """
+    subject = examined.subject
+    weights = weights_in(subject, precision)
+    if weights is None:
+        return None
+    scores = subject.tokens(subject.hidden(weights=weights), weights).plain
+    cost = Comparison.of(scores - examined.tokens.plain)
+    gap = examined.gap
+    is_as_small = gap.mean <= ROUNDING_COSTS * cost.mean and gap.largest <= 2 * ROUNDING_COSTS * cost.largest
+    detail = (
+        f"{precision} makes a gap of {cost.mean:.1e} nats on average, {cost.largest:.1e} at most, in the learner's own "
+        "pass over these contexts"
+    )
+    if is_as_small and _may_be_rounding(examined):
+        return HypothesisResult(
+            "rounding", "explains", f"{detail}; the engine's is {gap.mean:.1e} and {gap.largest:.1e}"
+        )
+    return HypothesisResult("rounding", "ruled out", detail)
+
+
+def _describe_rounding(examined: Examined, precision: str) -> str | None:
+    """Describe the gap if it has the size and kind that a dtype coarser than ``precision`` makes, else return None.
 
     Other kernels round elsewhere, so no attempt gives the very same numbers: what agrees is how large the differences
     are, and in part where they lie.
@@ -367,7 +425,7 @@ def _describe_rounding(examined: Examined) -> str | None:
     plain = examined.tokens.plain
     gap = np.concatenate(subject.gaps(examined.plain))
     for name in ("bfloat16", "float16"):
-        if name == subject.dtype:
+        if name == subject.dtype or coarsest([name, precision]) == precision:
             continue
         weights = subject.weights(dtype=name)
         change = subject.tokens(subject.hidden(weights=weights), weights).plain - plain

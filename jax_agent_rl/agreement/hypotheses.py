@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.agreement import forward
+from jax_agent_rl.agreement.inspection import ROUNDED
 from jax_agent_rl.agreement.logits import logprobs
 from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.agreement.subject import LENGTH, MAX_INSERTED, Context, DiagnosisSubject, Row, Scores
@@ -43,6 +44,10 @@ OVER = 0.01
 OFFSETS = (1, -1, 2, -2, 4, 8, 16, 32, 64)
 BUCKETS = (8, 16, 32, 64, 128, 512)
 PAGES = (1, 4, 8, 16, 32, 64, 128)
+MAX_CHANGED = 24
+"""Inserted ids that are left out, and written twice, one at a time."""
+MAX_CUT = 6
+"""Inserted ids that are left out together."""
 ADAPTER_SCALES = (2.0, 0.5, 4.0, 0.25)
 
 
@@ -299,6 +304,8 @@ def token_drift(subject: DiagnosisSubject) -> Trials:
             changes[f"saw EOS (id {eos}) before {where}"] = lambda context, row, at, eos=eos: row.insert(at, [eos])
         for label, change in changes.items():
             yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=_at_boundary(kind, change))
+    for kind, index in _each_boundary(subject, only_starts=True):
+        yield from _changed_insertions(subject.contexts[0], kind, index)
     for count in (1, 2, 3, 4, 8):
         if all(count + 1 < context.prompt for context in subject.contexts):
             first = "id" if count == 1 else f"{count} ids"
@@ -309,6 +316,46 @@ def token_drift(subject: DiagnosisSubject) -> Trials:
     if bos is not None:
         label = f"saw BOS (id {bos}) before the context"
         yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=lambda c, row: row.insert(0, [bos]))
+
+
+def _changed_insertions(first: Context, kind: str, index: int) -> Trials:
+    """Try what was inserted after a turn, which begins at ``index``, without some of its ids or with one twice."""
+    if index not in first.starts or first.starts.index(index) % 2 == 0:
+        return
+    what = _describe_place(first, index)
+    length = _end_of_stretch(first, index) - index
+    changes: dict[str, Callable[[Context, Row, int], Row]] = {}
+    for number in range(min(length, MAX_CHANGED)):
+
+        def without(context: Context, row: Row, at: int, number: int = number) -> Row:
+            return _forget(row, at + number, at + number + 1)
+
+        changes[f"saw {what} without its id {number + 1}"] = without
+    for count in range(2, min(length, MAX_CUT + 1)):
+
+        def beheaded(context: Context, row: Row, at: int, count: int = count) -> Row:
+            return _forget(row, at, at + count)
+
+        def cut(context: Context, row: Row, at: int, count: int = count) -> Row:
+            end = _end_of_stretch(context, at)
+            return _forget(row, end - count, end)
+
+        changes[f"saw {what} without its first {count} ids"] = beheaded
+        changes[f"saw {what} without its last {count} ids"] = cut
+    changes[f"did not see {what}"] = lambda context, row, at: _forget(row, at, _end_of_stretch(context, at))
+    for number in range(min(length, MAX_CHANGED)):
+
+        def twice(context: Context, row: Row, at: int, number: int = number) -> Row:
+            return row.insert(at + number, [row.token_ids[at + number]])
+
+        changes[f"saw {what} with its id {number + 1} twice"] = twice
+    for label, change in changes.items():
+        yield Trial(cause=Cause.TOKEN_DRIFT, label=label, place=_at_boundary(kind, change))
+
+
+def _end_of_stretch(context: Context, begin: int) -> int:
+    """Return where the sampled or inserted ids end that begin at an index."""
+    return next((start for start in context.starts if start > begin), len(context.token_ids))
 
 
 def _forget(row: Row, begin: int, end: int) -> Row:
@@ -654,7 +701,7 @@ def _count(count: int, noun: str) -> str:
 
 def dtype(subject: DiagnosisSubject) -> Trials:
     """Try weights alone, or all products, in a coarser dtype."""
-    for name in ("bfloat16", "float16"):
+    for name in ROUNDED:
         if name != subject.dtype:
 
             def cast(name: str = name) -> Params:
@@ -662,16 +709,26 @@ def dtype(subject: DiagnosisSubject) -> Trials:
 
             yield Trial(cause=Cause.DTYPE, label=f"rounds weights to {name}", params=cast)
             yield Trial(cause=Cause.DTYPE, label=f"computes in {name}", dtype=name)
-    for name, kind in DTYPES.items():
+    for name in DTYPES:
+        params = functools.partial(_params_in_8_bits, subject, name)
+        yield Trial(cause=Cause.DTYPE, label=f"rounds weights to {name}", params=params)
 
-        def rounded(kind: Any = kind) -> Params:
-            layers = {
-                key: _round_to_8_bits(x, kind) if parameter_at(["layers", key]).is_matrix else x
-                for key, x in subject.params["layers"].items()
-            }
-            return subject.params | {"layers": layers}
 
-        yield Trial(cause=Cause.DTYPE, label=f"rounds weights to {name}", params=rounded)
+def weights_in(subject: DiagnosisSubject, precision: str) -> Params | None:
+    """Return the learner's weights as they enter products in a coarser precision; None if there is no such dtype."""
+    if precision in DTYPES:
+        return subject.weights(_params_in_8_bits(subject, precision))
+    if precision in ROUNDED and precision != subject.dtype:
+        return subject.weights(dtype=precision)
+    return None
+
+
+def _params_in_8_bits(subject: DiagnosisSubject, name: str) -> Params:
+    layers = {}
+    for key, x in subject.params["layers"].items():
+        is_matrix = parameter_at(["layers", key]).is_matrix
+        layers[key] = _round_to_8_bits(x, DTYPES[name]) if is_matrix else x
+    return subject.params | {"layers": layers}
 
 
 def _round_to_8_bits(x: jax.Array, kind: Any) -> jax.Array:

@@ -98,6 +98,8 @@ class Examined:
         scored: how many were scored.
         others: scores of all that were scored.
         seconds: that a pass over two of them took, at most.
+        gap_of_all: between engine and learner in all that were scored. The tolerance of a mean is one of many tokens:
+            the worst of many healthy contexts are beyond it.
     """
 
     subject: DiagnosisSubject
@@ -106,6 +108,7 @@ class Examined:
     scored: int
     others: Scores
     seconds: float
+    gap_of_all: Comparison
 
     @property
     def gap(self) -> Comparison:
@@ -171,6 +174,7 @@ def examine(subject: DiagnosisSubject, tolerance: Tolerance, limit: TimeLimit) -
         scored=len(examined),
         others=[scored.scores for scored in examined],
         seconds=seconds,
+        gap_of_all=Comparison.of(np.concatenate([scored.context.rollout - scored.scores for scored in examined])),
     )
 
 
@@ -427,17 +431,25 @@ class _Outcome:
             self.best, self.left = trial, left
 
 
-def order_families(suggested: Sequence[Cause], *, is_late: bool, tensors_agree: bool) -> list[Cause]:
+def order_families(
+    suggested: Sequence[Cause], *, is_late: bool, tensors_agree: bool, after_inserted: bool = False
+) -> list[Cause]:
     """Return the families in the order in which they are tried.
 
     Args:
         suggested: causes that the layers speak for.
         is_late: earlier turns of the contexts agree, so that something began to go wrong between turns.
         tensors_agree: the engine's tensors were read, and are the learner's.
+        after_inserted: contexts disagree as soon as something was inserted between turns.
     """
-    late = (Cause.STALE_VERSION, Cause.STALE_PREFIX, Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING)
     versions = (Cause.STALE_VERSION, Cause.ADAPTER)
-    order = list(dict.fromkeys([*(late if is_late else ()), *suggested, *FAMILIES]))
+    first: list[Cause] = []
+    if after_inserted:
+        first += [Cause.TOKEN_DRIFT, Cause.PADDING]
+    if is_late:
+        # Only the last ids are computed again for these, but whole contexts, twice, for a stale prefix.
+        first += [Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING, Cause.STALE_PREFIX]
+    order = list(dict.fromkeys([*first, *suggested, *FAMILIES]))
     others = [cause for cause in order if cause not in versions]
     if tensors_agree:
         return [*others, *versions]

@@ -96,8 +96,8 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
     limit = TimeLimit(seconds)
     examined = examine(subject, allowed, limit)
     measured = [c.learner - c.rollout for c in contexts if c.learner is not None]
-    comparison = Comparison.of(np.concatenate(measured)) if measured else examined.gap
-    broken = evidence is not None or not allowed.holds(comparison) or not allowed.holds(examined.gap)
+    comparison = Comparison.of(np.concatenate(measured)) if measured else examined.gap_of_all
+    broken = evidence is not None or not allowed.holds(comparison) or not allowed.holds(examined.gap_of_all)
     return RunDiagnosis(
         source=source,
         version=version,

@@ -265,8 +265,17 @@ def of_later_turns(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Betw
         (lambda ids: (*ids[: SECOND - 5], 1, *ids[SECOND - 5 :]), Cause.TOKEN_DRIFT,
          "saw BOS (id 1) before what follows turn 1"),
         (lambda ids: (*ids[:SECOND], 0, 0, *ids[SECOND:]), Cause.PADDING, "2 padding ids (0) before turn 2"),
+        (lambda ids: (*ids[: SECOND - 5], *ids[SECOND - 4 :]), Cause.TOKEN_DRIFT,
+         "saw what follows turn 1 without its id 1"),
+        (lambda ids: (*ids[: SECOND - 3], *ids[SECOND - 2 :]), Cause.TOKEN_DRIFT,
+         "saw what follows turn 1 without its id 3"),
+        (lambda ids: (*ids[: SECOND - 3], *ids[SECOND:]), Cause.TOKEN_DRIFT,
+         "saw what follows turn 1 without its last 3 ids"),
+        (lambda ids: (*ids[: SECOND - 5], *ids[SECOND:]), Cause.TOKEN_DRIFT, "did not see what follows turn 1"),
+        (lambda ids: (*ids[: SECOND - 2], *ids[SECOND - 3 :]), Cause.TOKEN_DRIFT,
+         "saw what follows turn 1 with its id 3 twice"),
     ],
-    ids=["dropped", "twice", "BOS", "padding"],
+    ids=["dropped", "twice", "BOS", "padding", "first inserted", "one inserted", "cut", "all inserted", "one twice"],
 )  # fmt: skip
 async def test_other_ids_from_a_later_turn_on_are_named(
     change: Callable[[tuple[int, ...]], tuple[int, ...]], cause: Cause, said: str

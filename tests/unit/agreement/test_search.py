@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jax_agent_rl.agreement.diagnosis import diagnose
-from jax_agent_rl.agreement.hypotheses import position
-from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINES, Cause, advice
+from jax_agent_rl.agreement.diagnosis import EngineView, diagnose
+from jax_agent_rl.agreement.hypotheses import position, weights_in
+from jax_agent_rl.agreement.report import JAX_ENGINE, OTHER_ENGINES, Cause, Tolerance, advice
 from jax_agent_rl.agreement.search import MARGIN, READINGS, Search, TimeLimit, examine, order_families, probe_of
 from jax_agent_rl.agreement.subject import Context, DiagnosisSubject
 from tests.agreement_testbed import LLAMA
@@ -118,10 +119,12 @@ def test_who_does_not_know_the_cause_does_not_advise_the_engine_in_use(backend: 
 def test_what_is_known_decides_the_order():
     late = order_families([], is_late=True, tensors_agree=True)
     assert late.index(Cause.POSITION) < late.index(Cause.SETTING) < late.index(Cause.STALE_VERSION)
+    after = order_families([], is_late=True, tensors_agree=True, after_inserted=True)
+    assert after[:2] == [Cause.TOKEN_DRIFT, Cause.PADDING] and after.index(Cause.MASK) < after.index(Cause.STALE_PREFIX)
     suggested = order_families([Cause.ROTARY], is_late=False, tensors_agree=False)
     assert suggested.index(Cause.ROTARY) < suggested.index(Cause.POSITION)
     assert suggested[0] is Cause.STALE_VERSION
-    assert sorted(late) == sorted(suggested), "everything is tried in the end"
+    assert sorted(late) == sorted(suggested) == sorted(after), "everything is tried in the end"
 
 
 def test_where_a_plain_pass_agrees_the_learners_own_pass_is_asked_for():
@@ -131,3 +134,38 @@ def test_where_a_plain_pass_agrees_the_learners_own_pass_is_asked_for():
     assert made.cause is Cause.LEARNER and "packed pass does not" in made.line
     made = diagnose(subject(*healthy, packed=lambda: healthy), tolerance=TOLERANCE, clock=lambda: 0.0)
     assert made.cause is Cause.ROUNDING
+
+
+def test_the_worst_of_many_healthy_contexts_are_no_breach():
+    """The mean is one of all tokens; whoever picks the worst contexts picks a larger one."""
+    allowed = Tolerance(token=1.0, mean=0.06)
+    errors = [0.01] * 6 + [0.09]
+    contexts = [context(seed, error=error) for seed, error in enumerate(errors)]
+    examined = examine(subject(*contexts), allowed, endless())
+    assert not allowed.holds(examined.gap) and allowed.holds(examined.gap_of_all)
+    assert diagnose(subject(*contexts), tolerance=allowed, clock=lambda: 0.0).cause is Cause.ROUNDING
+
+
+def in_precision(precision: str, contexts: Sequence[Context], times: float) -> list[Context]:
+    """Contexts of an engine that rounds to a precision, which costs it some times what it costs the learner."""
+    scorer = subject(*contexts)
+    weights = weights_in(scorer, precision)
+    assert weights is not None
+    scores = scorer.split(scorer.tokens(scorer.hidden(weights=weights), weights).plain)
+    rounded = []
+    for one, own in zip(contexts, scores, strict=True):
+        rounded.append(replace(one, rollout=one.rollout + times * (own - one.rollout)))
+    return rounded
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "int8", "fp8"])
+def test_a_gap_no_larger_than_the_engines_precision_makes_is_rounding(precision: str):
+    contexts = [context(seed, wrong_from=None) for seed in range(4)]
+    allowed = Tolerance(token=1e-5, mean=1e-6)
+    view = EngineView(precision=precision)
+    healthy = in_precision(precision, contexts, -1.2)
+    made = diagnose(subject(*healthy), tolerance=allowed, engine=view, clock=lambda: 0.0)
+    assert made.cause is Cause.ROUNDING and f"{precision} makes a gap" in made.line, "\n".join(made.lines())
+    wrong = in_precision(precision, contexts, -8.0)
+    made = diagnose(subject(*wrong), tolerance=allowed, engine=view, seconds=6.0, clock=Ticking(1.0))
+    assert made.cause is not Cause.ROUNDING, "\n".join(made.lines())
