@@ -339,9 +339,10 @@ class Search:
             # Other trials may explain the probe as well: a window as long as it is none.
             if self.explains(left, self.probe_gap) and outcome.confirmations < MAX_CONFIRMATIONS:
                 outcome.confirmations += 1
-                confirmed = self._confirm(family, trial, per_context=per_context)
+                confirmed, label = self._confirm(family, trial, per_context=per_context)
                 if self.explains(confirmed, self.gap):
-                    outcome.best, outcome.left = trial, confirmed
+                    outcome.best = replace(trial, label=label)
+                    outcome.left = confirmed
                 if self.is_over:
                     break
         if outcome.stopped:
@@ -377,30 +378,44 @@ class Search:
             yield trial, left
             answer = left.mean
 
-    def _confirm(self, family: Family, trial: Trial, *, per_context: bool) -> Comparison:
-        """Score all contexts, each by the trial that explains it if they may differ."""
+    def _confirm(self, family: Family, trial: Trial, *, per_context: bool) -> tuple[Comparison, str]:
+        """Score all contexts, each by the trial that explains it if they may differ.
+
+        Returns:
+            What is left of the gap, and the label of the trial that most contexts were scored by. The one that explains
+            the probe, which ends early, need not explain its whole context.
+        """
         scores = trial.scores(self.subject, self.examined.plain)
         left = self.subject.compare(scores)
+        labels = [trial.label]
         if per_context and not self.explains(left, self.gap):
-            scores = [
-                self._score_alone(family, number, context, own)
-                for number, (context, own) in enumerate(zip(self.subject.contexts, scores, strict=True))
-            ]
-        return self._record(trial.cause, trial.label, scores)
+            labels = []
+            alone = []
+            for number, (context, own) in enumerate(zip(self.subject.contexts, scores, strict=True)):
+                best_scores, best = self._score_alone(family, number, context, own)
+                alone.append(best_scores)
+                labels.append(trial.label if best is None else best.label)
+            scores = alone
+        label = max(dict.fromkeys(labels), key=labels.count)
+        return self._record(trial.cause, label, scores), label
 
-    def _score_alone(self, family: Family, number: int, context: Context, scores: np.ndarray) -> np.ndarray:
-        """Return a context's scores under the family's trial that explains it best, if these do not."""
+    def _score_alone(
+        self, family: Family, number: int, context: Context, scores: np.ndarray
+    ) -> tuple[np.ndarray, Trial | None]:
+        """Return a context's scores under the family's trial that explains it best, and that, if these do not."""
         alone = replace(self.subject, contexts=[context])
         plain = [self.examined.plain[number]]
         gap = alone.compare(plain)
         alone = replace(alone, gap=gap.mean)
         if self.explains(alone.compare([scores]), gap):
-            return scores
+            return scores, None
         outcome = _Outcome(left=alone.compare([scores]))
         for _, left in self._trials(family, alone, plain, outcome):
             if self.explains(left, gap):
                 break
-        return scores if outcome.best is None else outcome.best.scores(alone, plain)[0]
+        if outcome.best is None:
+            return scores, None
+        return outcome.best.scores(alone, plain)[0], outcome.best
 
     def _add_finding(self, name: str, label: str, count: int, left: Comparison) -> None:
         confirmed = any(attempt.label == label for attempt in self.explaining)
