@@ -174,7 +174,7 @@ def parts(config: DecoderConfig, weights: Any, kind: type[JaxEngine], batch: int
         prefill_buckets=(32,),
     )
     engine = kind(config, shapes, compile_ahead=False)
-    native = engine._kernels is Kernels.CPU
+    native = engine.kernels is Kernels.CPU
     params = engine.load_params(weights)
     slots = make_decode_batch(batch, shapes.context_pages)
     slots.pages[:] = 1 + np.arange(slots.pages.size).reshape(slots.pages.shape)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_agent_rl.jetstream.decode_batch import make_decode_batch
-from jax_agent_rl.jetstream.driver_interface import DecodeState, EnginePrefix
+from jax_agent_rl.jetstream.driver_interface import DecodeState, DriverEngine, EnginePrefix
 from jax_agent_rl.jetstream.engine import EngineShapes, JaxEngine
 from jax_agent_rl.jetstream.external_engine import ExternalEngine
 from jax_agent_rl.jetstream.programs import ProgramTable
@@ -44,18 +44,19 @@ class LaterApiEngine:
 
     def __init__(self, model: DecoderConfig, shapes: EngineShapes, *, return_log_prob: bool = True) -> None:
         self.inner = JaxEngine(model, shapes, table=_table(model, shapes))
+        self._driven = DriverEngine(self.inner)
         self.freed: list[int] = []
         self.max_prefill_length = shapes.max_model_len
         self.max_concurrent_decodes = shapes.max_concurrent_decodes
         self._return_log_prob = return_log_prob
 
     def init_decode_state(self) -> DecodeState:
-        return self.inner.init_decode_state()
+        return self._driven.init_decode_state()
 
     def prefill(
         self, *, params: Any, padded_tokens: jax.Array, true_length: int, rng: jax.Array, algorithm: str
     ) -> tuple[EnginePrefix, LaterResultTokens]:
-        prefix = self.inner.prefill(params=params, padded_tokens=padded_tokens, true_length=true_length)
+        prefix = self._driven.prefill(params=params, padded_tokens=padded_tokens, true_length=true_length)
         state = DecodeState(
             cache=prefix.cache,
             tokens=prefix.last_token[None],
@@ -66,7 +67,7 @@ class LaterApiEngine:
         return EnginePrefix(cache=state.cache, last_token=state.tokens[0], length=state.positions[0]), result
 
     def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        return self.inner.insert(prefix, decode_state, slot)
+        return self._driven.insert(prefix, decode_state, slot)
 
     def generate(
         self, params: Any, decode_state: DecodeState, rng: jax.Array, algorithm: str
@@ -81,7 +82,7 @@ class LaterApiEngine:
     ) -> tuple[DecodeState, LaterResultTokens]:
         slots = len(state.tokens)
         batch = make_decode_batch(slots, self.inner.shapes.context_pages)
-        batch.pages[:] = [self.inner.pages_of_slot(slot) for slot in range(slots)]
+        batch.pages[:] = [self.inner.shapes.pages_of_slot(slot) for slot in range(slots)]
         batch.tokens[:], batch.positions[:] = state.tokens, state.positions
         batch.remaining[:] = 1
         batch.temperature[:] = {"greedy": 0.0, "weighted": 1.0}[algorithm]

@@ -33,7 +33,7 @@ from jax_agent_rl.jetstream.scheduler import Scheduler
 from jax_agent_rl.jetstream.sharding import make_engine_mesh
 from jax_agent_rl.jetstream.vision_engine import ImageReader, VisionEngine
 from jax_agent_rl.jetstream.weights import WEIGHT_PAYLOADS, ServedWeights, weight_dtype
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.models.layers import EightBits
 from jax_agent_rl.models.lora import PeftAdapter
 from jax_agent_rl.models.tensors import LayerOutput, TensorSample
@@ -163,19 +163,34 @@ class JetStreamBackend:
 
     def _make_scheduler(self) -> Scheduler:
         """Create the engine and its scheduler, in the engine's thread."""
-        engine = self._make_engine()
-        assert self._initial_params is not None  # an engine is set up once
-        params, self._initial_params = engine.load_params(self._initial_params), None
-        kind = Scheduler if self._external_engine is None else ExternalScheduler
-        scheduler = kind(engine, params, version=self._initial_version, seed=self._seed, decode_text=self._decode_text)
+        start: dict[str, Any] = {
+            "version": self._initial_version,
+            "seed": self._seed,
+            "decode_text": self._decode_text,
+        }
+        if self._external_engine is None:
+            engine = self._make_engine()
+            scheduler = Scheduler(engine, engine.load_params(self._take_initial_params()), **start)
+        else:
+            external = self._external_engine(self._config, self._shapes)
+            engine = ExternalEngineAdapter(external, self._config, self._shapes)
+            scheduler = ExternalScheduler(engine, engine.load_params(self._take_initial_params()), **start)
         scheduler.cache = engine.warm_up(scheduler.params, scheduler.cache, self._compiling)
         return scheduler
 
-    def _make_engine(self) -> JaxEngine | ExternalEngineAdapter:
-        if self._external_engine is not None:
-            return ExternalEngineAdapter(self._external_engine(self._config, self._shapes), self._config, self._shapes)
-        plain = VisionEngine if self._image_reader.kinds else JaxEngine
-        kind: type[JaxEngine] = plain if self._deterministic is None else DeterministicEngine
+    def _take_initial_params(self) -> Params:
+        """Return the weights to begin with, and keep them no longer."""
+        params = self._initial_params
+        assert params is not None  # an engine is set up once
+        self._initial_params = None
+        return params
+
+    def _make_engine(self) -> JaxEngine:
+        kind: type[JaxEngine] = JaxEngine
+        if self._deterministic is not None:
+            kind = DeterministicEngine
+        elif self._image_reader.kinds:
+            kind = VisionEngine
         options: dict[str, Any] = {"dtype": self._dtype, "mesh": self._mesh, "table": self._deterministic}
         options |= {"adapters": self._adapters, "compile_ahead": self._compile_ahead, **self._eight_bits}
         options["replica"] = self._replica

@@ -125,10 +125,10 @@ class DeterministicEngine(JaxEngine):
         self, params: EngineParams, cache: KVCache, slots: DecodeBatch, limits: np.ndarray, forced: np.ndarray
     ) -> tuple[KVCache, Sampled]:
         count = len(slots.tokens)
-        program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self._kernels)
+        program = programs.decode_program(self.config, self.shapes.decode_steps, self.split, self.kernels)
         padded = pad_decode_batch(slots, self.max_concurrent_decodes - count)
         key = ("deterministic", cache.count, *["truncated"][: slots.truncation is not None])
-        places = (self._cache_sharding, self._replicated)
+        places = (self.cache_sharding, self.replicated)
         cache, out = self._call(key, program, (1,), params, cache, padded, limits, forced, out=places)
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 
@@ -166,7 +166,7 @@ class DeterministicScorer:
         shapes = self._engine.shapes
         for some in _batches(order, min(shapes.max_concurrent_decodes, shapes.pages // shapes.context_pages)):
             fed = [
-                Extension(self._engine.pages_of_slot(slot), 0, np.asarray(contexts[i], np.int32))
+                Extension(self._engine.shapes.pages_of_slot(slot), 0, np.asarray(contexts[i], np.int32))
                 for slot, i in enumerate(some)
             ]
             cache, own = self._engine.force(weights, cache, fed, temperature=self._temperature)

@@ -1,6 +1,7 @@
-"""JetStream's abstract ``Engine`` interface, which its own Driver calls: one request and one greedy step at a time.
+"""The JAX engine behind JetStream's abstract ``Engine``, which its own Driver calls: one request, one greedy step.
 
-The slots of a decode state have as many pages as the longest context, side by side.
+The slots of a decode state have as many pages as the longest context, side by side. Nothing else of the package needs
+google-jetstream.
 
 JetStream 0.2.2 is imported without its TensorFlow dependency. ``jetstream.engine.token_utils`` imports ``seqio`` (and
 through it TensorFlow, 3 GB) only for a tokenizer class that an id-in, id-out engine never builds. Where seqio is not
@@ -10,26 +11,23 @@ installed, two empty modules stand in for it; where it is installed, the real on
 
 from __future__ import annotations
 
-import abc
 import functools
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.decode_batch import MAX_STOP_IDS, DecodeBatch, Extension
+from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.jetstream.forward import EngineParams
 from jax_agent_rl.jetstream.kv_cache import KVCache
-from jax_agent_rl.jetstream.shapes import EngineShapes
-from jax_agent_rl.models.config import DecoderConfig
+from jax_agent_rl.models.config import DecoderConfig, Params
 from jax_agent_rl.utils.packages import is_installed
 
 
@@ -41,8 +39,8 @@ def _import_engine_api() -> types.ModuleType:
     """
     if not is_installed("jetstream"):
         raise ModelError(
-            "google-jetstream is not installed; run ./launch/local.sh once, or: "
-            "pip install --no-deps google-jetstream==0.2.2 && pip install grpcio prometheus_client shortuuid tiktoken"
+            "google-jetstream is not installed, which JetStream's Driver comes with: "
+            "pip install 'jax_agent_rl[jetstream]' && pip install --no-deps google-jetstream==0.2.2"
         )
     if not is_installed("seqio"):
         # With the two class names that JetStream's annotations use.
@@ -95,27 +93,21 @@ class ResultTokens(engine_api.ResultTokens):
         return np.ascontiguousarray(self.data[:, -1]).view(np.float32)
 
 
-class DriverInterface(engine_api.Engine):
-    """The Driver's side of :class:`~jax_agent_rl.jetstream.engine.JaxEngine`."""
+class DriverEngine(engine_api.Engine):
+    """JetStream's side of an engine.
 
-    config: DecoderConfig
-    shapes: EngineShapes
-    split: Mesh | None
-    _mesh: Mesh
-    _replicated: NamedSharding
-    _cache_sharding: Any
-    _tokenizer: Any
+    Args:
+        engine: computes; its programs are those of rollouts.
+        tokenizer: Hugging Face tokenizer; None takes and gives ids only.
+    """
 
-    @property
-    @abc.abstractmethod
-    def _kernels(self) -> programs.Kernels: ...
+    def __init__(self, engine: JaxEngine, tokenizer: Any = None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
 
-    @abc.abstractmethod
-    def extend(self, params: EngineParams, cache: KVCache, extensions: Sequence[Extension]) -> KVCache:
-        """Prefill ids into pages."""
-
-    @abc.abstractmethod
-    def _empty_cache(self, pages: int) -> KVCache: ...
+    def load_params(self, params: Params) -> EngineParams:
+        """Copy the learner's parameter tree into the engine's layout and precision."""
+        return self._engine.load_params(params)
 
     def prefill(
         self,
@@ -129,27 +121,22 @@ class DriverInterface(engine_api.Engine):
         ids = np.asarray(padded_tokens)[:true_length].astype(np.int32)
         if existing_prefix is None:
             start = 0
-            cache = self._empty_cache(self.shapes.context_pages)
+            cache = self._engine.empty_cache(self._engine.shapes.context_pages)
         else:
             start = int(existing_prefix.length)
             cache = jax.tree.map(jnp.copy, existing_prefix.cache)
             ids = np.concatenate([np.asarray(existing_prefix.last_token)[None], ids])
-        if start + len(ids) > self.shapes.max_model_len:
-            raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self.shapes.max_model_len}")
-        cache = self.extend(params, cache, [Extension(self.pages_of_slot(0), start, ids[:-1])])
+        if start + len(ids) > self._engine.shapes.max_model_len:
+            raise ValueError(f"{start + len(ids)} ids do not fit max_model_len={self._engine.shapes.max_model_len}")
+        cache = self._engine.extend(params, cache, [Extension(self._engine.shapes.pages_of_slot(0), start, ids[:-1])])
         return EnginePrefix(cache=cache, last_token=jnp.int32(ids[-1]), length=jnp.int32(start + len(ids) - 1))
 
     def init_decode_state(self) -> DecodeState:
         """Return a state of ``max_concurrent_decodes`` empty slots."""
         slots = self.max_concurrent_decodes
-        cache = self._empty_cache(slots * self.shapes.context_pages)
+        cache = self._engine.empty_cache(slots * self._engine.shapes.context_pages)
         tokens, positions, generated = (jnp.zeros(slots, jnp.int32) for _ in range(3))
         return DecodeState(cache=cache, tokens=tokens, positions=positions, generated=generated)
-
-    def pages_of_slot(self, slot: int) -> range:
-        """Return the pages of a slot in a decode state's cache."""
-        first = 1 + slot * self.shapes.context_pages
-        return range(first, first + self.shapes.context_pages)
 
     def insert(self, prefix: EnginePrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Put a prefilled context into a slot."""
@@ -164,9 +151,9 @@ class DriverInterface(engine_api.Engine):
 
     @functools.cached_property
     def _generate_step(self) -> Any:
-        slots, length = self.max_concurrent_decodes, self.shapes.cache_length
-        step_once = programs.decode_program(self.config, 1, self.split, self._kernels)
-        pages = np.array([self.pages_of_slot(slot) for slot in range(slots)], np.int32)
+        slots, length = self.max_concurrent_decodes, self._engine.shapes.cache_length
+        step_once = programs.decode_program(self._engine.config, 1, self._engine.split, self._engine.kernels)
+        pages = np.array([self._engine.shapes.pages_of_slot(slot) for slot in range(slots)], np.int32)
 
         def step(params: EngineParams, state: DecodeState) -> tuple[DecodeState, jax.Array]:
             batch = DecodeBatch(
@@ -192,7 +179,9 @@ class DriverInterface(engine_api.Engine):
     def get_prefix_destination_sharding(self) -> Any:
         """Return the shardings of a prefix: those of the engine's cache."""
         shardings: Any = EnginePrefix  # a tree of shardings in place of arrays
-        return shardings(cache=self._cache_sharding, last_token=self._replicated, length=self._replicated)
+        return shardings(
+            cache=self._engine.cache_sharding, last_token=self._engine.replicated, length=self._engine.replicated
+        )
 
     def get_tokenizer(self) -> Any:
         """Return empty parameters: ``build_tokenizer`` needs none."""
@@ -200,11 +189,11 @@ class DriverInterface(engine_api.Engine):
 
     def build_tokenizer(self, metadata: Any) -> IdTokenizer:
         """Return the tokenizer of JetStream's Driver."""
-        return IdTokenizer(self.config, self._tokenizer)
+        return IdTokenizer(self._engine.config, self._tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self.shapes.max_concurrent_decodes
+        return self._engine.max_concurrent_decodes
 
     @property
     def samples_per_slot(self) -> int:
@@ -213,11 +202,11 @@ class DriverInterface(engine_api.Engine):
     @property
     def max_prefill_length(self) -> int:
         """A power of two, as JetStream pads prompts to those."""
-        return 1 << (self.shapes.max_model_len.bit_length() - 1)
+        return 1 << (self._engine.shapes.max_model_len.bit_length() - 1)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        return self._mesh
+        return self._engine.mesh
 
     @property
     def colocated_cpus(self) -> list[Any] | None:

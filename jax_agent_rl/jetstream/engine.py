@@ -1,8 +1,8 @@
-"""A JetStream ``Engine`` over the Flax model, on CPU, GPU and TPU from the same code.
+"""The engine over the Flax model, on CPU, GPU and TPU from the same code.
 
-Two callers drive it. ``jetstream.scheduler`` uses :meth:`JaxEngine.extend`, :meth:`copy_page` and :meth:`decode`: pages
-of one cache, many steps per dispatch, sampling per request. JetStream's own Driver uses the interface in
-``jetstream.driver_interface``, which runs the same programs.
+``jetstream.scheduler`` drives it by :meth:`JaxEngine.extend`, :meth:`copy_page` and :meth:`decode`: pages of one cache,
+many steps per dispatch, sampling per request. ``jetstream.driver_interface`` puts JetStream's ``Engine`` interface
+before it, for JetStream's own Driver, which runs the same programs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class JaxEngine(VerifyingEngine):
         dtype: of weights, activations and cache.
         kv_dtype: of keys and values instead: ``int8`` or ``fp8``.
         quantize: of the layers' matrices instead: ``int8`` or ``fp8``, whenever weights are loaded.
-        tokenizer: Hugging Face tokenizer for JetStream's Driver; None takes and gives ids only.
         mesh: from :func:`~jax_agent_rl.jetstream.sharding.make_engine_mesh`, with one engine; None is this process's
             first device.
         table: compiled programs shared with other engines; None makes a new table.
@@ -83,7 +82,10 @@ class JaxEngine(VerifyingEngine):
         config: the model as the engine computes it, see :func:`~jax_agent_rl.jetstream.sharding.engine_config`.
         dtype: dtype of activations.
         kv_dtype: dtype of the cache.
+        mesh: the devices it computes on.
         split: the mesh, if it has more than one device.
+        replicated: sharding of what every device of the mesh has whole.
+        cache_sharding: of the cache, and of copies of its pages.
         offload_params: copies weights to the host, once for all engines of a group.
     """
 
@@ -95,27 +97,26 @@ class JaxEngine(VerifyingEngine):
         dtype: jnp.dtype = jnp.float32,
         kv_dtype: EightBits | None = None,
         quantize: EightBits | None = None,
-        tokenizer: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         table: programs.ProgramTable | None = None,
         adapters: Mapping[str, PeftAdapter] | None = None,
         compile_ahead: bool | None = None,
         replica: Replica | None = None,
     ) -> None:
-        self._mesh = mesh or make_engine_mesh(EngineMeshConfig())
-        self.config = engine_config(config, self._mesh)
+        self.mesh = mesh or make_engine_mesh(EngineMeshConfig())
+        self.config = engine_config(config, self.mesh)
         self.shapes = shapes
         self.table = programs.ProgramTable() if table is None else table
         self.dtype, self.kv_dtype = dtype, DTYPES[kv_dtype] if kv_dtype else dtype
-        self._tokenizer = tokenizer
-        self._replicated, self._cache_sharding = replicated(self._mesh), cache_sharding(self.config, self._mesh)
-        self.split = self._mesh if self._mesh.size > 1 else None
-        platform = self._mesh.devices.flat[0].platform
+        self.replicated = replicated(self.mesh)
+        self.cache_sharding = cache_sharding(self.config, self.mesh)
+        self.split = self.mesh if self.mesh.size > 1 else None
+        platform = self.mesh.devices.flat[0].platform
         self._platform, self._quantize = platform, quantize
         if self._suits_cpu_kernels():  # build them while weights load and prefill programs compile
             threading.Thread(target=cpu_kernels.kernels_digest, name="cpu-kernels", daemon=True).start()
         self._compile_ahead = platform != "cpu" if compile_ahead is None else compile_ahead
-        eight_bits, whole = quantize and DTYPES[quantize], replica.group.mesh if replica else self._mesh
+        eight_bits, whole = quantize and DTYPES[quantize], replica.group.mesh if replica else self.mesh
         load = WeightLoader(config, self.config, whole, dtype=dtype, quantize=eight_bits, call=self.table.call)
         self._load = functools.partial(replica.load, load) if replica else load
         self.offload_params = replica.offload if replica else to_host
@@ -123,7 +124,7 @@ class JaxEngine(VerifyingEngine):
         self._stacks: AdapterStacks | None = None
         if adapters:
             stacks = stack_adapters(self.config, list(adapters.values()), dtype=self.dtype)
-            self._stacks = jax.device_put(stacks, self._replicated)
+            self._stacks = jax.device_put(stacks, self.replicated)
 
     # --- weights and state ------------------------------------------------------------------------------------
 
@@ -142,17 +143,18 @@ class JaxEngine(VerifyingEngine):
 
     def init_cache(self) -> KVCache:
         """Return an empty cache of ``shapes.pages`` pages and the null page."""
-        return self._empty_cache(self.shapes.pages)
+        return self.empty_cache(self.shapes.pages)
 
-    def _empty_cache(self, pages: int) -> KVCache:
+    def empty_cache(self, pages: int) -> KVCache:
+        """Return an empty cache of as many pages, and the null page."""
         make = functools.partial(empty_cache, self.config, 1 + pages, self.shapes.page, self.kv_dtype)
-        return self._call(("empty", pages), make, (), out=self._cache_sharding)
+        return self._call(("empty", pages), make, (), out=self.cache_sharding)
 
     def _call(
         self, key: tuple, function: Any, donate: tuple[int, ...], *args: Any, out: Any, next_call: Any = None
     ) -> Any:
         """Run a program on the engine's mesh, see :meth:`ProgramTable.call`."""
-        return self.table.call(key, function, donate, *args, place=self._replicated, out=out, next_call=next_call)
+        return self.table.call(key, function, donate, *args, place=self.replicated, out=out, next_call=next_call)
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
@@ -197,7 +199,7 @@ class JaxEngine(VerifyingEngine):
             adapter = np.zeros(rows, np.int32)
             adapter[: len(extensions)] = [extension.adapter for extension in extensions]
         inputs = (params, cache, tokens, starts, before, into, images, self._stacks, adapter)
-        sharding = self._cache_sharding
+        sharding = self.cache_sharding
         new = self._call(("chunks", cache.count, rows, size, span), program, (), *inputs, out=sharding)
         return self._call(("write", cache.count, rows, size), write_pages, (0,), cache, new, into, out=sharding)
 
@@ -208,20 +210,20 @@ class JaxEngine(VerifyingEngine):
     def copy_page(self, cache: KVCache, source: int, target: int) -> KVCache:
         """Copy one page over another, on the device."""
         place = np.array([source, target], np.int32)
-        return self._call(("copy", cache.count), copy_page, (0,), cache, place, out=self._cache_sharding)
+        return self._call(("copy", cache.count), copy_page, (0,), cache, place, out=self.cache_sharding)
 
     def read_routed(self, cache: KVCache, pages: Sequence[int]) -> np.ndarray:
         """Return the experts chosen at the positions of some pages of a context, unsigned [positions, L, k]."""
         size = self.shapes.page
         padded = _padded(pages, bucket(self.shapes.span_buckets, len(pages) * size) // size)
         key = ("routed", cache.count, len(padded))
-        chosen = self._call(key, programs.read_routed, (), cache, padded, out=self._replicated)
+        chosen = self._call(key, programs.read_routed, (), cache, padded, out=self.replicated)
         return np.asarray(chosen)[: len(pages) * size]
 
     def get_pages(self, cache: KVCache, pages: Sequence[int]) -> KVCache:
         """Return copies of pages on the device, and of the null page up to a bucket."""
         padded = _padded(pages, bucket(MOVED_TOGETHER, len(pages)))
-        key, out = ("get", cache.count, len(padded)), self._cache_sharding
+        key, out = ("get", cache.count, len(padded)), self.cache_sharding
         return self._call(key, get_pages, (), cache, padded, out=out)
 
     def put_pages(self, cache: KVCache, content: KVCache, pages: Sequence[int]) -> KVCache:
@@ -231,13 +233,13 @@ class JaxEngine(VerifyingEngine):
             some = pages[i : i + most]
             padded = _padded(some, bucket(MOVED_TOGETHER, len(some)))
             index = np.minimum(i + np.arange(len(padded)), len(pages) - 1)  # what goes to the null page is dropped
-            own = jax.device_put(jax.tree.map(lambda x, index=index: x[index], content), self._cache_sharding)
+            own = jax.device_put(jax.tree.map(lambda x, index=index: x[index], content), self.cache_sharding)
             cache = self.overwrite_pages(cache, own, padded)
         return cache
 
     def overwrite_pages(self, cache: KVCache, content: KVCache, pages: np.ndarray) -> KVCache:
         """Overwrite pages int32 [n] with ``content`` of as many on the device; ``cache`` is donated."""
-        key, out = ("put", cache.count, len(pages)), self._cache_sharding
+        key, out = ("put", cache.count, len(pages)), self.cache_sharding
         return self._call(key, write_pages, (0,), cache, content, pages[:, None], out=out)
 
     # --- decoding ---------------------------------------------------------------------------------------------
@@ -248,7 +250,8 @@ class JaxEngine(VerifyingEngine):
         return self._platform == "cpu" and self.split is None and whole
 
     @functools.cached_property
-    def _kernels(self) -> programs.Kernels:
+    def kernels(self) -> programs.Kernels:
+        """Kernels of its decode programs."""
         if self._platform == "tpu":
             return programs.Kernels.PALLAS
         if self._suits_cpu_kernels() and cpu_kernels.kernels_digest() is not None:
@@ -275,7 +278,7 @@ class JaxEngine(VerifyingEngine):
         kind = _decode_kind(slots.truncation is not None, slots.allowed is not None)
         most = self.shapes.decode_steps if slots.allowed is None else 1
         steps = min(steps, most)
-        program = programs.decode_program(self.config, most, self.split, self._kernels)
+        program = programs.decode_program(self.config, most, self.split, self.kernels)
         limits = np.array([steps, exit_after], np.int32)
 
         def call_of(width: int, span: int) -> tuple[tuple, tuple]:
@@ -289,7 +292,7 @@ class JaxEngine(VerifyingEngine):
             return shape and call_of(*shape)
 
         key, arguments = call_of(width, span)
-        shardings = (self._cache_sharding, self._replicated)
+        shardings = (self.cache_sharding, self.replicated)
         cache, out = self._call(key, program, (1,), *arguments, out=shardings, next_call=next_call)
         return cache, Sampled.of(np.asarray(out)[:, :, :count])
 

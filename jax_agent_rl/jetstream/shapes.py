@@ -56,6 +56,11 @@ class EngineShapes:
         """Positions in the pages of the longest context."""
         return self.context_pages * self.page
 
+    def pages_of_slot(self, slot: int) -> range:
+        """Return the pages of a slot of a cache that has, after the null page, the longest context's for each slot."""
+        first = 1 + slot * self.context_pages
+        return range(first, first + self.context_pages)
+
     @property
     def slot_buckets(self) -> tuple[int, ...]:
         """Slot counts compiled for, the maximum included."""

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jax_agent_rl.jetstream import programs
 from jax_agent_rl.jetstream.adapters import AdapterStacks
@@ -31,11 +31,10 @@ from jax_agent_rl.jetstream.decode_batch import (
     make_decode_batch,
     pad_decode_batch,
 )
-from jax_agent_rl.jetstream.driver_interface import DriverInterface
 from jax_agent_rl.jetstream.forward import EngineParams, next_logits, prefill_chunks
 from jax_agent_rl.jetstream.kv_cache import KVCache, count_pages, gather_pages, write_pages
 from jax_agent_rl.jetstream.sampling import sample
-from jax_agent_rl.jetstream.shapes import bucket
+from jax_agent_rl.jetstream.shapes import EngineShapes, bucket
 from jax_agent_rl.jetstream.speculation import accepted_ids
 from jax_agent_rl.models.config import DecoderConfig
 
@@ -45,10 +44,24 @@ VERIFIED_COLUMNS = (8, *COLUMNS)
 """Columns of the programs that verify drafts."""
 
 
-class VerifyingEngine(DriverInterface):
+class VerifyingEngine(abc.ABC):
     """The part of :class:`~jax_agent_rl.jetstream.engine.JaxEngine` that prefills by column and verifies drafts."""
 
+    config: DecoderConfig
+    shapes: EngineShapes
+    mesh: Mesh
+    split: Mesh | None
+    replicated: NamedSharding
+    cache_sharding: Any
     _stacks: AdapterStacks | None
+
+    @property
+    @abc.abstractmethod
+    def kernels(self) -> programs.Kernels: ...
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self.shapes.max_concurrent_decodes
 
     @abc.abstractmethod
     def _completed(self, slots: DecodeBatch) -> DecodeBatch: ...
@@ -63,7 +76,7 @@ class VerifyingEngine(DriverInterface):
 
     @property
     def _by_column(self) -> bool:
-        return self._kernels is programs.Kernels.CPU
+        return self.kernels is programs.Kernels.CPU
 
     @property
     def _prefills_columns(self) -> bool:
@@ -86,7 +99,7 @@ class VerifyingEngine(DriverInterface):
         width = bucket(COLUMNS, len(columns.tokens))
         inputs = (params, cache, pad_decode_batch(columns, width - len(columns.tokens)), self._stacks)
         program = functools.partial(programs.feed_columns, self.config)
-        return self._call(("columns", cache.count, width), program, (1,), *inputs, out=self._cache_sharding)
+        return self._call(("columns", cache.count, width), program, (1,), *inputs, out=self.cache_sharding)
 
     @property
     def _column_widths(self) -> tuple[int, ...]:
@@ -141,9 +154,9 @@ class VerifyingEngine(DriverInterface):
         columns, slot, place = columns_of(slots, [(t, *draft) for t, draft in zip(slots.tokens, drafts, strict=True)])
         width = bucket(VERIFIED_COLUMNS, len(slot))
         columns = pad_decode_batch(columns, width - len(slot))
-        program = programs.decode_program(self.config, 1, self.split, self._kernels)
+        program = programs.decode_program(self.config, 1, self.split, self.kernels)
         inputs = (params, cache, columns, np.array([1, width + 1], np.int32), None, self._stacks)
-        out = (self._cache_sharding, self._replicated)
+        out = (self.cache_sharding, self.replicated)
         cache, out = self._call(("verify", cache.count, width), program, (1,), *inputs, out=out)
         drawn = Sampled.of(np.asarray(out))
         ids = np.full((self._longest, len(drafts)), -1, np.int32)
@@ -166,8 +179,8 @@ class VerifyingEngine(DriverInterface):
             into[row, : len(own)] = own
         before = pad_decode_batch(replace(slots, pages=slots.pages[:, : span // page]), width - count)
         program = functools.partial(verify_chunks, self.config, self.split)
-        inputs, sharding = (params, cache, tokens, before, into, self._stacks), self._cache_sharding
-        out = (sharding, self._replicated)
+        inputs, sharding = (params, cache, tokens, before, into, self._stacks), self.cache_sharding
+        out = (sharding, self.replicated)
         new, out = self._call(("verify", cache.count, width, span), program, (), *inputs, out=out)
         key = ("write", cache.count, width, size)
         cache = self._call(key, write_pages, (0,), cache, new, into, out=sharding)

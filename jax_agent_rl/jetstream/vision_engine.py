@@ -167,11 +167,11 @@ class VisionEngine(JaxEngine):
         def program(vision: Params, patches: jax.Array, where: Layout) -> jax.Array:
             return VisionTower.from_params(self._vision, vision)(patches, where)
 
-        return self._call(("tower", size), program, (), params.vision, patches, where, out=self._replicated)
+        return self._call(("tower", size), program, (), params.vision, patches, where, out=self.replicated)
 
     def _scatter(self, chunks: jax.Array, encoded: jax.Array, index: np.ndarray, row: int) -> jax.Array:
         key = ("scatter", *chunks.shape[:2], len(encoded))
-        return self._call(key, _scattered, (), chunks, encoded, index, np.int32(row), out=self._replicated)
+        return self._call(key, _scattered, (), chunks, encoded, index, np.int32(row), out=self.replicated)
 
     def _image_inputs(self, extensions: Sequence[Extension], rows: int, size: int) -> ImageInputs:
         positions = np.zeros((rows, size, 3), np.int32)

@@ -202,10 +202,10 @@ def test_the_engine_decodes_what_transformers_generates_greedily(peer):
     cache = engine.extend(
         weights,
         cache,
-        [Extension(engine.pages_of_slot(i), 0, np.array(ids[:-1], np.int32)) for i, ids in enumerate(prompts)],
+        [Extension(shapes.pages_of_slot(i), 0, np.array(ids[:-1], np.int32)) for i, ids in enumerate(prompts)],
     )
     slots = make_decode_batch(2, shapes.context_pages)
-    slots.pages[:] = [engine.pages_of_slot(i) for i in range(2)]
+    slots.pages[:] = [shapes.pages_of_slot(i) for i in range(2)]
     slots.tokens[:] = [ids[-1] for ids in prompts]
     slots.positions[:] = [len(ids) - 1 for ids in prompts]
     slots.remaining[:] = 12

@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError
 from jax_agent_rl.tool_server.sandbox import open_sandbox
 from jax_agent_rl.utils.files import cache_root
+from jax_agent_rl.utils.packages import is_installed
 from jax_agent_rl.utils.process import own_python
 
 
@@ -144,6 +145,10 @@ async def packages(report: Reporter) -> None:
     complete = [name for name in names if not list(missing(requirements, extra=name))]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in (DISTRIBUTION, "jax", "flax"))
     report.ok(f"{versions}; all requirements met; complete extras: {', '.join(complete) or 'none'}")
+    if is_installed("jetstream"):
+        report.ok("google-jetstream is installed: its Driver can run the engine")
+    else:
+        report.ok("google-jetstream is not installed: the engine needs it only under JetStream's own Driver")
 
 
 def _requirements() -> list[str] | None:

@@ -222,11 +222,11 @@ def sampled(engine: JaxEngine, config: DecoderConfig) -> tuple[np.ndarray, np.nd
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_the_engine_samples_the_same_ids_with_and_without_kernels(config: DecoderConfig, monkeypatch):
     native = JaxEngine(config, SHAPES)
-    assert native._kernels is Kernels.CPU
+    assert native.kernels is Kernels.CPU
     monkeypatch.setattr(cpu_kernels, "kernels_digest", lambda: None)
     plain = JaxEngine(config, SHAPES)
     ids, log_probs = sampled(plain, config)
-    assert plain._kernels is Kernels.NONE
+    assert plain.kernels is Kernels.NONE
     monkeypatch.undo()
     found_ids, found = sampled(native, config)
     np.testing.assert_array_equal(found_ids, ids)
@@ -234,10 +234,10 @@ def test_the_engine_samples_the_same_ids_with_and_without_kernels(config: Decode
 
 
 def test_only_an_engine_of_whole_float32_on_one_cpu_uses_them():
-    assert JaxEngine(TINY, SHAPES, dtype=jnp.bfloat16)._kernels is Kernels.NONE
-    assert JaxEngine(TINY, SHAPES, kv_dtype="int8")._kernels is Kernels.NONE
-    assert JaxEngine(TINY, SHAPES, quantize="int8")._kernels is Kernels.NONE
-    assert DeterministicEngine(TINY, SHAPES)._kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, dtype=jnp.bfloat16).kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, kv_dtype="int8").kernels is Kernels.NONE
+    assert JaxEngine(TINY, SHAPES, quantize="int8").kernels is Kernels.NONE
+    assert DeterministicEngine(TINY, SHAPES).kernels is Kernels.NONE
 
 
 @pytest.fixture
@@ -252,8 +252,8 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_without_a_compiler_xla_decodes_and_the_log_says_so(unbuilt, tmp_path: Path, caplog):
     unbuilt.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert JaxEngine(TINY, SHAPES)._kernels is Kernels.NONE
-        assert JaxEngine(TINY, SHAPES)._kernels is Kernels.NONE
+        assert JaxEngine(TINY, SHAPES).kernels is Kernels.NONE
+        assert JaxEngine(TINY, SHAPES).kernels is Kernels.NONE
     (line,) = [r.getMessage() for r in caplog.records if r.name == cpu_kernels.__name__]
     assert "no C++ compiler" in line and "install one" in line
 
