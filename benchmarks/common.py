@@ -18,10 +18,10 @@ import numpy as np
 import optax
 
 from jax_agent_rl.config import AlgorithmConfig, LearnerConfig
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime import use_compilation_cache

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from common import argument_parser, cpu, load_quickstart, random_ids, read_bandwidth, rollout, running, sgemm_flops
 
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
-from jax_agent_rl.models.convert import fetch_quickstart_model
 
 PROMPT, NEW, REPEATS = 96, 128, 3
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from common import argument_parser, best_seconds, cpu, make_learner, make_trajectory, random_ids, sgemm_flops
 
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.learner.learner import Learner
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.types import Group
 
 ROWS, LENGTH, REPEATS = 8, 256, 3

@@ -37,8 +37,8 @@ from common import argument_parser, cpu, first_gradient, make_learner
 from safetensors.numpy import load_file
 from shared_prefix import OWN, SAMPLES, SHARED, SIDES, groups
 
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.learner.advantages.estimators import grpo
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.models.hf import hf_tensors
 from jax_agent_rl.types import Group
 

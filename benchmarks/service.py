@@ -26,7 +26,7 @@ import numpy as np
 import tinker
 from common import argument_parser, cpu, random_ids
 
-from jax_agent_rl.models.convert import fetch_quickstart_model
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 
 NAME = "smollm2"
 

@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 
 from jax_agent_rl.data.reader import read_row_file
 from jax_agent_rl.data.tasks import prepare_shop
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams, TokenOutput
 

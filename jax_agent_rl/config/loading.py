@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from jax_agent_rl.config.recipes import find_config, recipe_files
 from jax_agent_rl.config.reference import list_keys
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.yaml_text import load_yaml
@@ -22,13 +23,19 @@ _keys = functools.cache(list_keys)
 
 
 def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the nested mapping in a YAML file, over that of the file its key ``base`` names (relative to its folder).
+    """Read the nested mapping in a YAML file, over that of the file its key ``base`` names.
+
+    Args:
+        path: a file or the name of a recipe, see :func:`~jax_agent_rl.config.recipes.find_config`. A ``base`` is
+            relative to the folder of the file that names it, or a recipe, too.
 
     Raises:
         ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
     """
+    path = find_config(path)
     if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist (configs/quickstart.yaml is a good start)")
+        names = ", ".join(recipe_files())
+        raise ConfigError(f"config file {str(path)!r} does not exist; the recipes found by name are {names}")
     if path in _readers:
         raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}")
     try:
@@ -40,7 +47,10 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = tree.pop("base", None)
     if base is None:
         return tree
-    return _merge(read_tree((path.parent / str(base)).resolve(), _readers=(*_readers, path)), tree)
+    base_file = (path.parent / str(base)).resolve()
+    if not base_file.is_file():
+        base_file = find_config(Path(str(base)))
+    return _merge(read_tree(base_file, _readers=(*_readers, path)), tree)
 
 
 def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:

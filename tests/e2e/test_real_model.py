@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jax_agent_rl.data.tasks import prepare_calculator
-from jax_agent_rl.models.convert import MANIFEST, is_intact
+from jax_agent_rl.deploy.quickstart.model import MANIFEST, is_intact
 from tests.e2e.conftest import CALCULATOR, REAL_MODEL
 
 

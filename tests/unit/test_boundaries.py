@@ -93,6 +93,7 @@ CLIENTS = {
     "jax_agent_rl/tool_server/worker.py": "read_answer, decode_json; its own worker, killed when stuck",
     "jax_agent_rl/tools/mcp_transport.py": "a bounded stream, MAX_MESSAGE_BYTES for events; calls have time limits",
     "jax_agent_rl/utils/hub.py": "HEAD with a time limit, nothing is read; huggingface_hub downloads to the disk",
+    "jax_agent_rl/deploy/quickstart/model.py": "MAX_WHEEL_BYTES, a limit of silence; no token, and a known SHA-256",
     "jax_agent_rl/deploy/launch/__main__.py": "Ray's client of the user's own cluster",
     "jax_agent_rl/agents/command/runner.py": "copies bytes of a program's connection, keeps none",
     "jax_agent_rl/agents/command/agent.py": "copies bytes of a program's connection, keeps none",
@@ -164,7 +165,7 @@ STARTS = {
     "jax_agent_rl/deploy/launch/tpu/gcloud.py": "a command whose lines are shown while it runs",
     "jax_agent_rl/deploy/launch/tpu/job.py": "timeout=",
     "jax_agent_rl/jetstream/cpu_kernels.py": "timeout=",
-    "jax_agent_rl/models/convert.py": "timeout=",
+    "jax_agent_rl/deploy/quickstart/commands.py": "timeout=",
     "jax_agent_rl/testing/chaos/faults.py": "_START_SECONDS",
 }
 """Each file that starts what runs outside of its process, and what bounds the time until it answers."""

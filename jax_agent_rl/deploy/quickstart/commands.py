@@ -1,0 +1,48 @@
+"""``jax-agent-rl quickstart`` and ``jax-agent-rl init``: the first run, and the beginning of a task of one's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from jax_agent_rl.data.tasks import prepare_shop
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
+from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.files import require_new
+
+RECIPE = "quickstart"
+DATA = Path("data/shop")
+TASK = Path(__file__).parent / "task"
+"""What ``init`` writes."""
+_ROWS_SECONDS = 60
+
+
+def prepare_quickstart() -> None:
+    """Fetch the model, and write the rows into :data:`DATA` of the working directory if they are not there.
+
+    Raises:
+        ModelError: the model cannot be fetched.
+    """
+    print("model: SmolLM2-135M-Instruct", flush=True)
+    fetch_quickstart_model()
+    if not (DATA / "train.jsonl").is_file():
+        print(f"data: questions about a shop, in {DATA}", flush=True)
+        prepare_shop(DATA)
+
+
+def write_task(folder: Path) -> list[Path]:
+    """Write the files of a task into a new or empty folder, its rows among them, and return them.
+
+    Raises:
+        ConfigError: the folder is not empty, or its files cannot be written.
+    """
+    require_new(folder, error=ConfigError)
+    try:
+        shutil.copytree(TASK, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    # As its user does, when the questions have changed.
+    subprocess.run([sys.executable, "make_rows.py"], cwd=folder, check=True, timeout=_ROWS_SECONDS)
+    return sorted(file for file in folder.iterdir() if file.is_file())

@@ -1,0 +1,57 @@
+"""Recipes: every command finds them by name, wherever it runs."""
+
+from pathlib import Path
+
+import pytest
+
+from jax_agent_rl import config
+from jax_agent_rl.config.recipes import find_config, recipe_files
+from jax_agent_rl.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_file_of_configs_has_a_name():
+    assert {name: file.resolve() for name, file in recipe_files().items()} == {
+        file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in CONFIGS.rglob("*.yaml")
+    }
+
+
+@pytest.mark.parametrize("name", ["dapo", "dapo.yaml"])
+def test_a_recipe_is_found_by_name_with_or_without_its_ending(name: str):
+    assert config.load(name, []).run_dir == "runs/dapo"
+
+
+def test_a_file_is_found_before_a_recipe(elsewhere: Path):
+    (elsewhere / "dapo.yaml").write_text("base: quickstart\nrun_dir: runs/mine\n")
+    assert config.load("dapo.yaml", []).run_dir == "runs/mine"
+
+
+def test_a_base_may_be_a_recipe_or_a_file_beside(elsewhere: Path):
+    folder = elsewhere / "mine"
+    folder.mkdir()
+    (folder / "first.yaml").write_text("base: quickstart\nseed: 5\n")
+    (folder / "second.yaml").write_text("base: first.yaml\nrun_dir: runs/second\n")
+    made = config.load(folder / "second.yaml", [])
+    assert (made.seed, made.run_dir, made.agent.tool_format) == (5, "runs/second", "pythonic")
+
+
+def test_a_recipe_cannot_be_its_own_base(elsewhere: Path):
+    (elsewhere / "loop.yaml").write_text("base: loop.yaml\n")
+    with pytest.raises(ConfigError, match="base leads back"):
+        config.load("loop.yaml", [])
+
+
+def test_what_is_neither_file_nor_recipe_is_answered_with_the_names_that_there_are():
+    with pytest.raises(ConfigError, match="'no such'.*dapo, .*quickstart"):
+        config.load("no such", [])
+
+
+def test_an_absolute_path_is_never_a_recipe(elsewhere: Path):
+    assert find_config(elsewhere / "dapo") == elsewhere / "dapo"
