@@ -35,11 +35,11 @@ from jax_agent_rl.agreement.subject import DiagnosisSubject, collect_contexts
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.messages import Message
 from jax_agent_rl.data.tasks import prepare_shop
+from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.jetstream import forward
 from jax_agent_rl.jetstream.backend import JetStreamBackend
 from jax_agent_rl.jetstream.engine import EngineShapes
 from jax_agent_rl.models.config import DecoderConfig, Params
-from jax_agent_rl.models.convert import fetch_quickstart_model
 from jax_agent_rl.models.layers import Quantized, quantized
 from jax_agent_rl.models.tensors import LayerOutput
 from jax_agent_rl.rollout.protocol import GenerateRequest, WeightUpdate
