@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import typer
 from jax_agent_rl.cli.config import register as register_config
 from jax_agent_rl.cli.evaluate import register as register_eval
 from jax_agent_rl.cli.options import (
+    HELP_OPTIONS,
     JsonOption,
     Overrides,
     Panel,
@@ -31,12 +33,32 @@ if TYPE_CHECKING:
     from jax_agent_rl.config import Config
 
 app = typer.Typer(
+    context_settings=HELP_OPTIONS,
     help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
     "quickstart. A task of your own: jax-agent-rl init FOLDER.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from jax_agent_rl import __version__
+
+        print(f"jax-agent-rl {__version__} (Python {platform.python_version()})")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+]
+
+
+@app.callback()
+def main_options(version: Version = False) -> None:
+    """Take the options that stand before a command."""
+
 
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
 RunFile = Annotated[Path, typer.Argument(help="YAML configuration, or the name of a recipe, e.g. quickstart.")]

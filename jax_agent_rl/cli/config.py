@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from jax_agent_rl.cli.options import (
+    HELP_OPTIONS,
     JsonOption,
     OptionalConfig,
     Overrides,
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(
-    help="Explain keys, show a resolved configuration, print the schema for editors.", no_args_is_help=True
+    context_settings=HELP_OPTIONS,
+    help="Explain keys, show a resolved configuration, print the schema for editors.",
+    no_args_is_help=True,
 )
 
 CommandName = Literal["train", "sft", "dpo", "tool-server", "tinker-server"]

@@ -21,6 +21,9 @@ import typer
 T = TypeVar("T")
 
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
 class Panel(StrEnum):
     """Headings of commands in ``--help``."""
 
@@ -47,7 +50,9 @@ def command(
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         explanation = "\n\n".join(" ".join(text.split()) for text in paragraphs)  # or lines would stay broken
         epilog = _shown(examples)
-        return app.command(name, help=explanation, rich_help_panel=panel.value, epilog=epilog)(function)
+        return app.command(
+            name, help=explanation, rich_help_panel=panel.value, epilog=epilog, context_settings=HELP_OPTIONS
+        )(function)
 
     return register
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jax_agent_rl.cli.options import (
+    HELP_OPTIONS,
     EmaOption,
     JsonOption,
     ModelOption,
@@ -29,7 +30,11 @@ from jax_agent_rl.observe.progress import print_line
 if TYPE_CHECKING:
     from jax_agent_rl.runtime.policy import PolicyChoice
 
-engines = typer.Typer(help="List, add and remove the engines of a run that trains.", no_args_is_help=True)
+engines = typer.Typer(
+    help="List, add and remove the engines of a run that trains.",
+    context_settings=HELP_OPTIONS,
+    no_args_is_help=True,
+)
 
 TrainingRun = Annotated[Path, typer.Argument(help="The folder of a run that trains on this machine.")]
 

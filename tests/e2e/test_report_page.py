@@ -274,7 +274,9 @@ def test_what_a_model_wrote_is_shown_and_never_runs(page):
 
 def test_the_keys_are_listed(page):
     page.press("?")
-    assert "walk through the tokens" in page.texts("#help")[0]
+    shown = page.texts("#help")[0]
+    assert "walk through the tokens" in shown and "[object" not in shown
+    assert {"1", "j", "/", "?"} <= set(page.texts("#help kbd"))
     page.press("Escape")
     assert not page.tab.locator("#help").is_visible()
 

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def test_the_help_of_every_command_explains_it_and_ends_with_examples(name: str)
     command = typer.main.get_command(app).commands[name]
     assert command.rich_help_panel in set(Panel), f"{name} is in no panel"
     assert all(p.help for p in command.params), [p.name for p in command.params if not p.help]
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "explain"], ["engines", "list"]])
+def test_help_has_a_short_name_everywhere(words: list[str]):
+    short, long = (CliRunner().invoke(app, [*words, option]) for option in ("-h", "--help"))
+    assert short.exit_code == long.exit_code == 0
+    assert short.output == long.output and "--help" in short.output
+
+
+def test_the_version_is_that_of_the_package():
+    result = CliRunner().invoke(app, ["--version"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert result.exit_code == 0
+    assert result.output.split()[:2] == ["jax-agent-rl", project["version"]]
 
 
 def test_examples_are_shown_with_their_brackets():

@@ -48,8 +48,10 @@ function start() {
     if (name !== "trajectories") history.replaceState(null, "", "#" + name);
   }
   headOf(index.run, panes, show);
-  byId("help").replaceChildren(el("h2", {}, "Keys"), el("table", {}, KEYS.map(([keys, what]) => el("tr", {}, el("td", {}, keys.split(" ").map((key) => [el("kbd", {}, key), " "])), el("td", {}, what)))),
-    el("form", { method: "dialog" }, el("p", {}, el("button", { class: "icon" }, "close"))));
+  const keysOf = (keys) => keys.split(" ").flatMap((key) => [el("kbd", {}, key), " "]);
+  const rowsOfKeys = KEYS.map(([keys, what]) => el("tr", {}, el("td", {}, keysOf(keys)), el("td", {}, what)));
+  const close = el("form", { method: "dialog" }, el("p", {}, el("button", { class: "icon" }, "close")));
+  byId("help").replaceChildren(el("h2", {}, "Keys"), el("table", {}, rowsOfKeys), close);
   const actions = {
     1: () => show("curves"), 2: () => show("timeline"), 3: () => opened(), l: toggleTheme, "?": () => byId("help").showModal(),
     j: () => opened().move(1), k: () => opened().move(-1), "/": () => opened().find(), t: () => opened().toggleTree(),
