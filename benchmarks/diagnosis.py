@@ -12,8 +12,11 @@ named. The last line is one JSON object, by fault: ``seconds``, ``processor_seco
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -302,6 +305,23 @@ def forget_programs(*, disk: bool) -> None:
     jax.clear_caches()
 
 
+def each_in_a_process(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every fault in a process of its own: programs that were compiled for one must not serve the next."""
+    options = ["--seconds", str(arguments.seconds)]
+    if arguments.blind:
+        options.append("--blind")
+    if arguments.verbose:
+        options.append("--verbose")
+    results = {}
+    for name in arguments.faults:
+        command = [sys.executable, __file__, "--faults", name, *options]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800).stdout
+        *lines, result = output.splitlines()
+        print("\n".join(lines), flush=True)
+        results |= json.loads(result)
+    return results
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
@@ -309,7 +329,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no other hypothesis is tried")
     parser.add_argument("--verbose", action="store_true", help="print every finding")
     arguments = parser.parse_args()
-    print(cpu())
+    if len(arguments.faults) > 1:
+        print(cpu())
+        print(json.dumps(each_in_a_process(arguments)))
+        return
     results = {}
     for name in arguments.faults:
         fault = FAULTS[name]

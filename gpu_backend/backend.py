@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ class VllmBackend:
         self._delivery.set()
         self._paused = False
         self._closed = False
+        self._ended = threading.Event()  # the engine's processes
         self._failure: str | None = None
 
     @property
@@ -131,7 +133,7 @@ class VllmBackend:
             fix="see its log above; the model's files may be on a disk that hangs, or another process hold the GPU",
             seconds=ENGINE_START_SECONDS,
             undo=lambda late: late.engine.shutdown(),
-            starts_processes=True,
+            ended=self._ended,
             error=BackendError,
         )
         self._engine = started.engine
@@ -165,6 +167,7 @@ class VllmBackend:
             if live.collector is not None:
                 live.collector.put(BackendClosedError("the backend was closed"))
         await asyncio.to_thread(self._engine.shutdown)
+        self._ended.set()
         # vLLM's destructor must not run as late as interpreter exit, and the engine is part of reference cycles.
         self._engine = self._updater.engine = self._started.engine = None
         gc.collect()

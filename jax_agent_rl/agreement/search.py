@@ -464,7 +464,8 @@ def order_families(
     if is_late:
         # Only the last ids are computed again for these, but whole contexts, twice, for a stale prefix.
         first += [Cause.POSITION, Cause.MASK, Cause.TOKEN_DRIFT, Cause.PADDING, Cause.STALE_PREFIX]
-    order = list(dict.fromkeys([*first, *suggested, *FAMILIES]))
+    # Layers are compared on the same ids, so what makes them differ is nothing that went wrong between turns.
+    order = list(dict.fromkeys([*suggested, *first, *FAMILIES]))
     others = [cause for cause in order if cause not in versions]
     if tensors_agree:
         return [*others, *versions]

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 import warnings
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -59,6 +60,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
     # Ray's processes are other programs from the start, so JAX's warning of deadlocks after a fork is not for them.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     where = f"the Ray cluster at rollout.ray_address={address}" if address else "a Ray cluster of this machine"
+    ended = threading.Event()
     try:  # in a thread, where it installs no signal handlers
         await start_service(
             lambda: ray.init(address or "local", **options),
@@ -66,7 +68,7 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
             fix=RAY_FIX,
             seconds=START_SECONDS,
             undo=lambda _: ray.shutdown(),
-            starts_processes=True,
+            ended=ended,
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -79,6 +81,8 @@ async def open_ray(address: str | None, *, bundles: int = 1) -> AsyncIterator[No
             )
         except ConfigError as error:
             logger.warning("%s", error)
+        finally:
+            ended.set()
 
 
 def secure_own_cluster() -> None:

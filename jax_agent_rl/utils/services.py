@@ -31,7 +31,7 @@ async def start_service(
     fix: str,
     seconds: float = START_SECONDS,
     undo: Callable[[T], object] | None = None,
-    starts_processes: bool = False,
+    ended: threading.Event | None = None,
     error: Callable[[str], JaxAgentRLError] = ConfigError,
 ) -> T:
     """Call ``start()`` and return what it returns, unless it takes too long.
@@ -42,15 +42,15 @@ async def start_service(
         fix: what to do about it, for the message.
         seconds: time limit.
         undo: ends a service that came too late, or after the caller was cancelled.
-        starts_processes: it has processes that Linux ends with the thread that started them (``PR_SET_PDEATHSIG``, as
-            Ray asks for), so the thread stays as long as this process.
+        ended: set by the caller when the service has been shut down. Give it for a service whose processes Linux ends
+            with the thread that started them (``PR_SET_PDEATHSIG``, as Ray asks for): the thread stays until then.
         error: makes the error of a late service.
 
     Raises:
         JaxAgentRLError: made by ``error``: no answer in time.
         Exception: what ``start`` raised.
     """
-    starting = _Start(start, undo, name, starts_processes)
+    starting = _Start(start, undo, name, ended)
     try:
         return await asyncio.wait_for(asyncio.wrap_future(starting.result), seconds)
     except TimeoutError:
@@ -68,11 +68,11 @@ def start_service_blocking(
     fix: str,
     seconds: float = START_SECONDS,
     undo: Callable[[T], object] | None = None,
-    starts_processes: bool = False,
+    ended: threading.Event | None = None,
     error: Callable[[str], JaxAgentRLError] = ConfigError,
 ) -> T:
     """Do as :func:`start_service` where there is no event loop."""
-    starting = _Start(start, undo, name, starts_processes)
+    starting = _Start(start, undo, name, ended)
     try:
         return starting.result.result(seconds)
     except TimeoutError:
@@ -91,9 +91,9 @@ class _Start(Generic[T]):
     """A call in a daemon thread, and whether anybody still waits for it."""
 
     def __init__(
-        self, start: Callable[[], T], undo: Callable[[T], object] | None, name: str, starts_processes: bool
+        self, start: Callable[[], T], undo: Callable[[T], object] | None, name: str, ended: threading.Event | None
     ) -> None:
-        self._starts_processes = starts_processes
+        self._ended = ended
         self.result: Future[T] = Future()
         self.result.set_running_or_notify_cancel()  # a caller that is cancelled leaves it
         self._lock = threading.Lock()
@@ -132,5 +132,5 @@ class _Start(Generic[T]):
         self.result.set_result(value)  # type: ignore[arg-type]
         if is_left and undo is not None:
             context.run(undo, value)  # type: ignore[arg-type]
-        elif self._starts_processes:
-            threading.Event().wait()
+        elif self._ended is not None:
+            self._ended.wait()

@@ -15,6 +15,7 @@ import secrets
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -196,6 +197,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
     from ray.job_submission import JobSubmissionClient
 
     address = None  # of RAY_ADDRESS
+    ended = threading.Event()
     if own:
         cpus, level = max(cpus, os.cpu_count() or 1), logging.WARNING
         context = start_service_blocking(
@@ -203,7 +205,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
             name="a Ray cluster of this machine",
             fix=RAY_FIX,
             undo=lambda _: ray.shutdown(),
-            starts_processes=True,
+            ended=ended,
             error=LaunchError,
         )
         address = f"http://{context.dashboard_url}"  # there may be other clusters on this machine
@@ -218,6 +220,7 @@ def connected(*, cpus: int) -> Iterator[JobSubmissionClient]:
         raise LaunchError(f"{'Ray' if own else 'the cluster of RAY_ADDRESS'}: {error}") from error
     finally:
         ray.shutdown()
+        ended.set()
 
 
 class RayJob:

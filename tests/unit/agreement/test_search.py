@@ -121,6 +121,8 @@ def test_what_is_known_decides_the_order():
     assert late.index(Cause.POSITION) < late.index(Cause.SETTING) < late.index(Cause.STALE_VERSION)
     after = order_families([], is_late=True, tensors_agree=True, after_inserted=True)
     assert after[:2] == [Cause.TOKEN_DRIFT, Cause.PADDING] and after.index(Cause.MASK) < after.index(Cause.STALE_PREFIX)
+    both = order_families([Cause.POSITION, Cause.ROTARY], is_late=True, tensors_agree=True, after_inserted=True)
+    assert both[:3] == [Cause.POSITION, Cause.ROTARY, Cause.TOKEN_DRIFT]
     suggested = order_families([Cause.ROTARY], is_late=False, tensors_agree=False)
     assert suggested.index(Cause.ROTARY) < suggested.index(Cause.POSITION)
     assert suggested[0] is Cause.STALE_VERSION

@@ -94,16 +94,23 @@ async def test_what_nobody_waits_for_any_more_is_ended():
 
 
 @BOTH
-async def test_processes_that_end_with_the_thread_that_started_them_live_on(call):
+async def test_processes_that_end_with_the_thread_that_started_them_live_until_the_service_has_ended(call):
+    ended = threading.Event()
+
     def start():
         libc = ctypes.CDLL(None)
         sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
         return subprocess.Popen(sleep, preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))
 
-    process = await call(start, starts_processes=True, **SOON)
+    before = set(threading.enumerate())
+    process = await call(start, ended=ended, **SOON)
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
+        (thread,) = (t for t in set(threading.enumerate()) - before if t.name.startswith("start of"))
+        ended.set()
+        thread.join(60)
+        assert not thread.is_alive() and process.wait(60) == -signal.SIGKILL
     finally:
         process.kill()
         process.wait()
