@@ -18,8 +18,8 @@ MARK = "JAX_AGENT_RL_CHAOS"
 """Environment variable that identifies a run's processes even after their parents have exited."""
 _SHARED = ("asyncio_", "ThreadPoolExecutor", "MainThread", "tqdm_monitor")
 """Threads that outlive every backend: the event loop's default executor and the progress bars' monitor."""
-_HARMLESS = "resource_tracker"
-"""Helper process that Python's multiprocessing keeps until the program ends."""
+_HELPERS = ("resource_tracker", "chat.grammar_limits")
+"""Processes that serve the whole program, and end with it: multiprocessing's own, and those that compile grammars."""
 _MAX_COMMAND_CHARS = 80
 """Commands are cut for display only: the name to recognize may stand at the end of a long path."""
 _WARM_UP = 0.25
@@ -60,7 +60,9 @@ def _descendants() -> dict[int, str]:
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
         found |= {pid: _command(pid) for pid in frontier}
-    return {pid: command for pid, command in found.items() if command and _HARMLESS not in command}
+    return {
+        pid: command for pid, command in found.items() if command and not any(helper in command for helper in _HELPERS)
+    }
 
 
 def _command(pid: int) -> str:
