@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
-from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds
+from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds, task_folder
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.fingerprints import RowFingerprint
 from jax_agent_rl.utils.hub import dataset_files, hub_name
@@ -37,11 +37,11 @@ _CHUNK = 1024
 
 
 def _add(content: RowFingerprint, row: Row, checked: Row, place: str) -> None:
-    """Add a row as it was read to a fingerprint, and the images and videos that it names."""
+    """Add a row as it was read to a fingerprint, and the images, videos and task that it names."""
     try:
-        content.add(row, media_files(checked))
+        content.add(row, media_files(checked), task_folder(checked))
     except OSError as error:
-        raise DataError(f"{place}: an image or a video cannot be read: {error}") from None
+        raise DataError(f"{place}: a file that the row names cannot be read: {error}") from None
 
 
 class JsonLines:

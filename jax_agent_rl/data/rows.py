@@ -226,6 +226,16 @@ def media_files(row: Mapping[str, Any]) -> Iterator[Path]:
             yield from (Path(frame) for frame in frames if isinstance(frame, str) and part["type"] in KINDS)
 
 
+def task_folder(row: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the task that a row names for agent ``command``, if it is there."""
+    extra = row.get("extra_info")
+    task = extra.get("task") if isinstance(extra, Mapping) else None
+    if row.get("agent_name", "command") != "command" or not isinstance(task, str):
+        return None
+    folder = Path(task).expanduser()
+    return folder if folder.is_dir() else None
+
+
 def _content(message: Mapping[str, Any]) -> Any:
     """Return a message's content; a message that only calls tools, whose content OpenAI has as null, says nothing."""
     says_nothing = message.get("role") == "assistant" and message.get("tool_calls")

@@ -216,8 +216,9 @@ class RowFingerprint:
     def __init__(self) -> None:
         self._hasher = xxhash.xxh3_128()
         self._count = 0
+        self._tasks: dict[Path, str] = {}
 
-    def add(self, row: Mapping[str, Any], files: Iterable[Path] = ()) -> None:
+    def add(self, row: Mapping[str, Any], files: Iterable[Path] = (), task: Path | None = None) -> None:
         """Add the next row, which holds what JSON can hold, and bytes of images.
 
         The order of its columns does not matter, that of the keys inside them does: a template may write them out.
@@ -225,6 +226,7 @@ class RowFingerprint:
         Args:
             row: the row.
             files: images and videos that it names; of each, see :func:`media_fingerprint`.
+            task: folder of the task that it names.
 
         Raises:
             OSError: a file cannot be read.
@@ -234,7 +236,15 @@ class RowFingerprint:
         _feed_bytes(self._hasher, "row", text.encode("utf-8", "surrogatepass"))
         for file in files:
             _feed_bytes(self._hasher, "file", media_fingerprint(file).encode())
+        if task is not None:
+            _feed_bytes(self._hasher, "task", self._task_fingerprint(task).encode())
         self._count += 1
+
+    def _task_fingerprint(self, folder: Path) -> str:
+        """Return a folder's fingerprint; many rows may name the same."""
+        if folder not in self._tasks:
+            self._tasks[folder] = folder_fingerprint(folder)
+        return self._tasks[folder]
 
     def value(self) -> str:
         """Return the fingerprint of the rows so far."""

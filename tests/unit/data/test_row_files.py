@@ -540,3 +540,21 @@ def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_
     assert fingerprint("b") == before
     for name, data in (("one.png", b"other"), ("shown.png", b"q"), ("frame.png", b"f" * 199_999 + b"g")):
         assert fingerprint("a", **{name: data}) != before, name
+
+
+def test_a_task_whose_files_change_makes_other_rows(tmp_path: Path):
+    task = tmp_path / "task"
+    (task / "tests").mkdir(parents=True)
+    (task / "tests" / "test.sh").write_text("true")
+    row = {
+        "prompt": [{"role": "user", "content": "Do it."}],
+        "data_source": "x",
+        "agent_name": "command",
+        "extra_info": {"task": str(task)},
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row | {"number": number}) for number in range(3)) + "\n")
+    before = open_dataset([file]).fingerprint
+    assert open_dataset([file]).fingerprint == before
+    (task / "tests" / "test.sh").write_text("false")
+    assert open_dataset([file]).fingerprint != before
