@@ -67,7 +67,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._guard = LostBatchGuard(self.runtime.config.trainer.max_failed_batches, self.record.lost_batches)
-        self._partly_updated = False
+        self._has_unrecorded_update = False
         self._has_recorded = False  # a step, since this process began
         self._began = self.clock() - self.record.train_seconds  # of training, as if it had never been interrupted
         self.agreement = AgreementWatch(
@@ -120,7 +120,7 @@ class Trainer:
         finally:
             self.progress.phase(f"saving step {self.record.step}", self.checkpointer.written)
             try:
-                if not self._partly_updated:  # else the parameters are those of no step: the last checkpoint stands
+                if not self._has_unrecorded_update:  # else the last checkpoint stands
                     self.save()
                 self.checkpointer.wait()
             finally:
@@ -155,10 +155,13 @@ class Trainer:
             await self.stop_rollouts()
             raise
         finally:
-            if (result := step.result) is not None and step.batch is not None:
+            result = step.result
+            # Until the step is on record, the parameters are those of no step that is.
+            self._has_unrecorded_update = result is not None or step.cancellation.is_partly_applied
+            if result is not None and step.batch is not None:
                 self.on_step_end(step.number)
                 self._record(step, step.batch, result)
-            self._partly_updated = step.cancellation.is_partly_applied and self.record.step < step.number
+            self._has_unrecorded_update = step.cancellation.is_partly_applied and self.record.step < step.number
         every = self.runtime.config.trainer.checkpoint_every
         if every and step.number % every == 0:
             self.save()
