@@ -223,7 +223,7 @@ def test_a_backend_that_breaks_a_rule_deviates_and_the_rule_is_named(machine: Ma
             token, log_prob = super().sample(run)
             return token, log_prob / 2
 
-    monkeypatch.setattr(system, "_installed", lambda package: package == "torch")
+    monkeypatch.setattr(system, "is_installed", lambda package: package == "torch")
     right = {
         "jetstream": lambda options: toy_subject(RaisesTheTemperature),
         "remote": lambda options: toy_subject(ToyBackend),
