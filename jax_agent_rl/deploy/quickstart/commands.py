@@ -44,5 +44,5 @@ def write_task(folder: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
     # As its user does, when the questions have changed.
-    subprocess.run([sys.executable, "make_rows.py"], cwd=folder, check=True, timeout=_ROWS_SECONDS)
+    subprocess.run([sys.executable, "-B", "make_rows.py"], cwd=folder, check=True, timeout=_ROWS_SECONDS)
     return sorted(file for file in folder.iterdir() if file.is_file())

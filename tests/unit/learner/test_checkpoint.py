@@ -37,11 +37,18 @@ def test_only_the_newest_are_kept(checkpointer: Checkpointer, tmp_path: Path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["3", "4"]
 
 
-def test_saving_a_step_twice_changes_nothing(checkpointer: Checkpointer):
+def test_a_state_that_is_saved_twice_is_written_once(checkpointer: Checkpointer):
+    checkpointer.save(1, state(1), {"first": True})
+    checkpointer.save(1, state(1), {"first": False})
+    checkpointer.wait()
+    assert checkpointer.restore(state(0))[2] == {"first": True}
+
+
+def test_another_state_of_the_same_step_takes_its_place(checkpointer: Checkpointer):
     checkpointer.save(1, state(1), {"first": True})
     checkpointer.save(1, state(2), {"first": False})
     checkpointer.wait()
-    assert checkpointer.restore(state(0))[2] == {"first": True}
+    assert checkpointer.restore(state(0))[2] == {"first": False}
 
 
 def test_an_empty_folder_says_so(checkpointer: Checkpointer):
