@@ -188,7 +188,8 @@ def carried_fields(unread: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in unread.items():
         if name in BOOKKEEPING or name in ROPE_SECTIONS or name.startswith("_"):
             continue
-        kept[name] = carried_fields(value) if isinstance(value, Mapping) else value
+        is_section = isinstance(value, Mapping) and name not in INERT  # what is inert holds no fields of ours
+        kept[name] = carried_fields(value) if is_section else value
     return kept
 
 
