@@ -197,7 +197,7 @@ def test_the_best_and_the_worst_of_a_group_are_a_preference_unless_they_are_equa
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"text": "x"}, "line 1: has 'text'; a row needs messages"),
+        ({"text": "x"}, "line 1: it has the columns 'text'; a row needs messages"),
         ({"messages": MESSAGES[:2]}, "there is no message of the assistant"),
         ({"messages": MESSAGES[2:]}, "begins with the assistant"),
         ({"messages": [*MESSAGES, MESSAGES[4]]}, "messages 4 and 5 are both the assistant's"),
