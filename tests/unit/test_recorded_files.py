@@ -41,7 +41,8 @@ ALLOWED = {
     "tinker_server/retention.py Retention._remove_unknown_files unlink": "no client was ever told of them",
     "tinker_server/training.py Models.remove_checkpoint unlink": "a client asked for it",
     "tinker_server/training.py Models.remove_expired unlink": "their lives are over, and the database has removed them",
-    "tinker_server/training.py Models.remove_training_state unlink": "likewise",
+    "tinker_server/training.py Models._remove_snapshots rmdir": "of a model that is gone",
+    "tinker_server/training.py Models._remove_snapshots unlink": "the database names a later one, or the model is gone",
 }
 
 
