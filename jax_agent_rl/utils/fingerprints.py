@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from pydantic import BaseModel
 
 from jax_agent_rl.utils.files import Stamp, file_stamp
 
@@ -53,8 +54,9 @@ def fingerprint(value: Any) -> str:
     """Return the fingerprint of a value: equal values have equal ones, in every process and on every machine.
 
     Args:
-        value: None, booleans, numbers, text, bytes, paths, enumerations, arrays, dataclasses, and lists, tuples, sets
-            and mappings of these. A tuple equals a list; the order of a mapping's keys does not matter.
+        value: None, booleans, numbers, text, bytes, paths, enumerations, arrays, dataclasses, pydantic's models, and
+            lists, tuples, sets and mappings of these. A tuple equals a list; the order of a mapping's keys does not
+            matter.
 
     Raises:
         TypeError: the value is of another type.
@@ -94,6 +96,9 @@ def _feed(hasher: Any, value: Any) -> None:
     elif is_dataclass(value) and not isinstance(value, type):
         hasher.update(f"{type(value).__name__}:".encode())
         _feed(hasher, {field.name: getattr(value, field.name) for field in fields(value)})
+    elif isinstance(value, BaseModel):
+        hasher.update(f"{type(value).__name__}:".encode())
+        _feed(hasher, value.model_dump())
     elif hasattr(value, "__array__"):
         _feed_array(hasher, value)
     else:
