@@ -245,6 +245,8 @@ class RemoteBackend(ProxyBackend):
             async with self._client().get(f"{self.url}/v1/{path}", allow_redirects=False) as response:
                 await self._check(response)
                 content = await read_answer(response.headers, response.content.iter_any(), MAX_STATE_BYTES)
+                if content.startswith(b"{") and not content.rstrip().endswith(b"}"):
+                    raise aiohttp.ClientPayloadError("the answer ended early")  # HTTP tells only where it has a length
                 with self._malformed_is_an_error():
                     return decode_json(content, non_finite=True)
 
