@@ -38,8 +38,10 @@ _CHUNK = 1024
 
 def _add(content: RowFingerprint, row: Row, checked: Row, place: str) -> None:
     """Add a row as it was read to a fingerprint, and the images, videos and task that it names."""
+    task = task_folder(checked)
+    is_task = task is not None and (task / "task.toml").is_file()  # other agents may mean something else by it
     try:
-        content.add(row, media_files(checked), task_folder(checked))
+        content.add(row, media_files(checked), task if is_task else None)
     except OSError as error:
         raise DataError(f"{place}: a file that the row names cannot be read: {error}") from None
 

@@ -227,13 +227,10 @@ def media_files(row: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def task_folder(row: Mapping[str, Any]) -> Path | None:
-    """Return the folder of the task that a row names for agent ``command``, if it is there."""
+    """Return the task folder that a row names, as agents of class ``CommandAgent`` read it; None if it names none."""
     extra = row.get("extra_info")
     task = extra.get("task") if isinstance(extra, Mapping) else None
-    if row.get("agent_name", "command") != "command" or not isinstance(task, str):
-        return None
-    folder = Path(task).expanduser()
-    return folder if folder.is_dir() else None
+    return Path(task).expanduser() if task and isinstance(task, str) else None
 
 
 def _content(message: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import asyncio
 import ipaddress
 import json
 import os
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -281,10 +281,23 @@ async def read_answer(headers: Mapping[str, str], chunks: AsyncIterable[bytes], 
     require_identity(headers)
     content = bytearray()
     async for chunk in chunks:
-        content += chunk
-        if len(content) > max_bytes:
-            raise UnreadableAnswerError(f"answered more than {max_bytes} bytes; limit what it puts into one answer")
+        _append(content, chunk, max_bytes)
     return bytes(content)
+
+
+def read_answer_blocking(headers: Mapping[str, str], chunks: Iterable[bytes], max_bytes: int) -> bytes:
+    """Do as :func:`read_answer` where there is no event loop."""
+    require_identity(headers)
+    content = bytearray()
+    for chunk in chunks:
+        _append(content, chunk, max_bytes)
+    return bytes(content)
+
+
+def _append(content: bytearray, chunk: bytes, max_bytes: int) -> None:
+    content += chunk
+    if len(content) > max_bytes:
+        raise UnreadableAnswerError(f"answered more than {max_bytes} bytes; limit what it puts into one answer")
 
 
 async def read_beginning(headers: Mapping[str, str], chunks: AsyncIterable[bytes]) -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jax_agent_rl.agents.command.workspace import file_entries
+from jax_agent_rl.data.rows import task_folder
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.media import text_message
@@ -78,8 +79,11 @@ def read_task(row: Mapping[str, Any], *, containers: bool = False) -> CommandTas
     if any(message.get("media") for message in asked):
         raise DataError("the prompt shows images or videos, but a command reads text; put their files into the task")
     instruction = "\n\n".join(str(message["content"]) for message in asked)
-    if folder := extra.get("task"):
-        return read_harbor_task(Path(folder).expanduser(), containers=containers)
+    if extra.get("task"):
+        folder = task_folder(row)
+        if folder is None:
+            raise DataError(f"extra_info.task must be the path of a folder, got {extra['task']!r}")
+        return read_harbor_task(folder, containers=containers)
     try:
         return CommandTask(
             instruction=instruction,

@@ -10,7 +10,7 @@ from pathlib import Path
 from jax_agent_rl.data.tasks import prepare_shop
 from jax_agent_rl.deploy.quickstart.model import fetch_quickstart_model
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.utils.files import require_new
+from jax_agent_rl.utils.files import whole_folder, writing
 
 RECIPE = "quickstart"
 DATA = Path("data/shop")
@@ -36,13 +36,12 @@ def write_task(folder: Path) -> list[Path]:
     """Write the files of a task into a new or empty folder, its rows among them, and return them.
 
     Raises:
-        ConfigError: the folder is not empty, or its files cannot be written.
+        ConfigError: the folder is not empty.
+        StorageError: it cannot be written.
     """
-    require_new(folder, error=ConfigError)
-    try:
-        shutil.copytree(TASK, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
-    # As its user does, when the questions have changed.
-    subprocess.run([sys.executable, "-B", "make_rows.py"], cwd=folder, check=True, timeout=_ROWS_SECONDS)
+    with whole_folder(folder, error=ConfigError) as unfinished:
+        with writing(folder, message="{file} could not be written ({reason}); make space, or name another folder"):
+            shutil.copytree(TASK, unfinished, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        # As its user does, when the questions have changed.
+        subprocess.run([sys.executable, "-B", "make_rows.py"], cwd=unfinished, check=True, timeout=_ROWS_SECONDS)
     return sorted(file for file in folder.iterdir() if file.is_file())

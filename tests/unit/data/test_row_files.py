@@ -542,14 +542,16 @@ def test_a_picture_or_a_video_that_is_replaced_makes_other_rows_and_one_that_is_
         assert fingerprint("a", **{name: data}) != before, name
 
 
-def test_a_task_whose_files_change_makes_other_rows(tmp_path: Path):
+@pytest.mark.parametrize("agent", ["command", "an_agent_of_a_user"])
+def test_a_task_whose_files_change_makes_other_rows(tmp_path: Path, agent: str):
     task = tmp_path / "task"
     (task / "tests").mkdir(parents=True)
+    (task / "task.toml").write_text("")
     (task / "tests" / "test.sh").write_text("true")
     row = {
         "prompt": [{"role": "user", "content": "Do it."}],
         "data_source": "x",
-        "agent_name": "command",
+        "agent_name": agent,
         "extra_info": {"task": str(task)},
     }
     file = tmp_path / "rows.jsonl"
