@@ -180,7 +180,8 @@ def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
     """
     section, _, leaf = path.rpartition(".")
     near: list[tuple[float, str]] = []
-    beside, elsewhere = [], []
+    in_same_part: list[str] = []
+    in_other_part: list[str] = []
     for key in keys:
         its_section, _, its_leaf = key.rpartition(".")
         between_leaves = _distance(leaf, its_leaf)
@@ -188,10 +189,10 @@ def nearest_keys(path: str, keys: Collection[str]) -> list[str]:
         if between_leaves + between_sections < math.inf:
             near.append((between_leaves + between_sections, key))
         elif leaf == its_leaf and key.partition(".")[0] == section.partition(".")[0]:
-            beside.append(key)
+            in_same_part.append(key)
         elif leaf == its_leaf and key.count(".") <= path.count("."):
-            elsewhere.append(key)
-    for misplaced in (beside, elsewhere):
+            in_other_part.append(key)
+    for misplaced in (in_same_part, in_other_part):
         if not near and len(misplaced) == 1:
             return misplaced
     return [key for _, key in sorted(near, key=lambda pair: (pair[0], abs(pair[1].count(".") - path.count("."))))]
@@ -205,9 +206,14 @@ def _distance(name: str, other: str) -> float:
     """Return how far two names are apart, infinite if they are not near."""
     one, two = (text.casefold().replace("-", "_") for text in (name, other))
     shorter, longer = sorted((one, two), key=len)
-    allowed = 1 if len(longer) <= 7 else 2 if len(longer) <= 11 else 3
     if len(longer) < 3:
         allowed = 0
+    elif len(longer) <= 7:
+        allowed = 1
+    elif len(longer) <= 11:
+        allowed = 2
+    else:
+        allowed = 3
     if len(longer) - len(shorter) <= allowed:
         edits = _edits(one, two)
         if edits <= allowed:
@@ -221,16 +227,17 @@ def _distance(name: str, other: str) -> float:
 
 def _edits(one: str, two: str) -> int:
     """Return the number of letters inserted, left out, replaced or swapped: optimal string alignment."""
-    before: list[int] = []
+    previous_row: list[int] = []
     row = list(range(len(two) + 1))
     for i, letter in enumerate(one, 1):
         next_row = [i]
         for j, other in enumerate(two, 1):
             edits = min(row[j] + 1, next_row[j - 1] + 1, row[j - 1] + (letter != other))
             if i > 1 and j > 1 and letter == two[j - 2] and one[i - 2] == other:
-                edits = min(edits, before[j - 2] + 1)
+                edits = min(edits, previous_row[j - 2] + 1)
             next_row.append(edits)
-        before, row = row, next_row
+        previous_row = row
+        row = next_row
     return row[-1]
 
 

@@ -284,9 +284,11 @@ def _chunk(event: Event) -> ChatGenerationChunk:
     calls: list[ToolCallChunk] = []
     for index, call in enumerate(event.reply.calls):
         if isinstance(call, MalformedCall):
-            name, arguments = None, _undecoded(call.text)
+            name = None
+            arguments = _undecoded(call.text)
         else:
-            name, arguments = call.name, json.dumps(call.arguments)
+            name = call.name
+            arguments = json.dumps(call.arguments)
         calls.append(ToolCallChunk(name=name, args=arguments, id=call.id, index=index, type="tool_call_chunk"))
     message = AIMessageChunk(content="", tool_call_chunks=calls, chunk_position="last", **_about(event))
     return ChatGenerationChunk(message=message)

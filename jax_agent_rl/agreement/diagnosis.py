@@ -26,7 +26,7 @@ from jax_agent_rl.agreement.hypotheses import (
     tensors_of_all_layers,
     tensors_of_one_layer,
     weights_in,
-    with_one_kept,
+    with_one_in_memory,
 )
 from jax_agent_rl.agreement.inspection import (
     MAX_IDS,
@@ -102,7 +102,7 @@ def explain(
     limit: TimeLimit,
 ) -> Diagnosis:
     """Test every hypothesis on contexts that have been examined; arguments as :func:`diagnose`."""
-    older = with_one_kept(subject.older)
+    older = with_one_in_memory(subject.older)
     subject = replace(subject, older=older)
     examined = replace(examined, subject=replace(examined.subject, older=older))
     return _Diagnosing(subject, examined, engine or EngineView(), tolerance, limit).run()
@@ -297,8 +297,8 @@ def _check_learner(subject: DiagnosisSubject, examined: Examined) -> HypothesisR
     contexts: Sequence[Context] = subject.contexts
     if subject.packed is not None and all(context.learner is None for context in contexts):
         contexts = subject.packed()
-    own = [context.learner - context.rollout for context in contexts if context.learner is not None]
-    packed = Comparison.of(np.concatenate(own)) if own else None
+    gaps = [context.learner - context.rollout for context in contexts if context.learner is not None]
+    packed = Comparison.of(np.concatenate(gaps)) if gaps else None
     if packed is not None and packed.largest > max(10 * gap.largest, 1e-5):
         detail = (
             f"a plain pass over the learner's parameters agrees with the engine (mean {gap.mean:.1e}, largest "
@@ -327,10 +327,10 @@ def _find_tensor_faults(subject: DiagnosisSubject, engine: EngineView) -> list[T
         return TensorSample.of(array.T) if square else None
 
     older = {name: lambda make=make: sample_tensors(model, make()) for name, make in subject.older.items()}
-    own = sample_tensors(model, params)
+    learner_samples = sample_tensors(model, params)
     engines = (engine.tensors, *engine.replicas)
     for number, samples in enumerate(engines, 1):
-        faults = tensor_faults(samples, own, precision=engine.precision, transposed=transposed, older=older)
+        faults = tensor_faults(samples, learner_samples, precision=engine.precision, transposed=transposed, older=older)
         if faults and len(engines) > 1:
             which = f"of engine {number} of {len(engines)}"
             return [replace(fault, name=f"{fault.name} ({which})") for fault in faults]

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_agent_rl.agreement import forward
 from jax_agent_rl.agreement.inspection import ROUNDED
-from jax_agent_rl.agreement.logits import logprobs
+from jax_agent_rl.agreement.logits import head_of, logprobs
 from jax_agent_rl.agreement.report import Cause
 from jax_agent_rl.agreement.subject import LENGTH, MAX_INSERTED, Context, DiagnosisSubject, Row, Scores
 from jax_agent_rl.agreement.variations import ConfigField, config_fields, fitted_params
@@ -143,15 +143,15 @@ Trials = Generator[Trial, float, None]
 Family = Callable[[DiagnosisSubject], Trials]
 
 
-def with_one_kept(older: Mapping[str, Callable[[], Params]]) -> dict[str, Callable[[], Params]]:
+def with_one_in_memory(older: Mapping[str, Callable[[], Params]]) -> dict[str, Callable[[], Params]]:
     """Return makers of other versions' parameters that keep the latest ones they made: one version is in memory."""
-    kept: dict[str, Params] = {}
+    latest: dict[str, Params] = {}
 
     def make(name: str) -> Params:
-        if name not in kept:
-            kept.clear()
-            kept[name] = older[name]()
-        return kept[name]
+        if name not in latest:
+            latest.clear()
+            latest[name] = older[name]()
+        return latest[name]
 
     return {name: functools.partial(make, name) for name in older}
 
@@ -174,7 +174,7 @@ def stale_version(subject: DiagnosisSubject) -> Trials:
         yield Trial(
             cause=Cause.STALE_VERSION,
             label=f"reads logits from a head that is still that of {name}",
-            params=lambda make=make: subject.params | {"lm_head": make().get("lm_head", make()["embed"])},
+            params=lambda make=make: subject.params | {"lm_head": head_of(make())},
         )
 
 
@@ -615,7 +615,7 @@ def _between(
     if best[path] > GAIN * subject.gap or best[path] <= OVER * subject.gap:
         return
     field = next(field for field in fields if field.path == path)
-    known = {float(field.own): subject.gap, **left[path]}
+    known = {float(field.value): subject.gap, **left[path]}
     for _ in range(8):
         tried = sorted(value for value in known if value > 0)
         at = tried.index(min(tried, key=lambda value: known[value]))
@@ -652,9 +652,11 @@ def _describe_setting(model: DecoderConfig, field: ConfigField, value: Any) -> s
             return f"takes {_count(value, 'expert')} a token (the model has {model.experts.per_token})"
         case "experts.normalize":
             return f"takes experts with weights{'' if value else ' not'} normalized"
-    own = model.score_scale if field.path == "attention_scale" else field.own
-    shown = changed.score_scale if field.path == "attention_scale" else value
-    return f"computes with {field.path}={_describe_value(shown)}, not {_describe_value(own)}"
+    right_value = field.value
+    if field.path == "attention_scale":  # None stands for a number
+        right_value = model.score_scale
+        value = changed.score_scale
+    return f"computes with {field.path}={_describe_value(value)}, not {_describe_value(right_value)}"
 
 
 def _describe_value(value: Any) -> str:

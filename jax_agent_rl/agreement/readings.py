@@ -62,18 +62,18 @@ def readings(subject: DiagnosisSubject, few: Tokens) -> Iterator[Reading]:
 
 def _temperature(few: Tokens) -> Iterator[Reading]:
     """Try temperatures, first coarsely, then around the best one; and log-probs from before temperature."""
-    own = few.temperature
-    tried = np.geomspace(0.1, 10, 21) * own
-    found = own
+    configured = few.temperature
+    tried = np.geomspace(0.1, 10, 21) * configured
+    found = configured
     for _ in range(REFINEMENTS):
         scores = few.at_temperatures(tried)
         best = int(np.argmin(np.abs(few.rollout - scores).mean(axis=1)))
         found = float(tried[best])
         tried = np.geomspace(tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)], 15)
-    if abs(found / own - 1) <= 1e-3:
+    if abs(found / configured - 1) <= 1e-3:
         return
     raw = " from before it is applied" if abs(found - 1) < 1e-3 else ""
-    label = f"reports log-probs{raw} (of temperature {found:.3g}, not {own:.3g})"
+    label = f"reports log-probs{raw} (of temperature {found:.3g}, not {configured:.3g})"
 
     def read(tokens: Tokens) -> np.ndarray:
         return tokens.at_temperatures([found])[0]

@@ -67,14 +67,14 @@ class Context:
 
     def cut(self, length: int) -> Context:
         """Return the first ``length`` ids; later ones have no effect on them."""
-        kept = self.at < length
+        is_within = self.at < length
         return replace(
             self,
             token_ids=self.token_ids[:length],
-            at=self.at[kept],
-            rollout=self.rollout[kept],
-            learner=None if self.learner is None else self.learner[kept],
-            supports=self.supports[: kept.sum()],  # tokens are in order
+            at=self.at[is_within],
+            rollout=self.rollout[is_within],
+            learner=None if self.learner is None else self.learner[is_within],
+            supports=self.supports[: is_within.sum()],  # tokens are in order
             starts=tuple(start for start in self.starts if start < length),
         )
 
@@ -111,9 +111,9 @@ def collect_contexts(
         begin = 0
         for sequence in trajectory.sequences:
             count = sum(sequence.loss_mask)
-            own = None if learner is None else learner[i][begin : begin + count]
+            logprobs = None if learner is None else learner[i][begin : begin + count]
             begin += count
-            context = sequence_context(sequence, since=since, before=before, learner=own)
+            context = sequence_context(sequence, since=since, before=before, learner=logprobs)
             if context is not None:
                 contexts.append(context)
     return contexts
@@ -245,17 +245,17 @@ class Row:
 
     def drop(self, begin: int, end: int) -> Row:
         """Leave out the ids from ``begin`` to ``end``, none of which is compared; later positions are lower for it."""
-        kept = np.ones(len(self.token_ids), bool)
-        kept[begin:end] = False
-        positions = np.where(np.arange(len(kept)) >= end, self.positions - (end - begin), self.positions)
+        stays = np.ones(len(self.token_ids), bool)
+        stays[begin:end] = False
+        positions = np.where(np.arange(len(stays)) >= end, self.positions - (end - begin), self.positions)
         return replace(
             self,
-            token_ids=self.token_ids[kept],
-            positions=positions[kept],
+            token_ids=self.token_ids[stays],
+            positions=positions[stays],
             at=np.where(self.at >= end, self.at - (end - begin), self.at),
-            stale=self.stale[kept],
-            begins=self.begins[kept],
-            ends=self.ends[kept],
+            stale=self.stale[stays],
+            begins=self.begins[stays],
+            ends=self.ends[stays],
         )
 
 

@@ -86,8 +86,8 @@ def _scalings(model: DecoderConfig) -> Sequence[Any]:
 
 
 def _plain_ropes(model: DecoderConfig) -> Sequence[Rope]:
-    kept = {"partial_rotary": model.rope.partial_rotary, "interleaved": model.rope.interleaved}
-    return (Rope(**kept), *([] if model.local_rope is None else [model.local_rope]))
+    plain = Rope(partial_rotary=model.rope.partial_rotary, interleaved=model.rope.interleaved)
+    return (plain,) if model.local_rope is None else (plain, model.local_rope)
 
 
 USUAL: Mapping[str, Callable[[DecoderConfig], Sequence[Any]]] = {
@@ -114,14 +114,14 @@ class ConfigField:
 
     Attributes:
         path: in the config, such as ``rope.scaling.factor``.
-        own: its value.
+        value: the model's.
         usual: what other models have, None, the default.
         derived: values that follow from its type.
         config_with: returns the config with another value.
     """
 
     path: str
-    own: Any
+    value: Any
     usual: tuple[Any, ...]
     derived: tuple[Any, ...]
     config_with: Callable[[Any], DecoderConfig]
@@ -129,7 +129,7 @@ class ConfigField:
     @property
     def is_number(self) -> bool:
         """Whether values between two that were tried may be tried, too."""
-        return isinstance(self.own, float) and self.own > 0
+        return isinstance(self.value, float) and self.value > 0
 
 
 def config_fields(model: DecoderConfig) -> list[ConfigField]:
@@ -154,32 +154,33 @@ def _walk(
 ) -> Iterator[ConfigField]:
     hints = typing.get_type_hints(type(owner))
     for field in fields(owner):
-        key, own = f"{type(owner).__name__}.{field.name}", getattr(owner, field.name)
+        key = f"{type(owner).__name__}.{field.name}"
+        value = getattr(owner, field.name)
         if key in UNVARIED:
             continue
 
-        def with_value(value: Any, name: str = field.name) -> DecoderConfig:
-            return rebuild(replace(owner, **{name: value}))
+        def with_value(other: Any, name: str = field.name) -> DecoderConfig:
+            return rebuild(replace(owner, **{name: other}))
 
         usual = list(USUAL[key](model)) if key in USUAL else []
         if field.default is not MISSING and not is_dataclass(field.default):
             usual.append(field.default)
-        derived = list(_derived(hints[field.name], own))
+        derived = list(_derived(hints[field.name], value))
         yield ConfigField(
             path=prefix + field.name,
-            own=own,
+            value=value,
             usual=tuple(usual),
             derived=tuple(derived),
-            config_with=lambda value, change=with_value: _completed(change(value)),
+            config_with=lambda other, change=with_value: _completed(change(other)),
         )
-        if is_dataclass(own):
-            yield from _walk(model, own, f"{prefix}{field.name}.", with_value)
+        if is_dataclass(value):
+            yield from _walk(model, value, f"{prefix}{field.name}.", with_value)
 
 
-def _derived(hint: Any, own: Any) -> Iterator[Any]:
+def _derived(hint: Any, value: Any) -> Iterator[Any]:
     """Yield other values of a field's type; none of types that nothing is known of."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if type(None) in options and own is not None:
+    if type(None) in options and value is not None:
         yield None
     for option in options:
         if option is type(None):
@@ -187,15 +188,15 @@ def _derived(hint: Any, own: Any) -> Iterator[Any]:
         if typing.get_origin(option) is Literal:
             yield from typing.get_args(option)
         elif option is bool:
-            yield not own
+            yield not value
         elif option is float:
-            if own is not None:
-                yield from (float(f"{own * times:.12g}") for times in (2.0, 0.5, 10.0, 0.1))
+            if value is not None:
+                yield from (float(f"{value * times:.12g}") for times in (2.0, 0.5, 10.0, 0.1))
         elif option is int:
-            if own is not None:
-                yield from (number for number in (own + 1, own - 1, 2 * own, own // 2) if number > 0)
+            if value is not None:
+                yield from (number for number in (value + 1, value - 1, 2 * value, value // 2) if number > 0)
         elif typing.get_origin(option) is tuple and typing.get_args(option) == (bool, ...):
-            layers = own or ()
+            layers = value or ()
             yield from (layers[-i:] + layers[:-i] for i in range(1, min(len(layers), 9)))
             yield from ((True,) * len(layers), (False,) * len(layers))
 
@@ -243,14 +244,15 @@ def fitted_params(model: DecoderConfig, params: Params, other: DecoderConfig) ->
     What the other has no use for is left out. Norms, biases and sinks that it has besides are as they are made, the
     identity and zeros: an engine that loads nothing into them has the same.
     """
-    shapes, own = other.layer_shapes(), model.layer_shapes()
+    shapes = other.layer_shapes()
+    model_shapes = model.layer_shapes()
     layers = {}
     for name, shape in shapes.items():
-        if own.get(name) == shape:
+        if model_shapes.get(name) == shape:
             layers[name] = params["layers"][name]
             continue
         kind = parameter_at(["layers", name]).kind
-        if name in own or kind not in (Kind.NORM, Kind.BIAS, Kind.SINK):
+        if name in model_shapes or kind not in (Kind.NORM, Kind.BIAS, Kind.SINK):
             return None
         initial = 1.0 - other.norm_offset if kind is Kind.NORM else 0.0
         layers[name] = jnp.full((model.num_layers, *shape), initial, params["embed"].dtype)

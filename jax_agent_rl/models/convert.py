@@ -357,14 +357,15 @@ def _write_tokenizer(fields: Metadata, target: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    control, own = [], []
+    control_tokens = []
+    user_tokens = []
     for token, kind_of_token in zip(tokens, kinds, strict=True):
         if kind_of_token == _CONTROL_TOKEN:
-            control.append(AddedToken(token, special=True, normalized=False))
+            control_tokens.append(AddedToken(token, special=True, normalized=False))
         elif kind_of_token == _USER_TOKEN:
-            own.append(AddedToken(token, special=False, normalized=False))
-    tokenizer.add_special_tokens(control)
-    tokenizer.add_tokens(own)
+            user_tokens.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(control_tokens)
+    tokenizer.add_tokens(user_tokens)
 
     def special_token(name: str) -> str | None:
         index = _optional_id(fields, name)

@@ -348,20 +348,21 @@ def weight_files(folder: Path) -> Iterator[Path]:
     Raises:
         ModelError: there are none, the index is damaged, or there are two sets of them.
     """
-    index, whole = folder / _INDEX, folder / "model.safetensors"
+    index = folder / _INDEX
+    single_file = folder / "model.safetensors"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index}: 'weight_map' must map tensors to files; download or convert the model again")
         shards = [folder / name for name in sorted(set(weight_map.values()))]
-        if whole.is_file() and whole not in shards and all(shard.is_file() for shard in shards):
+        if single_file.is_file() and single_file not in shards and all(shard.is_file() for shard in shards):
             raise ModelError(
-                f"{folder} holds {whole.name} and the shards of {_INDEX}, which may be of different models; remove "
-                "what is not meant"
+                f"{folder} holds {single_file.name} and the shards of {_INDEX}, which may be of different models; "
+                "remove what is not meant"
             )
         yield from shards
-    elif whole.is_file():
-        yield whole
+    elif single_file.is_file():
+        yield single_file
     else:
         raise ModelError(f"{folder} holds no model.safetensors (other weight formats are not read)")
 

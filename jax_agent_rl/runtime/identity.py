@@ -140,7 +140,8 @@ def _entries(path: str, *, key: str, name: str) -> dict[str, str]:
     return found
 
 
-_TOOLS, _USERS = "tools.tool_config_path", "interactions.interaction_config_path"
+_TOOLS = "tools.tool_config_path"
+_USERS = "interactions.interaction_config_path"
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "model.path": model_fingerprints,

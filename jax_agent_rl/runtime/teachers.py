@@ -105,13 +105,13 @@ def make_teachers(config: Config, model: DecoderConfig) -> list[Teacher] | None:
     for teacher in config.distill.teachers:
         if teacher.url is not None:
             continue
-        own = load_config(teacher.path, weights=True)
-        places = parameter_shardings(mesh, own.parameter_shapes())
+        teacher_model = load_config(teacher.path, weights=True)
+        places = parameter_shardings(mesh, teacher_model.parameter_shapes())
         params = load_hf(teacher.path, dtype=jnp.dtype(config.learner.compute_dtype), shardings=places)[1]
-        images = model.vision and VisionProcessor.of(own, teacher.path, pixels=config.model.pixels)
+        images = model.vision and VisionProcessor.of(teacher_model, teacher.path, pixels=config.model.pixels)
         made.append(
             Teacher(
-                own,
+                teacher_model,
                 params,
                 algorithm=config.algorithm,
                 config=config.learner,

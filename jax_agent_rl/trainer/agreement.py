@@ -157,7 +157,7 @@ class AgreementWatch:
             return NOTHING
         compiled = learner.programs_compiled
         try:
-            own = learner.logprobs([Group(group_id=t.group_id, trajectories=(t,)) for t in some], trained=trained)
+            logprobs = learner.logprobs([Group(group_id=t.group_id, trajectories=(t,)) for t in some], trained=trained)
         except Exception as error:  # e.g. out of memory: the step goes on, and is counted as not compared
             logger.exception("tokens of the version before could not be scored")
             self._print_line(f"  tokens of the version before are not compared: {type(error).__name__}: {error}")
@@ -171,7 +171,7 @@ class AgreementWatch:
                 np.asarray(s.rollout_logprobs, np.float64)[np.flatnonzero(s.loss_mask)] for s in trajectory.sequences
             ]
             rollout.append(np.concatenate(parts))
-        return compare(own, rollout, [comparable(t, versions.since, versions.before) for t in some])
+        return compare(logprobs, rollout, [comparable(t, versions.since, versions.before) for t in some])
 
     def _diagnosed(
         self,
@@ -191,9 +191,9 @@ class AgreementWatch:
 
             def packed() -> Sequence[Context]:
                 compiled = learner.programs_compiled
-                own = learner.logprobs(groups, trained=learner.trained_before() if is_before else None)
+                logprobs = learner.logprobs(groups, trained=learner.trained_before() if is_before else None)
                 self.programs += learner.programs_compiled - compiled
-                return collect_contexts(groups, versions.since, own, before=versions.before)
+                return collect_contexts(groups, versions.since, logprobs, before=versions.before)
 
             try:
                 subject = make_subject(

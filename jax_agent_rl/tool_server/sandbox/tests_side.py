@@ -438,15 +438,17 @@ def become_main(namespace):
 
     A process that ends itself would take with it what it has not compared.
     """
-    end, tests = os._exit, os.getpid()
+    end_process = os._exit
+    tests_pid = os.getpid()
 
     def leave(status):
-        if os.getpid() != tests:  # a child of the tests, e.g. of multiprocessing
-            end(status)
+        if os.getpid() != tests_pid:  # a child of the tests, e.g. of multiprocessing
+            end_process(status)
         raise SystemExit(status)
 
     os._exit = leave
-    sys.argv, sys.modules["__main__"] = ["tests.py"], _Main(namespace)
+    sys.argv = ["tests.py"]
+    sys.modules["__main__"] = _Main(namespace)
 
 
 # --- a trial ----------------------------------------------------------------------------------------------------
