@@ -3,7 +3,7 @@
 #   ./launch/gpu_environment.sh [--dry-run] cuda|cpu
 # Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (default python3.12, python3.11, python3).
 set -euo pipefail
-PYTHON="${PYTHON:-python3.12 python3.11 python3}" # what vLLM has builds for
+PYTHON="${PYTHON:-python3.12 python3.11 python3}"
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -16,6 +16,7 @@ case "${1:-}" in
   cuda)
     VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv-gpu}"
     LOCK="$ROOT/third_party/locks/gpu.txt"
+    NEWEST_PYTHON=3.12 # of which vLLM's packages have builds
     make_environment gpu
     ;;
   cpu)

@@ -9,6 +9,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv}"
 LOCK="$ROOT/third_party/locks/cpu.txt" # versions with hashes; launch/lock.sh writes it
 UV_VERSION="0.13.9"
+NEWEST_PYTHON=3.13
 SECONDS=0
 DRY_RUN=0
 # Container images often set this. Every process would then compile torch and transformers again, which takes 20 seconds.
@@ -42,12 +43,12 @@ find_python() {
   local candidate
   for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
     if command -v "$candidate" >/dev/null &&
-      "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      "$candidate" -c "import sys; sys.exit(not 11 <= sys.version_info[1] <= ${NEWEST_PYTHON#3.})" 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
-  echo "error: Python 3.11, 3.12 or 3.13 is needed; install one or set PYTHON=/path/to/python" >&2
+  echo "error: Python 3.11 to $NEWEST_PYTHON is needed; install one or set PYTHON=/path/to/python" >&2
   return 1
 }
 

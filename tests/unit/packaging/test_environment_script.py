@@ -39,3 +39,11 @@ def test_too_little_disk_ends_before_anything_is_installed(tmp_path: Path):
     )
     assert result.returncode == 1 and not venv.parent.exists()
     assert f"error: {venv} needs about 2 GB of disk, and 1 GB are free" in result.stderr
+
+
+def test_a_python_that_packages_have_no_builds_for_is_refused():
+    script = "source launch/lib.sh; NEWEST_PYTHON=3.10; find_python"
+    result = subprocess.run(
+        ["bash", "-ec", script], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True
+    )
+    assert result.returncode == 1 and "Python 3.11 to 3.10 is needed" in result.stderr
