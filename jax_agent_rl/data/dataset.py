@@ -21,7 +21,8 @@ import numpy as np
 
 from jax_agent_rl.config import DataSource
 from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
-from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds, task_folder
+from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds
+from jax_agent_rl.data.task_folder import task_folder
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.fingerprints import RowFingerprint
 from jax_agent_rl.utils.hub import dataset_files, hub_name

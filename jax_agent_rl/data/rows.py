@@ -226,13 +226,6 @@ def media_files(row: Mapping[str, Any]) -> Iterator[Path]:
             yield from (Path(frame) for frame in frames if isinstance(frame, str) and part["type"] in KINDS)
 
 
-def task_folder(row: Mapping[str, Any]) -> Path | None:
-    """Return the task folder that a row names, as agents of class ``CommandAgent`` read it; None if it names none."""
-    extra = row.get("extra_info")
-    task = extra.get("task") if isinstance(extra, Mapping) else None
-    return Path(task).expanduser() if task and isinstance(task, str) else None
-
-
 def _content(message: Mapping[str, Any]) -> Any:
     """Return a message's content; a message that only calls tools, whose content OpenAI has as null, says nothing."""
     says_nothing = message.get("role") == "assistant" and message.get("tool_calls")

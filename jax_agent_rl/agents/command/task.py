@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jax_agent_rl.agents.command.workspace import file_entries
-from jax_agent_rl.data.rows import task_folder
+from jax_agent_rl.data.task_folder import task_folder
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.media import text_message
