@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # The environment for vLLM engines and the learner on this host; gpu.sh and ray up run it. Safe to run again.
 #   ./launch/gpu_environment.sh [--dry-run] cuda|cpu
-# Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON (default python3.12, python3.11, python3).
+# Environment: JAX_AGENT_RL_VENV (default .venv-gpu, on CPUs .venv-vllm), PYTHON, as in lib.sh.
 set -euo pipefail
-PYTHON="${PYTHON:-python3.12 python3.11 python3}"
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Shared by the launch scripts: the project's own environment. Source it; do not run it.
-# Environment: JAX_AGENT_RL_VENV (default .venv), PYTHON (default the newest of python3.13 … python3.11, python3).
+# Environment: JAX_AGENT_RL_VENV (default .venv), PYTHON (default python3.12, else
+# python3.13, python3.11, python3; else one that uv fetches).
 #
 # On Linux the default index serves torch with several GB of CUDA. Only tests and vLLM need torch, which pip installs; to
 # get the CPU build, point pip at an index that has it, e.g. PIP_EXTRA_INDEX_URL=<index of CPU builds> ./launch/test.sh
@@ -9,6 +10,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${JAX_AGENT_RL_VENV:-$ROOT/.venv}"
 LOCK="$ROOT/third_party/locks/cpu.txt" # versions with hashes; launch/lock.sh writes it
 UV_VERSION="0.13.9"
+DEFAULT_PYTHON=3.12
 NEWEST_PYTHON=3.13
 SECONDS=0
 DRY_RUN=0
@@ -39,17 +41,37 @@ help_or_go_on() {
   done
 }
 
+# usable_python PYTHON: whether it is there, in a version that the locks have.
+usable_python() {
+  command -v "$1" >/dev/null &&
+    "$1" -c "import sys; sys.exit(not 11 <= sys.version_info[1] <= ${NEWEST_PYTHON#3.})" 2>/dev/null
+}
+
+# find_python: the first that is usable; where there is none, one that uv fetches.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
-    if command -v "$candidate" >/dev/null &&
-      "$candidate" -c "import sys; sys.exit(not 11 <= sys.version_info[1] <= ${NEWEST_PYTHON#3.})" 2>/dev/null; then
+  for candidate in ${PYTHON:-python$DEFAULT_PYTHON python3.13 python3.12 python3.11 python3}; do
+    if usable_python "$candidate"; then
       command -v "$candidate"
       return
     fi
   done
-  echo "error: Python 3.11 to $NEWEST_PYTHON is needed; install one or set PYTHON=/path/to/python" >&2
+  if [ -z "${PYTHON:-}" ] && fetch_python; then return; fi
+  echo "error: Python 3.11 to $NEWEST_PYTHON is needed, and ${PYTHON:-none on this machine} is not usable: install one," \
+    "or set PYTHON=/path/to/python" >&2
   return 1
+}
+
+# fetch_python: prints the path of the one that uv fetches. The machine's own pip is asked for uv if need be.
+fetch_python() {
+  local uv
+  if ! uv="$(command -v uv)"; then
+    python3 -m pip install --quiet --target "$ROOT/.uv" "uv==$UV_VERSION" >&2 || return 1
+    uv="$ROOT/.uv/bin/uv"
+  fi
+  say "no Python between 3.11 and $NEWEST_PYTHON: uv fetches $DEFAULT_PYTHON" >&2
+  "$uv" python install --quiet "$DEFAULT_PYTHON" >&2 || return 1
+  "$uv" python find "$DEFAULT_PYTHON"
 }
 
 # need_space GIGABYTES FOLDER: fails where less is free. pip would find out halfway, and name no folder.

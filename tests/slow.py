@@ -19,6 +19,7 @@ SLOW = {
     "e2e/test_task_examples.py": "a run for every example, some on the real model",
     "e2e/test_tpu_pod_run.py": "whole runs of two and three hosts",
     "e2e/test_tree_grpo_agents.py": "a whole run for each kind of agent",
+    "e2e/test_wheel_quickstart.py": "installs a whole environment, and trains",
     "faults/test_chaos.py": "lets a system fail for a while",
     "faults/test_checkpoint_faults.py": "several runs, each resumed",
     "faults/test_disk_full.py": "several runs, each resumed",

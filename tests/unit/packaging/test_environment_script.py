@@ -46,4 +46,31 @@ def test_a_python_that_packages_have_no_builds_for_is_refused():
     result = subprocess.run(
         ["bash", "-ec", script], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True
     )
-    assert result.returncode == 1 and "Python 3.11 to 3.10 is needed" in result.stderr
+    assert result.returncode == 1
+    assert "Python 3.11 to 3.10 is needed" in result.stderr
+    assert f"{sys.executable} is not usable" in result.stderr
+
+
+def executable(file: Path, program: str) -> None:
+    file.write_text(f"#!/bin/bash\n{program}\n")
+    file.chmod(0o755)
+
+
+NO_PYTHON = "source launch/lib.sh; unset PYTHON; NEWEST_PYTHON=3.10; ROOT={root}; PATH={root}:$PATH; find_python"
+FETCHES = 'echo "$@" >>{root}/asked; if [ "$2" = find ]; then echo /fetched/python; fi'
+
+
+def test_where_no_python_is_usable_uv_fetches_one(tmp_path: Path):
+    executable(tmp_path / "uv", FETCHES.format(root=tmp_path))
+    script = NO_PYTHON.format(root=tmp_path)
+    result = subprocess.run(["bash", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "/fetched/python\n"
+    assert (tmp_path / "asked").read_text() == "python install --quiet 3.12\npython find 3.12\n"
+
+
+def test_where_nothing_can_be_fetched_the_message_says_what_to_set(tmp_path: Path):
+    executable(tmp_path / "uv", "exit 1")
+    result = subprocess.run(["bash", "-ec", NO_PYTHON.format(root=tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "set PYTHON=/path/to/python" in result.stderr

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from email import message_from_bytes
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-PACKAGES = ("jax_agent_rl", "gpu_backend")
+from tests.wheel import PACKAGES, ROOT, build_wheel
+
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built from a copy, tests and all, for a build writes beside what it builds."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    ignore = shutil.ignore_patterns("__pycache__")
-    for folder in (*PACKAGES, "tests", "examples", "benchmarks", "launch", "docs", "docker", "third_party", "configs"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, copy)
-    program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
-    subprocess.run([sys.executable, "-c", program], cwd=copy, check=True, capture_output=True)
-    (file,) = out.iterdir()
-    return zipfile.ZipFile(file)
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("build")))
 
 
 def test_it_holds_every_file_of_the_packages_and_the_recipes_and_nothing_else(wheel: zipfile.ZipFile):

@@ -1,0 +1,52 @@
+"""The wheel, installed where nothing else is, does the main job in an empty folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.wheel import ROOT, build_wheel
+
+CORE_LOCK = ROOT / "third_party" / "locks" / "core.txt"
+
+needs_uv = pytest.mark.skipif(importlib.util.find_spec("uv") is None, reason="uv installs the wheel")
+
+
+def run(*command: str | Path, folder: Path, seconds: float) -> str:
+    """Return what a command prints, without the variables that lead to this repository."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_", "JAX_"))}
+    ended = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@needs_uv
+@pytest.mark.timeout(1500)
+def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(tmp_path: Path):
+    wheel = build_wheel(tmp_path)
+    venv = tmp_path / "venv"
+    uv = [sys.executable, "-m", "uv"]
+    run(*uv, "venv", "--python", sys.executable, venv, folder=tmp_path, seconds=120)
+    run(
+        *(*uv, "pip", "install", "--python", venv / "bin" / "python", "--constraints", CORE_LOCK, wheel),
+        folder=tmp_path,
+        seconds=600,
+    )
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = venv / "bin" / "jax-agent-rl"
+    version = run(command, "--version", folder=empty, seconds=60)
+    output = run(command, "quickstart", "trainer.steps=2", "trainer.save_every=2", folder=empty, seconds=600)
+
+    assert version.split()[-1] in wheel.name
+    (report,) = empty.glob("runs/*/report.html")
+    assert (report.parent / "checkpoints" / "2").is_dir()
+    assert str(report.relative_to(empty)) in output

@@ -1,0 +1,28 @@
+"""Builds the project's wheel, as it is handed out."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jax_agent_rl", "gpu_backend")
+_OTHER_FOLDERS = ("tests", "examples", "benchmarks", "launch", "docs", "docker", "third_party", "configs")
+_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+
+def build_wheel(folder: Path) -> Path:
+    """Return the wheel, built below ``folder`` from a copy of the repository: a build writes beside what it builds."""
+    source = folder / "source"
+    source.mkdir()
+    for name in (*PACKAGES, *_OTHER_FOLDERS):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in _FILES:
+        shutil.copy(ROOT / name, source)
+
+    built = folder / "wheel"
+    built.mkdir()
+    program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(built)!r}))"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True, timeout=300)
+    (wheel,) = built.iterdir()
+    return wheel
