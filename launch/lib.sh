@@ -49,16 +49,16 @@ usable_python() {
 
 # find_python: the first that is usable; where there is none, one that uv fetches.
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python$DEFAULT_PYTHON python3.13 python3.12 python3.11 python3}; do
+  local candidate candidates="${PYTHON:-python$DEFAULT_PYTHON python3.13 python3.12 python3.11 python3}"
+  for candidate in $candidates; do
     if usable_python "$candidate"; then
       command -v "$candidate"
       return
     fi
   done
   if [ -z "${PYTHON:-}" ] && fetch_python; then return; fi
-  echo "error: Python 3.11 to $NEWEST_PYTHON is needed, and ${PYTHON:-none on this machine} is not usable: install one," \
-    "or set PYTHON=/path/to/python" >&2
+  echo "error: Python 3.11 to $NEWEST_PYTHON is needed (not found, or of another version: $candidates): install one, or" \
+    "set PYTHON=/path/to/python" >&2
   return 1
 }
 

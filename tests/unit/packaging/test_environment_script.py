@@ -48,7 +48,7 @@ def test_a_python_that_packages_have_no_builds_for_is_refused():
     )
     assert result.returncode == 1
     assert "Python 3.11 to 3.10 is needed" in result.stderr
-    assert f"{sys.executable} is not usable" in result.stderr
+    assert sys.executable in result.stderr
 
 
 def executable(file: Path, program: str) -> None:
