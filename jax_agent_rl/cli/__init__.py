@@ -19,12 +19,18 @@ from jax_agent_rl.cli.config import register as register_config
 from jax_agent_rl.cli.evaluate import register as register_eval
 from jax_agent_rl.cli.options import (
     HELP_OPTIONS,
+    ConfigArgument,
+    ConfigOption,
+    GivenConfig,
     JsonOption,
     Overrides,
     Panel,
+    PlainGroup,
     command,
+    config_of,
     exit_if_interrupted,
-    key_completer,
+    given_config,
+    overrides_of,
     settings_model,
 )
 from jax_agent_rl.cli.serve import register as register_servers
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from jax_agent_rl.config import Config
 
 app = typer.Typer(
+    cls=PlainGroup,
     context_settings=HELP_OPTIONS,
     help="Train language-model agents with reinforcement learning, JAX/TPU first. Begin with: jax-agent-rl "
     "quickstart. A task of your own: jax-agent-rl init FOLDER.",
@@ -61,7 +68,6 @@ def main_options(version: Version = False) -> None:
 
 
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")]
-RunFile = Annotated[Path, typer.Argument(help="YAML configuration, or the name of a recipe, e.g. quickstart.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of run_dir.")]
 AutoResume = Annotated[
     bool,
@@ -113,13 +119,15 @@ def init(folder: Annotated[Path, typer.Argument(help="A new or empty folder.")])
 @command(
     app,
     Panel.TRAIN,
-    "train configs/quickstart.yaml",
-    "train configs/quickstart.yaml trainer.steps=5 seed=1",
-    "train configs/quickstart.yaml --resume",
+    "train quickstart",
+    "train quickstart trainer.steps=5 seed=1",
+    "train quickstart --resume trainer.steps=12",
+    "train my.yaml --auto-resume",
 )
 def train(
-    config: RunFile,
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     resume: Resume = False,
     auto_resume: AutoResume = False,
     step: ResumeStep = None,
@@ -128,18 +136,20 @@ def train(
     """Train an agent. Ctrl-C and SIGTERM stop it after saving a checkpoint; --resume continues from there."""
     from jax_agent_rl.config import load
 
-    _train(load(config, overrides or []), resume, auto_resume, step, accept_change)
+    given = given_config(config, overrides, config_file)
+    _train(load(given.required("train"), given.overrides), resume, auto_resume, step, accept_change)
 
 
 @command(
     app,
     Panel.TRAIN,
-    "distill configs/distill.yaml distill.teachers=~/models/teacher",
-    "distill configs/quickstart.yaml distill.teachers=~/models/teacher algorithm.kl.top_k=32",
+    "distill distill distill.teachers=~/models/teacher",
+    "distill quickstart distill.teachers=~/models/teacher algorithm.kl.top_k=32",
 )
 def distill(
-    config: RunFile,
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     resume: Resume = False,
     auto_resume: AutoResume = False,
     step: ResumeStep = None,
@@ -149,9 +159,11 @@ def distill(
     from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
 
-    settings = load(config, overrides or [])
+    given = given_config(config, overrides, config_file)
+    file = given.required("distill")
+    settings = load(file, given.overrides)
     if settings.distill is None:
-        raise ConfigError(f"{config} names no teacher; set distill.teachers to a model's folder")
+        raise ConfigError(f"{file} names no teacher; set distill.teachers to a model's folder")
     _train(settings, resume, auto_resume, step, accept_change)
 
 
@@ -193,53 +205,50 @@ def _accepted_changes(options: list[str] | None, resume: bool) -> list[str]:
     return keys
 
 
-SupervisedFile = Annotated[Path, typer.Argument(help="YAML configuration, see configs/supervised.")]
-SupervisedKeys = Annotated[
-    list[str] | None,
-    typer.Argument(help="Changes: learner.learning_rate=1e-5", autocompletion=key_completer({"": "dpo"})),
-]
+SupervisedConfig = Annotated[str | None, config_of("dpo")]
+SupervisedKeys = Annotated[list[str] | None, overrides_of("dpo")]
 
 
 @command(
     app,
     Panel.TRAIN,
-    "sft configs/supervised/sft.yaml",
-    "sft configs/supervised/sft.yaml data.train=rollouts.parquet data.best_of=1",
+    "sft supervised/sft",
+    "sft supervised/sft data.train=rollouts.parquet data.best_of=1",
 )
 def sft(
-    config: SupervisedFile,
+    config: SupervisedConfig = None,
     overrides: SupervisedKeys = None,
+    config_file: ConfigOption = None,
     resume: Resume = False,
     accept_change: AcceptChange = None,
 ) -> None:
     """Fine-tune on conversations, or on the best trajectories that `rollout` wrote (rejection sampling)."""
-    _train_supervised("sft", config, overrides, resume, accept_change)
+    _train_supervised("sft", given_config(config, overrides, config_file), resume, accept_change)
 
 
 @command(
     app,
     Panel.TRAIN,
-    "dpo configs/supervised/dpo.yaml",
-    "dpo configs/supervised/dpo.yaml model.path=runs/sft dpo.beta=0.3",
+    "dpo supervised/dpo",
+    "dpo supervised/dpo model.path=runs/sft dpo.beta=0.3",
 )
 def dpo(
-    config: SupervisedFile,
+    config: SupervisedConfig = None,
     overrides: SupervisedKeys = None,
+    config_file: ConfigOption = None,
     resume: Resume = False,
     accept_change: AcceptChange = None,
 ) -> None:
     """Train on preferences, or on the best and the worst trajectory of each group that `rollout` wrote."""
-    _train_supervised("dpo", config, overrides, resume, accept_change)
+    _train_supervised("dpo", given_config(config, overrides, config_file), resume, accept_change)
 
 
-def _train_supervised(
-    name: str, config: Path, overrides: list[str] | None, resume: bool, accept_change: list[str] | None
-) -> None:
+def _train_supervised(name: str, given: GivenConfig, resume: bool, accept_change: list[str] | None) -> None:
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.supervised.train import train
 
-    settings = load_tree(settings_model(name), config, overrides or [])
+    settings = load_tree(settings_model(name), given.required(name), given.overrides)
     accepted = _accepted_changes(accept_change, resume)
     use_compilation_cache()
     _run_trainer(functools.partial(train, settings, resume=resume, accept_changes=accepted))
@@ -317,7 +326,7 @@ def convert(
     app,
     Panel.MODELS,
     "export runs/quickstart ~/models/mine --dtype bfloat16",
-    "export runs/quickstart ~/models/mine --step 8",
+    "export runs/quickstart ~/models/mine --step 4",
     "export runs/lora ~/models/mine-adapter --adapter",
 )
 def export(
@@ -390,15 +399,16 @@ def conformance(
 @command(
     app,
     Panel.CHECK,
-    "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1",
-    "plan --config my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
-    "plan --config my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
-    "plan --config configs/tpu_8b.yaml --topology v5p:2x2x1 --profile decode",
+    "plan tpu_8b --topology v5p:2x2x1",
+    "plan my.yaml --topology v5p:2x2x2 --architecture qwen3-14b",
+    "plan my.yaml --topology v5e:4x4 --search --price-per-chip-hour 1.2 --plot memory.png",
+    "plan tpu_8b --topology v5p:2x2x1 --profile decode",
 )
 def plan(
-    config: Annotated[Path, typer.Option(help="YAML configuration of the run.")],
     topology: Annotated[str, typer.Option(help="The slice: v5e:4x4, v5p:4x4x4, or 2*v6e:16x16 for two.")],
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     architecture: Annotated[
         str | None,
         typer.Option(help="Well-known model instead of model.path, without its files: qwen3-8b, llama-3.1-70b, …"),
@@ -429,11 +439,13 @@ def plan(
     from jax_agent_rl.deploy.plan.architectures import architecture_folder
     from jax_agent_rl.deploy.plan.command import PlanTask, run_command
 
+    given = given_config(config, overrides, config_file)
+    recipe = str(given.required("plan"))
     console = Console()
     with nullcontext() if architecture is None else architecture_folder(architecture) as model:
         task = PlanTask(
-            recipe=str(config),
-            overrides=[*(overrides or []), *([] if model is None else [f"model.path={model}"])],
+            recipe=recipe,
+            overrides=[*given.overrides, *([] if model is None else [f"model.path={model}"])],
             topology=topology,
             utilization=utilization,
             price=price_per_chip_hour,

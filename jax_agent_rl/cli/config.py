@@ -12,14 +12,15 @@ import typer
 
 from jax_agent_rl.cli.options import (
     HELP_OPTIONS,
+    ConfigArgument,
+    ConfigOption,
     JsonOption,
-    OptionalConfig,
     Overrides,
     Panel,
     add_group,
     command,
-    config_or_key,
     exit_if_interrupted,
+    given_config,
     run_to_end,
     settings_model,
 )
@@ -48,14 +49,14 @@ def register(parent: typer.Typer) -> None:
         parent,
         Panel.CHECK,
         "doctor",
-        "doctor configs/quickstart.yaml",
-        "doctor configs/ppo_tool.yaml rollout.backend=vllm --json",
+        "doctor quickstart",
+        "doctor ppo_tool rollout.backend=vllm --json",
     )(doctor)
     command(
         parent,
         Panel.CHECK,
         "certify",
-        "certify --config my.yaml learner.mesh.fsdp=4 --out reports/v5e",
+        "certify my.yaml learner.mesh.fsdp=4 --out reports/v5e",
         "certify --only kernels --only speed",
     )(certify)
     command(
@@ -69,7 +70,7 @@ def register(parent: typer.Typer) -> None:
         app,
         Panel.CHECK,
         "config explain rollout.group_size",
-        "config show configs/lora.yaml trainer.steps=5",
+        "config show lora trainer.steps=5",
         name="config",
     )
 
@@ -103,17 +104,19 @@ def explain_key(
         _print_key(found, keys, console)
 
 
-@command(app, Panel.CHECK, "config show configs/quickstart.yaml seed=1 > mine.yaml")
+@command(app, Panel.CHECK, "config show quickstart seed=1 > mine.yaml")
 def show(
-    config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
 ) -> None:
     """Print a configuration with its base, overrides and all defaults filled in, as a usable YAML file."""
     import yaml
 
     from jax_agent_rl.config import load
 
-    resolved = load(config, overrides or []).model_dump(mode="json")
+    given = given_config(config, overrides, config_file)
+    resolved = load(given.required("config show"), given.overrides).model_dump(mode="json")
     yaml.safe_dump(resolved, sys.stdout, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -133,7 +136,7 @@ def reference() -> None:
     """Print every key as Markdown: docs/config.md."""
     from jax_agent_rl.config.reference import reference
 
-    server = "Keys of `jax-agent-rl {}`; `--config` names a YAML file with them."
+    server = "Keys of `jax-agent-rl {}`, and of the YAML file that it may be given."
     pages = {
         "train": ("A run", "Keys of `jax-agent-rl train` and of every command that takes a recipe."),
         "sft": ("Supervised fine-tuning", "Keys of `jax-agent-rl sft`."),
@@ -218,7 +221,12 @@ def _print_section(path: str, keys: Mapping[str, KeyInfo], console: Console) -> 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(config: OptionalConfig = None, overrides: Overrides = None, json: JsonOption = False) -> None:
+def doctor(
+    config: ConfigArgument = None,
+    overrides: Overrides = None,
+    config_file: ConfigOption = None,
+    json: JsonOption = False,
+) -> None:
     """Check, before a run, what would stop or spoil it: a line for each thing, with what to do where it is not ok.
 
     Without CONFIG, the machine: Python, packages, cores, memory, disk, limits, ports, accelerators, sandbox. With it,
@@ -233,10 +241,11 @@ def doctor(config: OptionalConfig = None, overrides: Overrides = None, json: Jso
     from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
 
-    file, keys = config_or_key(config, overrides)
-    if file is None and keys:
-        raise ConfigError(f"{' '.join(keys)}: without a configuration there are no keys to change; give its file first")
-    settings = load(file, keys) if file else None
+    given = given_config(config, overrides, config_file)
+    if given.file is None and given.overrides:
+        keys = " ".join(given.overrides)
+        raise ConfigError(f"{keys}: without a configuration there are no keys to change; give its file, too")
+    settings = load(given.file, given.overrides) if given.file else None
     findings = run_to_end(_show(settings, Console()))
     failed = [finding for finding in findings if finding.status == "fail"]
     if json:
@@ -246,26 +255,26 @@ def doctor(config: OptionalConfig = None, overrides: Overrides = None, json: Jso
 
 
 def certify(
+    config: ConfigArgument = None,
     overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML configuration of a run; default the quickstart's model and task.")
-    ] = None,
+    config_file: ConfigOption = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for certify.json and certify.html.")] = Path("certify"),
 ) -> None:
     """Measure this machine, and compare it with what the documentation claims, in about ten minutes.
 
     Kernels against float64, every backend against the protocol, engine against learner in every precision, speed and
-    memory beside plan and the device's peaks, exchanges between devices, a checkpoint, a short training run. The report
-    (certify.json, certify.html) says for each deviation which claim it concerns; it is meant to be sent to us. Exits
-    with 1 if there are deviations.
+    memory beside plan and the device's peaks, exchanges between devices, a checkpoint, a short training run; without
+    CONFIG, of the quickstart's model and task. The report (certify.json, certify.html) says for each deviation which
+    claim it concerns; it is meant to be sent to us. Exits with 1 if there are deviations.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
     from jax_agent_rl.deploy.certify import run_command
 
+    given = given_config(config, overrides, config_file)
     arguments = ["jax-agent-rl", *sys.argv[1:]]
     with exit_if_interrupted():  # the report then ends before the check that was running
-        report = run_command(config, overrides or [], only=only or [], out=out, arguments=arguments)
+        report = run_command(given.file, given.overrides, only=only or [], out=out, arguments=arguments)
     if not report["ok"]:
         raise typer.Exit(1)
 

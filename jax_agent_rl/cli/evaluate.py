@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jax_agent_rl.cli.options import (
+    ConfigArgument,
+    ConfigOption,
     EmaOption,
     JsonOption,
     ModelOption,
-    OptionalConfig,
     Overrides,
     Panel,
     RunOption,
     StepOption,
     command,
-    config_or_key,
+    given_config,
     key_completer,
     run_to_end,
 )
@@ -36,9 +37,9 @@ def register(app: typer.Typer) -> None:
         app,
         Panel.LOOK,
         "view runs/quickstart --sort worst --limit 3",
-        "view runs/quickstart --split heldout --step 8",
-        "view runs/quickstart --tool-error any --min-step 10 --text calculator",
-        "view runs/tree --tree",
+        "view runs/quickstart --split heldout --step 6",
+        "view runs/quickstart --tool-error any --min-step 2 --text price",
+        "view runs/quickstart --tree",
     )(view)
     command(
         app,
@@ -49,30 +50,31 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         Panel.TRAIN,
-        "rollout configs/quickstart.yaml --out rollouts.parquet",
+        "rollout quickstart --out rollouts.parquet",
         "rollout --run runs/quickstart --out data/distilled --temperature 0.7 -n 4",
         "rollout --model ~/models/Qwen3-0.6B --data gsm8k.jsonl --limit 100 --out rollouts.jsonl",
     )(rollout)
     command(
         app,
         Panel.LOOK,
-        "eval configs/quickstart.yaml -n 8 -k 1,4,8",
-        "eval --run runs/quickstart --step 7 --json",
-        "eval configs/quickstart.yaml --model ~/models/Qwen3-0.6B -n 1 --temperature 0",
+        "eval quickstart -n 8 -k 1,4,8",
+        "eval --run runs/quickstart --step 4 --json",
+        "eval quickstart --model ~/models/Qwen3-0.6B -n 1 --temperature 0",
         "eval --model ~/models/Qwen3-0.6B --data gsm8k.parquet agent.max_response_length=512",
         name="eval",
     )(evaluate)
     command(
         app,
         Panel.LOOK,
-        "simulate configs/quickstart.yaml",
-        "simulate configs/quickstart.yaml rollout.group_size=16 assume.engines.count=8",
+        "simulate quickstart",
+        "simulate quickstart rollout.group_size=16 assume.engines.count=8",
     )(simulate)
 
 
 def evaluate(
-    config: OptionalConfig = None,
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
@@ -114,8 +116,10 @@ def evaluate(
     from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
     from jax_agent_rl.runtime.train import free_folder
 
-    file, keys = config_or_key(config, overrides)
-    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, ema=ema, data=data)
+    given = given_config(config, overrides, config_file)
+    choice = PolicyChoice(
+        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema, data=data
+    )
     request = EvaluationRequest(
         samples=n,
         ks=parse_ks(k, n),
@@ -144,8 +148,9 @@ def evaluate(
 
 def rollout(
     out: Annotated[Path, typer.Option(help="FILE.parquet, FILE.jsonl, or a FOLDER that datasets.load_dataset reads.")],
-    config: OptionalConfig = None,
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
@@ -172,8 +177,10 @@ def rollout(
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
 
-    file, keys = config_or_key(config, overrides)
-    choice = PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, ema=ema, data=data)
+    given = given_config(config, overrides, config_file)
+    choice = PolicyChoice(
+        config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema, data=data
+    )
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
     for source in request.sources(choose(choice)):
         find_files(source)  # fail before a checkpoint is written
@@ -305,14 +312,16 @@ def report(
 
 
 def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML configuration, for its batch sizes.")],
+    config: ConfigArgument = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="KEY=VALUE",
             help="Overrides of configuration keys and, with the prefix 'assume.', of assumptions: assume.steps=20.",
             autocompletion=key_completer({"": "train", "assume.": "simulate"}),
         ),
     ] = None,
+    config_file: ConfigOption = None,
     assume: Annotated[Path | None, typer.Option(help="YAML file of assumptions.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -321,4 +330,5 @@ def simulate(
 
     from jax_agent_rl.testing.simulate.run import run_command
 
-    run_command(config, overrides or [], assume, as_json=json, console=Console())
+    given = given_config(config, overrides, config_file)
+    run_command(given.required("simulate"), given.overrides, assume, as_json=json, console=Console())

@@ -12,11 +12,13 @@ import functools
 import inspect
 import pkgutil
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 T = TypeVar("T")
 
@@ -50,8 +52,14 @@ def command(
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         explanation = "\n\n".join(" ".join(text.split()) for text in paragraphs)  # or lines would stay broken
         epilog = _shown(examples)
+        _name_values(function)
         return app.command(
-            name, help=explanation, rich_help_panel=panel.value, epilog=epilog, context_settings=HELP_OPTIONS
+            name,
+            cls=PlainCommand,
+            help=explanation,
+            rich_help_panel=panel.value,
+            epilog=epilog,
+            context_settings=HELP_OPTIONS,
         )(function)
 
     return register
@@ -59,7 +67,64 @@ def command(
 
 def add_group(app: typer.Typer, group: typer.Typer, panel: Panel, *examples: str, name: str) -> None:
     """Register several commands under one name; examples as for :func:`command`."""
-    app.add_typer(group, name=name, rich_help_panel=panel.value, epilog=_shown(examples))
+    app.add_typer(group, name=name, cls=PlainGroup, rich_help_panel=panel.value, epilog=_shown(examples))
+
+
+class PlainCommand(TyperCommand):
+    """A command whose ``--help`` writes flags and arguments as they are typed."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
+        return _as_typed(super().get_params(ctx))
+
+
+class PlainGroup(TyperGroup):
+    """A group of commands whose ``--help`` writes flags and arguments as they are typed."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
+        return _as_typed(super().get_params(ctx))
+
+
+def _as_typed(parameters: list[Any]) -> list[Any]:
+    """Take the type from flags, which have no value, and from arguments, whose name says it."""
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+        elif parameter.is_flag:
+            parameter.metavar = ""
+    return parameters
+
+
+_VALUE_NAMES: Mapping[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""What ``--help`` calls the value of an option, by its type."""
+
+
+def _name_values(function: Callable[..., None]) -> None:
+    """Name the arguments and values of a command that have no name of their own: in capitals, as in its examples."""
+    hints = get_type_hints(function, include_extras=True)
+    for name in inspect.signature(function).parameters:
+        function.__annotations__[name] = hints[name]  # not evaluated again, or the name would be lost
+        kind, info = get_args(hints[name])
+        if info.metavar is not None:
+            continue
+        if isinstance(info, typer.models.ArgumentInfo):
+            info.metavar = name.upper()
+        else:
+            info.metavar = _value_name(kind)
+
+
+def _value_name(kind: Any) -> str | None:
+    """Return the name of an option's value; None for a flag and for a choice, which shows what there is."""
+    if kind in _VALUE_NAMES:
+        return _VALUE_NAMES[kind]
+    if get_origin(kind) is Literal:
+        return None
+    for part in get_args(kind):
+        name = _value_name(part)
+        if name is not None:
+            return name
+    return None
 
 
 def _shown(examples: Iterable[str]) -> str:
@@ -67,19 +132,13 @@ def _shown(examples: Iterable[str]) -> str:
     return "\n\n".join(["Examples:", *lines])
 
 
-_SETTINGS = {
-    "train": "jax_agent_rl.config:Config",
-    "sft": "jax_agent_rl.config.commands:SftConfig",
-    "dpo": "jax_agent_rl.config.commands:DpoConfig",
-    "tool-server": "jax_agent_rl.config.commands:ToolServerSettings",
-    "tinker-server": "jax_agent_rl.config.commands:TinkerServerSettings",
-    "simulate": "jax_agent_rl.testing.simulate.workload:Assumptions",
-}
-
-
 def settings_model(command: str) -> Any:
-    """Return the tree of a command's settings."""
-    return pkgutil.resolve_name(_SETTINGS[command])
+    """Return the tree of a command's settings; that of ``simulate`` is of its assumptions."""
+    if command == "simulate":
+        return pkgutil.resolve_name("jax_agent_rl.testing.simulate.workload:Assumptions")
+    from jax_agent_rl.config.roots import root_model
+
+    return root_model(command)
 
 
 Completer = Callable[[typer.Context, str], list[tuple[str, str]]]
@@ -116,17 +175,18 @@ def key_completer(trees: Mapping[str, str]) -> Completer:
 
 def _words(context: typer.Context) -> list[str]:
     """Return the words before the incomplete one where settings may stand."""
-    given = (context.params.get(name) or () for name in ("config", "settings", "overrides"))
+    given = (context.params.get(name) or () for name in ("config", "overrides"))
     return [str(word) for value in given for word in (value if isinstance(value, list | tuple) else [value])]
 
 
-complete_key = key_completer({"": "train"})
-"""Completer of the keys of a run's configuration."""
+def file_or_key_completer(command: str) -> Completer:
+    """Return a completer of keys where a file may stand; without matches, shells complete file names."""
+    complete_key = key_completer({"": command})
 
+    def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        return complete_key(context, incomplete) if incomplete else []
 
-def complete_config(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Complete a key where a file may stand, too; without matches, shells complete file names."""
-    return complete_key(context, incomplete) if incomplete else []
+    return complete
 
 
 def _values(model: Any, path: list[str]) -> list[str]:
@@ -141,22 +201,33 @@ def _values(model: Any, path: list[str]) -> list[str]:
     return named or (["true", "false"] if bool in kinds else [])
 
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
+def overrides_of(command: str) -> Any:
+    """Return the argument ``KEY=VALUE …`` of a command with these settings; ``train`` is that of every run."""
+    return typer.Argument(
         metavar="KEY=VALUE",
-        help="Configuration keys that override the file: trainer.steps=5 seed=1.",
-        autocompletion=complete_key,
-    ),
-]
-OptionalConfig = Annotated[  # a path would fold the slashes of key=http://…
-    str | None,
-    typer.Argument(
+        help="Configuration keys that override the file: " + _KEY_EXAMPLES[command],
+        autocompletion=key_completer({"": command}),
+    )
+
+
+def config_of(command: str) -> Any:
+    """Return the argument ``CONFIG`` of a command with these settings, in whose place a key may stand."""
+    return typer.Argument(
         metavar="CONFIG",
-        help="YAML configuration, e.g. configs/quickstart.yaml.",
-        autocompletion=complete_config,
-    ),
-]
+        help="YAML file, or the name of a recipe.",
+        autocompletion=file_or_key_completer(command),
+    )
+
+
+_KEY_EXAMPLES = {
+    "train": "trainer.steps=5 seed=1.",
+    "dpo": "learner.learning_rate=1e-5.",
+    "tool-server": "port=5001 workers=4.",
+    "tinker-server": "port=8001 lora.rank=8.",
+}
+Overrides = Annotated[list[str] | None, overrides_of("train")]
+ConfigArgument = Annotated[str | None, config_of("train")]  # a path would fold the slashes of key=http://…
+ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="CONFIG, given as an option.")]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Hugging Face folder instead of the configuration's model.")
 ]
@@ -172,18 +243,49 @@ EmaOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
-def config_or_key(config: str | None, overrides: Iterable[str] | None) -> tuple[Path | None, list[str]]:
-    """Distinguish a file from a ``key=value`` in its place, where the file is optional.
+@dataclass(frozen=True, kw_only=True)
+class GivenConfig:
+    """The configuration of a command line.
 
-    >>> config_or_key("seed=1", ["trainer.steps=5"])
-    (None, ['seed=1', 'trainer.steps=5'])
+    Attributes:
+        file: YAML file or the name of a recipe; None: none was given.
+        overrides: ``key=value``.
     """
-    rest = list(overrides or [])
-    if config is None:
-        return None, rest
-    if "=" in config and not Path(config).is_file():
-        return None, [config, *rest]
-    return Path(config), rest
+
+    file: Path | None
+    overrides: list[str]
+
+    def required(self, command: str) -> Path:
+        """Return the file.
+
+        Raises:
+            ConfigError: none was given.
+        """
+        from jax_agent_rl.errors import ConfigError
+
+        if self.file is None:
+            recipe = {"sft": "supervised/sft", "dpo": "supervised/dpo", "distill": "distill"}.get(command, "quickstart")
+            raise ConfigError(
+                f"{command} needs a configuration: a YAML file, or a recipe by name, as in "
+                f"`jax-agent-rl {command} {recipe}`; --config FILE says the same"
+            )
+        return self.file
+
+
+def given_config(argument: str | None, overrides: Iterable[str] | None, option: str | None) -> GivenConfig:
+    """Return the configuration that a command line names, by ``CONFIG`` or ``--config FILE``, and its keys.
+
+    Raises:
+        ConfigError: several files are named.
+
+    >>> given_config("seed=1", ["trainer.steps=5"], "quickstart")
+    GivenConfig(file=PosixPath('quickstart'), overrides=['seed=1', 'trainer.steps=5'])
+    """
+    from jax_agent_rl.utils.config_words import split_config
+
+    words = [] if argument is None else [argument]
+    file, keys = split_config([*words, *(overrides or ())], option)
+    return GivenConfig(file=file, overrides=keys)
 
 
 @contextlib.contextmanager

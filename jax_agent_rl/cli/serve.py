@@ -11,18 +11,20 @@ import typer
 
 from jax_agent_rl.cli.options import (
     HELP_OPTIONS,
+    ConfigArgument,
+    ConfigOption,
     EmaOption,
     JsonOption,
     ModelOption,
-    OptionalConfig,
     Overrides,
     Panel,
     RunOption,
     StepOption,
     add_group,
     command,
-    config_or_key,
-    key_completer,
+    config_of,
+    given_config,
+    overrides_of,
     settings_model,
 )
 from jax_agent_rl.observe.progress import print_line
@@ -45,21 +47,22 @@ def register(app: typer.Typer) -> None:
         app,
         Panel.SERVE,
         "tool-server",
+        "tool-server tool_server port=5002",
         "tool-server port=5001 workers=4 tools=[python,search] search.corpus=passages.jsonl",
         name="tool-server",
     )(tool_server)
     command(
         app,
         Panel.SERVE,
-        "serve configs/quickstart.yaml",
-        "serve --run runs/quickstart --step 7 --port 8001",
+        "serve quickstart",
+        "serve --run runs/quickstart --step 6 --port 8001",
         "serve --model ~/models/Qwen3-0.6B rollout.max_model_len=4096",
     )(serve)
     command(
         app,
         Panel.SERVE,
-        "rollout-server --config configs/quickstart.yaml --port 8100",
-        "train configs/quickstart.yaml rollout.backend=remote rollout.urls=[http://127.0.0.1:8100]",
+        "rollout-server quickstart --port 8100",
+        "train quickstart rollout.backend=remote rollout.urls=[http://127.0.0.1:8100]",
         name="rollout-server",
     )(rollout_server)
     command(
@@ -78,42 +81,35 @@ def register(app: typer.Typer) -> None:
         "engines remove runs/quickstart http://10.0.0.5:8100 --drain",
         name="engines",
     )
-    command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 8 --json")(diagnose)
+    command(app, Panel.CHECK, "diagnose runs/quickstart", "diagnose runs/quickstart --version 4 --json")(diagnose)
 
 
 def tool_server(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Settings as key=value, e.g. port=5000 workers=4.", autocompletion=key_completer({"": "tool-server"})
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+    config: Annotated[str | None, config_of("tool-server")] = None,
+    overrides: Annotated[list[str] | None, overrides_of("tool-server")] = None,
+    config_file: ConfigOption = None,
 ) -> None:
     """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.process import run_server
 
-    run_server(run(load_tree(settings_model("tool-server"), config, settings or []), print_line=print))
+    given = given_config(config, overrides, config_file)
+    run_server(run(load_tree(settings_model("tool-server"), given.file, given.overrides), print_line=print))
 
 
 def tinker_server(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Settings as key=value, e.g. port=8000 lora.rank=8.",
-            autocompletion=key_completer({"": "tinker-server"}),
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+    config: Annotated[str | None, config_of("tinker-server")] = None,
+    overrides: Annotated[list[str] | None, overrides_of("tinker-server")] = None,
+    config_file: ConfigOption = None,
 ) -> None:
     """Serve the Tinker API: clients sample, compute gradients and update models through its SDK."""
     from jax_agent_rl.config.loading import load_tree
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.utils.process import run_server
 
-    chosen = load_tree(settings_model("tinker-server"), config, settings or [])
+    given = given_config(config, overrides, config_file)
+    chosen = load_tree(settings_model("tinker-server"), given.file, given.overrides)
     try:
         from jax_agent_rl.tinker_server.app import serve as run
     except ModuleNotFoundError as error:
@@ -125,10 +121,9 @@ def tinker_server(
 
 
 def rollout_server(
-    config: Annotated[
-        Path | None, typer.Option(help="YAML configuration; its model, rollout and engine are used.")
-    ] = None,
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
@@ -140,13 +135,15 @@ def rollout_server(
     from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_rollouts
 
-    choice = PolicyChoice(config=config, overrides=overrides or [], model=model, run=run, step=step, ema=ema)
+    given = given_config(config, overrides, config_file)
+    choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
     _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
 
 
 def serve(
-    config: OptionalConfig = None,
+    config: ConfigArgument = None,
     overrides: Overrides = None,
+    config_file: ConfigOption = None,
     model: ModelOption = None,
     run: RunOption = None,
     step: StepOption = None,
@@ -166,16 +163,17 @@ def serve(
     from jax_agent_rl.runtime.policy import PolicyChoice
     from jax_agent_rl.runtime.serve import serve_openai
 
-    file, keys = config_or_key(config, overrides)
+    given = given_config(config, overrides, config_file)
     serving = functools.partial(
         serve_openai,
         host=host,
         port=port,
         token_env=token_env,
         model_name=model_name,
-        fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in keys),
+        fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in given.overrides),
     )
-    _serve(PolicyChoice(config=file, overrides=keys, model=model, run=run, step=step, ema=ema), serving)
+    choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
+    _serve(choice, serving)
 
 
 @command(engines, Panel.SERVE, "engines list runs/quickstart", name="list")

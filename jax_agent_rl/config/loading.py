@@ -53,7 +53,9 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(read_tree(base_file, _readers=(*_readers, path)), tree)
 
 
-def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tree:
+def build_tree(
+    model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[str] = (), *, file: Path | None = None
+) -> Tree:
     """Validate a nested mapping plus overrides.
 
     Args:
@@ -61,16 +63,19 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
         tree: the nested mapping; not changed.
         overrides: ``key.path=value``, values in YAML. Here and in files, null stands for the default of a key that
             can't be null.
+        file: where the tree was read, for messages.
 
     Raises:
         ConfigError: with all problems at once.
     """
+    given = tree
     tree = copy.deepcopy(dict(tree))
     problems = [problem for item in overrides if (problem := _apply_override(tree, item))]
     _drop_nulls(tree, model)
     try:
         made = model.model_validate(tree)
     except ValidationError as error:
+        _require_its_command(given, model, file)
         raise ConfigError(problems + [line for item in error.errors() for line in _explain(item, model)]) from None
     if problems:
         raise ConfigError(problems)
@@ -79,7 +84,26 @@ def build_tree(model: type[Tree], tree: Mapping[str, Any], overrides: Sequence[s
 
 def load_tree(model: type[Tree], path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Tree:
     """Read a YAML file, if any, apply overrides and validate; raise :class:`ConfigError` with all problems at once."""
-    return build_tree(model, {} if path is None else read_tree(Path(path)), overrides)
+    if path is None:
+        return build_tree(model, {}, overrides)
+    return build_tree(model, read_tree(Path(path)), overrides, file=Path(path))
+
+
+def _require_its_command(tree: Mapping[str, Any], model: type[BaseModel], file: Path | None) -> None:
+    """Raise ConfigError if a tree that is not valid is the configuration of another command."""
+    from jax_agent_rl.config.roots import command_of, meant_command  # which name the models that are read here
+
+    command = meant_command(tree, model)
+    if command is None:
+        return
+    if command == "train" and tree.get("distill"):
+        command = "distill"
+    name = "this" if file is None else str(file)
+    raise ConfigError(
+        f"{name} is a configuration of `{command}`, not of `{command_of(model)}`: run jax-agent-rl {command} "
+        f"{'FILE' if file is None else file}, or give a configuration of `{command_of(model)}` "
+        f"(jax-agent-rl config reference lists its keys)"
+    )
 
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:

@@ -138,7 +138,7 @@ def choose(choice: PolicyChoice) -> Config:
         raise ConfigError(f"--step {choice.step} is of a run's checkpoint; give --run, too")
     if choice.ema and choice.run is None:
         raise ConfigError("--ema is of a run's checkpoint; give --run, too")
-    config = build(_tree(choice), choice.overrides)
+    config = build_tree(Config, _tree(choice), choice.overrides, file=choice.config)
     if choice.model is not None:
         model = config.model.model_copy(update={"path": str(choice.model.expanduser())})
         config = config.model_copy(update={"model": model})
@@ -158,7 +158,9 @@ def _tree(choice: PolicyChoice) -> dict[str, Any]:
     if choice.run is not None:
         return run_config(choice.run).model_dump(mode="json")
     if choice.model is None:
-        raise ConfigError("nothing says which policy; give a YAML configuration, --model FOLDER or --run RUN")
+        raise ConfigError(
+            "nothing says which policy: give a configuration (CONFIG or --config FILE), --model FOLDER or --run RUN"
+        )
     rows = {"train": choice.data or NO_ROWS}
     model = {"path": str(choice.model)}
     name = choice.model.expanduser().resolve().name

@@ -13,9 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from jax_agent_rl.cli import app
-from jax_agent_rl.cli.options import Panel, config_or_key
+from jax_agent_rl.cli.options import Panel, given_config
 from jax_agent_rl.config import Config, build, load
-from jax_agent_rl.config.commands import DpoConfig, SftConfig, ToolServerSettings
+from jax_agent_rl.config.commands import DpoConfig, SftConfig, TinkerServerSettings, ToolServerSettings
 from jax_agent_rl.config.loading import load_tree, valid_keys
 from jax_agent_rl.testing.simulate.workload import load_assumptions
 from jax_agent_rl.tool_server.plugins import tool_classes
@@ -57,7 +57,8 @@ def test_examples_are_shown_with_their_brackets():
 def examples() -> list[str]:
     """Of every command and group, without ``jax-agent-rl`` and what a shell does with the output."""
     group = typer.main.get_command(app)
-    commands = [*group.commands.values(), *group.commands["config"].commands.values()]
+    groups = [command for command in group.commands.values() if hasattr(command, "commands")]
+    commands = [*group.commands.values(), *(command for one in groups for command in one.commands.values())]
     lines = [line for command in commands for line in command.epilog.replace("\\[", "[").splitlines()]
     return [line.removeprefix("jax-agent-rl ").partition(" > ")[0] for line in lines if line.startswith("jax-agent-rl")]
 
@@ -75,20 +76,38 @@ def understood(example: str) -> tuple[str, dict[str, Any]]:
 def test_examples_name_recipes_and_settings_that_there_are(example: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     name, given = understood(example)
+    chosen = given_config(given.get("config"), given.get("overrides"), given.get("config_file"))
     if name == "tool-server":
-        tool_classes(load_tree(ToolServerSettings, given["config"], given["settings"] or []))
+        tool_classes(load_tree(ToolServerSettings, chosen.file, chosen.overrides))
+        return
+    if name == "tinker-server":
+        load_tree(TinkerServerSettings, chosen.file, chosen.overrides)
         return
     if name in ("sft", "dpo"):
-        load_tree({"sft": SftConfig, "dpo": DpoConfig}[name], given["config"], given["overrides"] or [])
+        load_tree({"sft": SftConfig, "dpo": DpoConfig}[name], chosen.file, chosen.overrides)
         return
-    config = given.get("config")
-    config, overrides = config_or_key(config and str(config), given.get("overrides"))
-    mine = [item for item in overrides if not item.startswith("assume.")]
-    if config and str(config).startswith("configs/"):
-        load(config, mine)
+    mine = [item for item in chosen.overrides if not item.startswith("assume.")]
+    if chosen.file and chosen.file.name != "my.yaml":  # the reader's own
+        load(chosen.file, mine)
     else:
         build(REQUIRED, mine)
-    load_assumptions(None, [item.removeprefix("assume.") for item in overrides if item not in mine])
+    load_assumptions(None, [item.removeprefix("assume.") for item in chosen.overrides if item not in mine])
+
+
+@pytest.mark.parametrize("example", examples())
+def test_examples_work_on_what_the_quickstart_leaves(example: str):
+    """Its checkpoints are those of the recipe's steps; rows are held out before the first and after the last."""
+    trainer = load("quickstart").trainer
+    checkpoints = {*range(trainer.checkpoint_every, trainer.steps + 1, trainer.checkpoint_every), trainer.steps}
+    name, given = understood(example)
+    run = given.get("run")
+    if not isinstance(run, Path) or name == "engines":  # which is about a run that is not over
+        return
+    assert run == Path(load("quickstart").run_dir) or given.get("adapter"), "there is no such run"
+    if name == "view":
+        assert (given["step"] or trainer.steps) in {0, trainer.steps} and (given["min_step"] or 0) <= trainer.steps
+    else:
+        assert {given.get("step"), given.get("version")} <= {None, *checkpoints}
 
 
 def test_help_loads_nothing_that_commands_need():
@@ -176,13 +195,3 @@ def test_where_a_file_may_stand_the_shell_completes_it(line: str):
 
 def test_a_key_with_any_value_has_none_to_offer():
     assert in_fish("eval trainer.steps=") == in_fish("eval no.such.key=") == in_fish("eval seed.deeper=") == []
-
-
-def test_a_key_may_stand_where_a_file_may_be_left_out(tmp_path: Path):
-    odd = tmp_path / "a=b.yaml"
-    odd.write_text("")
-    url = "agent.tool_server_url=http://localhost:5000"
-    assert config_or_key(url, ["a.b=2"]) == (None, [url, "a.b=2"])
-    assert config_or_key("missing.yaml", None) == (Path("missing.yaml"), [])
-    assert config_or_key(str(odd), None) == (odd, [])
-    assert config_or_key(None, None) == (None, [])

@@ -37,6 +37,7 @@ from jax_agent_rl.deploy.launch import (
 from jax_agent_rl.deploy.launch.ray_driver import add_run_options, load_run
 from jax_agent_rl.errors import JaxAgentRLError, LaunchError
 from jax_agent_rl.runtime.ray_cluster import RAY_FIX, secure_own_cluster
+from jax_agent_rl.utils.config_words import split_config
 from jax_agent_rl.utils.process import EXIT_CODE
 from jax_agent_rl.utils.services import start_service_blocking
 from jax_agent_rl.utils.text import printable
@@ -56,7 +57,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; ``--help`` documents all options."""
     result = script_parser("gpu.sh")
     add = result.add_argument
-    add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="CONFIG as an option; default the quickstart, with model and data",
+    )
     add_run_options(add)
     add("--certify", action="store_true", help="measure this machine with jax-agent-rl certify instead of training")
     add("--dry-run", action="store_true", help="check the configuration, print the job, and run nothing")
@@ -84,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
+    arguments.config, arguments.overrides = split_config(arguments.overrides, arguments.config)
     cluster = os.environ.get("RAY_ADDRESS")
     if arguments.certify:
         return _certify(arguments, cluster)
@@ -91,7 +98,10 @@ def _launch(arguments: argparse.Namespace) -> int:
         print(_cluster_file(arguments), end="")
         return 0
     if arguments.config is None and (arguments.render or cluster):
-        raise LaunchError("give --config: the quickstart, whose model and data are fetched, is for this machine")
+        raise LaunchError(
+            "give a configuration, by CONFIG or --config FILE: the quickstart, whose model and data are fetched, is "
+            "for this machine"
+        )
     file = (arguments.config or QUICKSTART).absolute()
     config = load_run(str(file), arguments.overrides)
     passed = [f"--{name.replace('_', '-')}={vars(arguments)[name]}" for name in _PASSED]

@@ -319,7 +319,7 @@ def _print_line(line: str) -> None:
 
 def add_run_options(add: Callable[..., Any]) -> None:
     """Add the options that ``gpu.sh`` passes on to the driver."""
-    add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
+    add("overrides", nargs="*", metavar="[CONFIG] KEY=VALUE", help="YAML configuration, and keys that override it")
     add("--resume", action="store_true", help="continue from the newest checkpoint of run_dir")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="what learner and engines compute on")
     add("--tool-server", metavar="FILE", help="keep a tool server with these settings beside process 0 of the learner")

@@ -25,7 +25,8 @@ from jax_agent_rl.deploy.launch.tpu import job
 from jax_agent_rl.deploy.launch.tpu.gcloud import DryRun, Gcloud, parse_topology
 from jax_agent_rl.deploy.launch.tpu.job import Job
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
-from jax_agent_rl.errors import LaunchError
+from jax_agent_rl.errors import ConfigError, LaunchError
+from jax_agent_rl.utils.config_words import split_config
 from jax_agent_rl.utils.process import EXIT_CODE
 from jax_agent_rl.utils.text import printable
 
@@ -36,14 +37,19 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; ``--help`` documents all options."""
     result = script_parser("tpu_pod.sh")
     add = result.add_argument
-    add("overrides", nargs="*", metavar="a.b=c", help="configuration keys")
+    add("overrides", nargs="*", metavar="[CONFIG] KEY=VALUE", help="YAML configuration, and keys that override it")
     add("--name", required=True, help="name of the slice and of the run")
     add("--zone", type=comma_separated, required=True, metavar="Z", help="us-west4-a; SkyPilot takes several")
     add("--topology", type=parse_topology, required=True, metavar="T", help="of the slice: v5e:4x4, v5p:2x2x2, v6e:8x8")
     add("--project", help="Google Cloud project; default gcloud's own")
     add("--runtime-version", metavar="V", help="software of the VMs; default the one for jax on that generation")
     add("--spot", action="store_true", help="cheaper, may be preempted at any time")
-    add("--config", type=Path, metavar="FILE", help="YAML configuration; default the quickstart, with model and data")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="CONFIG as an option; default the quickstart, with model and data",
+    )
     add("--bucket", metavar="gs://B", help="checkpoints, small files and logs go to gs://B/NAME")
     add("--prepare", metavar="COMMAND", help="run on every host before the start, to fetch model and data")
     add("--env", action="append", type=variable, default=[], metavar="NAME[=V]", help="for --prepare and the run")
@@ -101,6 +107,10 @@ def _job(arguments: argparse.Namespace) -> Job:
             f"--name {arguments.name!r}: up to 40 small letters, digits and hyphens, with a letter first and no hyphen "
             "last"
         )
+    try:
+        arguments.config, arguments.overrides = split_config(arguments.overrides, arguments.config)
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
     if arguments.config and not arguments.config.is_file():
         raise LaunchError(f"--config {str(arguments.config)!r} does not exist")
     job.require_overrides(arguments.overrides)

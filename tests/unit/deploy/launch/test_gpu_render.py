@@ -51,7 +51,7 @@ def test_a_rayjob_runs_the_driver_on_the_configuration_with_time_to_save(capsys:
     [
         (["--render", "ray"], "--hosts=: name [user@]hosts"),
         (["--render", "ray", "--hosts", "a@10.0.0.1,b@10.0.0.2"], "with one user for all"),
-        (["--render", "kuberay"], "give --config"),
+        (["--render", "kuberay"], "CONFIG or --config"),
         (["--render", "kuberay", "--config", str(QUICKSTART)], "run_dir=runs/quickstart ends with its pod"),
     ],
 )
