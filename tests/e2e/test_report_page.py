@@ -6,21 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.command import write_report
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.utils.text import printable
 from tests.report_runs import HOSTILE, decode, make_run, open_browser, step_line
 from tests.trajectories import session, trajectory
 
+WIDTHS = (390, 768, 1280, 1920)
+CHECKS = Path(__file__).with_name("report_page_checks.js").read_text()
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> str:
     """Address of the report of a run with hostile texts."""
     run = make_run(tmp_path_factory.mktemp("report") / "run", hostile=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "decoder", lambda config, notes: decode)
-        return write_report(run).as_uri()
+    return write_report(run, decode=decode).as_uri()
+
+
+def show_ids(ids) -> str:
+    return "".join(f"[{i}]" for i in ids)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,7 @@ def test_pointing_at_a_step_of_a_long_run_shows_a_value_in_every_chart(browser, 
     for step in range(1, 2001):
         more = {"entropy": step * 7919 % 1009 / 1009, "loss": step * 6007 % 997 / 997, "kl": step * 523 % 499 / 499}
         run_dir.add_metrics(step_line(step, **more))
-    page = Page(browser, write_report(run_dir.path).as_uri())
+    page = Page(browser, write_report(run_dir.path, decode=show_ids).as_uri())
     assert page.tab.locator("svg[aria-label='Tool errors'] rect").count() == 286
     box = page.tab.locator(".card", has_text="Reward").first.locator("svg").bounding_box()
     for place in (0.3, 0.5, 0.77):
@@ -125,8 +129,8 @@ def test_filters_by_name(page, label, value, numbers):
 
 def test_filters_by_number_and_text_hold_together_and_are_cleared(page):
     page.press("3")
-    page.tab.get_by_placeholder("least").fill("0.25")
-    page.tab.get_by_placeholder("from").fill("2")
+    page.tab.get_by_label("least reward").fill("0.25")
+    page.tab.get_by_label("first step").fill("2")
     assert page.listed() == ["train-2-0-0", "train-2-0-3", "train-3-0-0", "train-3-0-3"]
     page.tab.get_by_placeholder("text, id or group").fill("hello")
     assert page.listed() == ["train-2-0-0", "train-3-0-0"]
@@ -185,7 +189,7 @@ def test_a_gap_that_rounding_would_make_is_hardly_painted(browser, tmp_path: Pat
         "old_logprobs": [-0.1235005, -0.7, 0.0, -1.0, -1.0],
     }
     (run / "trajectories.jsonl").write_text("\n".join([json.dumps(near), *others]) + "\n")
-    page = Page(browser, write_report(run).as_uri() + "#trajectory=train-1-0-0")
+    page = Page(browser, write_report(run, decode=decode).as_uri() + "#trajectory=train-1-0-0")
     page.tab.get_by_role("button", name="gap", exact=True).click()
     spans = page.tab.locator(".turn:not(:first-of-type) .toks span")
     painted = spans.evaluate_all("all => all.map((one) => one.style.background)")
@@ -199,7 +203,7 @@ def test_a_session_shows_which_segment_left_which_and_then_their_tokens(browser,
     run_dir = RunDir(tmp_path / "run")
     run_dir.add_metrics(step_line(1))
     run_dir.add_trajectories(1, "train", [session()])
-    page = Page(browser, write_report(run_dir.path).as_uri() + "#trajectory=g-0")
+    page = Page(browser, write_report(run_dir.path, decode=show_ids).as_uri() + "#trajectory=g-0")
     first, second, third = page.texts(".session li")
     assert first == "segment 1 calls 1, 5 · 3 trained tokens (43 %)"
     assert second.endswith("leaves segment 1 after turn 1 (shared ids: 4)")
@@ -219,7 +223,7 @@ def test_the_legend_says_what_was_trained_on(browser, tmp_path: Path):
     learning = replace(learning, turns=tuple(replace(turn, learn_appended=True) for turn in learning.turns))
     token_values = {learning.trajectory_id: {"advantages": [0.5, 0.5, -1.0, 0.25, 0.5]}}
     RunDir(run).add_trajectories(1, "train", [learning], token_values=token_values)
-    address = write_report(run).as_uri() + "#trajectory="
+    address = write_report(run, decode=decode).as_uri() + "#trajectory="
     sampled, inserted = "sampled by the policy ({}trained on)", "inserted: tool results, template"
     for name, legend in {
         "train-1-0-0": [sampled.format(""), inserted],
@@ -296,20 +300,173 @@ def test_a_link_opens_its_trajectory(browser, report):
     assert page.texts(".bar h2") == ["train-2-0-1"]
 
 
+def test_list_and_trajectory_have_room_and_no_label_is_cut_at_any_width(page):
+    page.press("3")
+    for width in WIDTHS:
+        for height in (844, 420):
+            page.tab.set_viewport_size({"width": width, "height": height})
+            rows = page.tab.locator(".rows").bounding_box()
+            assert rows["height"] >= 4 * 44 and rows["width"] >= 300
+            assert page.tab.locator(".detail").bounding_box()["height"] >= 4 * 44
+        if page.tab.get_by_role("button", name="filters", exact=True).is_visible():
+            page.tab.get_by_role("button", name="filters", exact=True).click()
+        for key in "123":
+            page.press(key)
+            assert page.tab.evaluate(f"{CHECKS}; cutTexts()") == [], (width, key)
+
+
+def test_on_a_phone_a_touched_trajectory_comes_into_sight_and_the_list_is_a_button_away(page):
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    page.press("3")
+    page.tab.locator(".row .id", has_text="train-1-0-2").click()
+    assert page.tab.locator(".bar h2").bounding_box()["y"] < 100 and page.texts(".bar h2") == ["train-1-0-2"]
+    page.tab.get_by_role("button", name="next trajectory").click()
+    assert page.texts(".bar h2") == ["train-1-0-3"]
+    page.tab.get_by_role("button", name="list", exact=True).click()
+    row = page.tab.locator(".row[aria-selected=true]").bounding_box()
+    assert 0 < row["y"] < 800
+
+
+def test_every_control_has_a_name_of_its_own(page):
+    """The names are those of the browser's accessibility tree, which a screen reader gets."""
+    session = page.tab.context.new_cdp_session(page.tab)
+
+    def names() -> list[str]:
+        found = []
+        for node in session.send("Accessibility.getFullAXTree")["nodes"]:
+            role = node.get("role", {}).get("value")
+            focusable = any(one["name"] == "focusable" and one["value"]["value"] for one in node.get("properties", ()))
+            if focusable and role != "RootWebArea" and not node["ignored"]:
+                found.append(f"{role} {node.get('name', {}).get('value', '')}".strip())
+        return found
+
+    controls = set()
+    for keys in ("1", "2", "3", "t", "?"):
+        page.press(keys)
+        listed = names()
+        assert all(" " in control for control in listed), (keys, listed)
+        fields = [
+            control for control in listed if control.startswith(("spinbutton", "searchbox", "combobox", "button"))
+        ]
+        assert len(fields) == len(set(fields)), (keys, fields)
+        controls |= set(listed)
+    expected = {"first step", "last step", "least reward", "greatest reward"}
+    assert {f"spinbutton {name}" for name in expected} | {"button light or dark theme"} <= controls
+    assert {"tab Curves", "listbox trajectories", "group tokens of turn 1", "link trajectory train-1-0-0"} <= controls
+
+
+def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_order(page):
+    tabs = page.tab.get_by_role("tab")
+
+    def state() -> list[tuple]:
+        """Of each tab: selected, reached by the Tab key, focused, its panel is seen."""
+        return tabs.evaluate_all(
+            "tabs => tabs.map((tab) => [tab.ariaSelected === 'true', tab.tabIndex === 0,"
+            " tab === document.activeElement, !document.getElementById(tab.getAttribute('aria-controls')).hidden])"
+        )
+
+    tabs.first.focus()
+    for key, place in [
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("ArrowRight", 0),
+        ("ArrowLeft", 2),
+        ("Home", 0),
+        ("End", 2),
+    ]:
+        page.press(key)
+        assert state() == [[n == place] * 4 for n in range(3)], key
+    page.press("1")
+    assert [selected for selected, *_ in state()] == [True, False, False]
+    panels = page.tab.get_by_role("tabpanel", include_hidden=True)
+    assert panels.evaluate_all("all => all.map((one) => one.getAttribute('aria-labelledby'))") == [
+        "tab-curves",
+        "tab-timeline",
+        "tab-trajectories",
+    ]
+
+
+def test_arrow_keys_walk_through_the_list(page):
+    page.press("3")
+    page.tab.get_by_role("listbox").focus()
+    for key, name in [
+        ("ArrowDown", "train-1-0-1"),
+        ("End", "train-3-0-4"),
+        ("ArrowUp", "train-3-0-3"),
+        ("Home", "train-1-0-0"),
+    ]:
+        page.press(key)
+        assert page.texts(".bar h2") == [name]
+        active = page.tab.get_by_role("listbox").get_attribute("aria-activedescendant")
+        assert page.texts(f"#{active} .id") == [name]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_texts_are_readable(browser, report, scheme):
+    page = Page(browser, report, scheme)
+    measured = 0
+
+    def look(state: str) -> None:
+        nonlocal measured
+        found = page.tab.evaluate(f"{CHECKS}; paleTexts()")
+        assert found["pale"] == [], state
+        measured += found["measured"]
+
+    page.tab.locator("summary").click()
+    look("curves")
+    page.press("2")
+    look("timeline")
+    page.press("3")
+    for number in range(5):  # with errors, cut off, hostile
+        for mode in ("mask", "log-prob", "advantage", "version", "gap"):
+            button = page.tab.get_by_role("button", name=mode, exact=True)
+            if button.is_enabled():
+                button.click()
+                look(f"trajectory {number}, {mode}")
+        page.press("j")
+    page.tab.locator(".row").nth(2).hover()
+    look("a row pointed at")
+    page.tab.locator(".toks").nth(1).locator("span").first.hover()
+    look("a token pointed at")
+    page.press("t")
+    look("tree")
+    page.press("?")
+    look("keys")
+    assert measured > 1000
+
+
+def test_evaluation_is_work_of_the_engines(browser, tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    began = step_line(3)["phase_seconds"][-1][2]
+    RunDir(run).add_metrics(
+        {"kind": "evaluation", "step": 3, "accuracy": 0.5, "phase_seconds": [["evaluate", began, began + 10]]}
+    )
+    page = Page(browser, write_report(run, decode=decode).as_uri() + "#timeline")
+    blocks = page.tab.locator("svg[aria-label=timeline] rect:not(.lane)")
+    places = blocks.evaluate_all(
+        "all => all.map((one) => [+one.getAttribute('y'), +one.getAttribute('opacity'), one.getAttribute('fill')])"
+    )
+    learner, engines = ([block for block in places if block[0] == y] for y in (24, 54))
+    assert learner[-1][1] < 0.5 < engines[-1][1] and learner[-1][2] == engines[-1][2] != engines[0][2]
+    blocks.nth(len(learner) + len(engines) - 1).hover()
+    assert page.texts("#tip")[0].startswith("engines · evaluation after step 3")
+    assert page.troubles == []
+
+
 def test_a_run_that_has_only_begun_opens(browser, tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
-    page = Page(browser, write_report(run).as_uri())
+    page = Page(browser, write_report(run, decode=decode).as_uri())
     assert "No step has been finished yet." in page.texts("#body")[0]
-    page.press("2", "3")
+    page.press("2", "3", "j", "t", "c")
     assert "No trajectory has been written yet." in page.texts("#body")[0]
     assert page.troubles == []
 
 
 def test_thousands_of_trajectories_make_a_list_of_few_elements(browser, tmp_path: Path):
     run = make_run(tmp_path / "run", steps=600)
-    page = Page(browser, write_report(run, limit=0).as_uri() + "#trajectories")
+    page = Page(browser, write_report(run, limit=0, decode=decode).as_uri() + "#trajectories")
     assert page.texts(".status span") == ["2400 of 2400 trajectories"]
     assert page.tab.locator(".row").count() < 60
     page.tab.locator(".rows").evaluate("list => list.scrollTop = list.scrollHeight")

@@ -21,6 +21,8 @@ from jax_agent_rl.validation import is_number
 
 MAX_POINTS = 600
 """Points of a line; longer ones keep the smallest and largest value of every stretch, so no spike is lost."""
+ROUNDING = 1e-8
+"""Values up to this one are 0 but for rounding: a KL of a policy from itself."""
 MAX_BARS = 300
 """Bars of a stack; in longer ones, each bar is the sum of several steps."""
 _CHARTED_ELSEWHERE = ("kind", "step", "accounting", "finish_reasons", "tool_errors_by_kind", "staleness_histogram")
@@ -37,6 +39,8 @@ class Chart:
         band: keys of the lower and upper edge of a band around the first line.
         kind: kind of the records.
         scale: axis of the values; ``share`` is from 0 to 1, shown in per cent.
+        hides_zero: omit a line that is 0 at every step, since the run has no such thing: with one update per step, the
+            policy is not compared with another one.
     """
 
     title: str
@@ -46,6 +50,7 @@ class Chart:
     kind: Literal["step", "evaluation"] = "step"
     unit: str = ""
     scale: Literal["linear", "log", "share"] = "linear"
+    hides_zero: bool = False
 
 
 CHARTS = (
@@ -58,7 +63,8 @@ CHARTS = (
     ),
     Chart(
         title="Held-out accuracy",
-        hint="Mean reward on rows that are never trained on; a lost trajectory counts as wrong.",
+        hint="Share of right answers on rows that are never trained on: the mean of the reward's part 'accuracy', or "
+        "of the whole score if it has none. A lost trajectory counts as wrong.",
         lines={"accuracy": "accuracy"},
         kind="evaluation",
         scale="share",
@@ -88,6 +94,7 @@ CHARTS = (
         hint="From the policy before the step, from the reference, and of the rollout from the learner.",
         lines={"step": "kl", "reference": "kl_reference", "rollout": "rollout_kl"},
         unit="nats",
+        hides_zero=True,
     ),
     Chart(
         title="Engine/learner log-prob gap",
@@ -130,12 +137,14 @@ CHARTS = (
         hint="Tokens whose ratio left the clip range.",
         lines={"clipped": "clip_fraction"},
         scale="share",
+        hides_zero=True,
     ),
     Chart(
         title="Staleness",
         hint="Age of the tokens trained on, in versions of the weights.",
         lines={"mean": "staleness_mean", "max": "staleness_max"},
         unit="versions",
+        hides_zero=True,
     ),
 )
 
@@ -146,7 +155,7 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Keys: ``title, hint, unit, scale, kind, lines [{name, x, y, low?, high?, reach?}]``. ``kind`` is ``lines``, or
     ``stack`` for counts that add up, whose bars cover ``every`` steps each. Where not every step is drawn, a step has
     the value of the nearest drawn one, at most ``reach`` away. Metrics that no chart names follow as ``more``, one
-    chart each.
+    chart each. A chart without data is omitted; :func:`zero_metrics` names metrics that are 0 throughout.
     """
     made = [_line_chart(chart, metrics) for chart in CHARTS]
     made += [
@@ -156,6 +165,11 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
     made += [_line_chart(chart, metrics) | {"more": True} for chart in _other_charts(metrics)]
     return [chart for chart in made if chart["lines"]]
+
+
+def zero_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of step metrics that no chart shows because they are 0 at every step."""
+    return [chart.title for chart in _other_charts(metrics) if not _line_chart(chart, metrics)["lines"]]
 
 
 def thinned(points: Sequence[tuple[float, ...]], limit: int = MAX_POINTS) -> list[tuple[float, ...]]:
@@ -181,7 +195,8 @@ def _line_chart(chart: Chart, metrics: Sequence[Mapping[str, Any]]) -> dict[str,
             for r in records
             if all(is_number(r.get(key)) for key in keys)
         ]
-        if points:
+        has_values = any(abs(y) > ROUNDING for _, y, *_ in points) if chart.hides_zero else bool(points)
+        if has_values:
             kept = thinned(points)
             named = dict(zip(("x", "y", "low", "high"), zip(*kept, strict=True), strict=False))
             rounded = {axis: [float(f"{value:.6g}") for value in column] for axis, column in named.items()}
@@ -239,7 +254,7 @@ def _other_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return a chart for every number that none of :data:`CHARTS` shows."""
     shown = {key for chart in CHARTS for key in (*chart.lines.values(), *(chart.band or ()), *_CHARTED_ELSEWHERE)}
     keys = {key for r in metrics if r["kind"] == "step" for key, value in r.items() if is_number(value)}
-    return [Chart(title=key, hint="", lines={key: key}) for key in sorted(keys - shown)]
+    return [Chart(title=key, hint="", lines={key: key}, hides_zero=True) for key in sorted(keys - shown)]
 
 
 def reward_plot(records: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
@@ -301,6 +316,7 @@ def _smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:
     return out
 
 
+_ENGINE_PHASES = ("engine", "evaluate")  # drawn in this order: where both overlap, the evaluation stays visible
 MAX_PAUSE_SECONDS = 120.0
 MAX_TRACES = 400  # the newest ones
 
@@ -352,8 +368,9 @@ def timeline(
         numbers: positions of trajectories on the page, by id.
 
     Returns:
-        ``phases [{name, from, to, step}]``, ``engine [{from, to, busy, step}]``, ``updates [time]`` of the weights,
-        ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``.
+        ``phases [{name, from, to, step}]``, ``engine [{name, from, to, busy?, step}]``, ``updates [time]`` of the
+        weights, ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``. Engines work for
+        training (``name`` is ``engine``), and for evaluations (``evaluate``), whose busy share is not recorded.
     """
     traces = sorted(traces, key=_began)[-MAX_TRACES:]
     phases = [(name, begin, end, r["step"]) for r in metrics for name, begin, end in r.get("phase_seconds") or ()]
@@ -368,9 +385,11 @@ def timeline(
             if name != "engine"
         ],
         "engine": [
-            {"from": axis(begin), "to": axis(end), "busy": round(busy.get(step, 0.0), 4), "step": step}
+            {"name": name, "from": axis(begin), "to": axis(end), "step": step}
+            | ({"busy": round(busy.get(step, 0.0), 4)} if name == "engine" else {})
+            for work in _ENGINE_PHASES
             for name, begin, end, step in phases
-            if name == "engine"
+            if name == work
         ],
         "updates": [axis(end) for name, _, end, _ in phases if name == "publish"],
         "traces": [_lane(trace, axis, numbers) for trace in traces],

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError, DataError, ModelError
-from jax_agent_rl.observe.report.charts import charts, timeline
+from jax_agent_rl.observe.report.charts import charts, timeline, zero_metrics
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
 from jax_agent_rl.observe.run_dir import (
     Decode,
@@ -188,6 +188,7 @@ def render_report(data: RunData, decode: Decode | None = None) -> str:
         "run": _overview(data),
         "notes": notes,
         "charts": charts(data.metrics),
+        "zeros": zero_metrics(data.metrics),
         "timeline": timeline(data.metrics, data.traces, numbers),
         "columns": COLUMNS,
         "rows": [facts(record) for record in data.trajectories],

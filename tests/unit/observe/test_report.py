@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from jax_agent_rl.errors import ConfigError, DataError, StorageError
 from jax_agent_rl.observe import selection
 from jax_agent_rl.observe.report import command
-from jax_agent_rl.observe.report.charts import MAX_PAUSE_SECONDS, MAX_POINTS, TimeAxis, charts, thinned, timeline
+from jax_agent_rl.observe.report.charts import (
+    MAX_PAUSE_SECONDS,
+    MAX_POINTS,
+    TimeAxis,
+    charts,
+    thinned,
+    timeline,
+    zero_metrics,
+)
 from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
 from jax_agent_rl.observe.run_dir import RunDir, restore_trajectory, trajectory_record
@@ -82,6 +90,50 @@ def test_metrics_that_no_chart_names_are_shown_too():
     assert chart["title"] == "own_metric" and lines_of(chart) == {"own_metric": ([1], [1])}
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-12, -1e-12])
+@pytest.mark.parametrize(
+    ("title", "key"),
+    [("KL", "kl"), ("Clipped tokens", "clip_fraction"), ("Staleness", "staleness_mean"), ("own", "own")],
+)
+def test_a_chart_of_what_a_run_does_not_have_is_hidden(title, key, value):
+    def titles(*values: float) -> list[str]:
+        return [chart["title"] for chart in charts([step_line(n, **{key: v}) for n, v in enumerate(values, 1)])]
+
+    assert title not in titles(value, value, value)
+    assert title in titles(value, 0.01, value)
+    assert title in titles(value, -0.01, value)
+
+
+def test_zeros_that_mean_something_are_drawn():
+    metrics = [step_line(1, reward_mean=0.0, tool_calls_mean=0.0, entropy=0.0)]
+    made = {chart["title"]: chart for chart in charts([*metrics, {"kind": "evaluation", "step": 1, "accuracy": 0.0}])}
+    assert {"Reward", "Turns and tool calls", "Entropy", "Held-out accuracy"} <= set(made)
+
+
+def test_metrics_that_are_zero_throughout_are_named_once():
+    metrics = [step_line(1, kl_loss=0.0, other=0.0, kl=0.0), step_line(2, kl_loss=0.0, other=1.0, kl=0.0)]
+    assert zero_metrics(metrics) == ["kl_loss"]
+    assert not {"kl_loss", "KL"} & {chart["title"] for chart in charts(metrics)}
+
+
+def test_the_hint_of_the_held_out_chart_says_what_is_drawn():
+    (chart,) = charts([{"kind": "evaluation", "step": 1, "accuracy": 0.5}])
+    assert chart["scale"] == "share" and "share" in chart["hint"].lower() and "accuracy" in chart["hint"]
+    assert "reward on rows" not in chart["hint"]
+
+
+def test_an_evaluation_is_a_phase_of_the_engines_that_lies_over_others():
+    metrics = [
+        {"kind": "evaluation", "step": 1, "phase_seconds": [["evaluate", 4, 6]]},
+        step_line(2, phase_seconds=[["engine", 0, 10]]),
+    ]
+    made = timeline(metrics, [], {})
+    assert made["engine"] == [
+        {"name": "engine", "from": 0, "to": 10, "busy": 0.75, "step": 2},
+        {"name": "evaluate", "from": 4, "to": 6, "step": 1},
+    ]
+
+
 def test_numbers_that_are_none_are_left_out():
     made = charts([step_line(1, entropy=float("nan"), own_metric=True, kl=float("inf"))])
     assert not {"Entropy", "own_metric", "KL"} & {chart["title"] for chart in made}
@@ -137,8 +189,8 @@ def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
     made = timeline(data.metrics, data.traces, {"train-1-0-0": 7})
     assert made["phases"][0] == {"name": "rollout", "from": 10, "to": 14, "step": 1}
     assert made["engine"] == [
-        {"from": 10, "to": 14, "busy": 0.75, "step": 1},
-        {"from": 20, "to": 24, "busy": 0.75, "step": 2},
+        {"name": "engine", "from": 10, "to": 14, "busy": 0.75, "step": 1},
+        {"name": "engine", "from": 20, "to": 24, "busy": 0.75, "step": 2},
     ]
     assert made["updates"] == [20, 30] and made["seconds"] == 30
     first, other = made["traces"]
@@ -416,6 +468,25 @@ def test_the_page_allows_its_own_script_only_and_loads_nothing():
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", text)
+
+
+def luminance(colour: str) -> float:
+    """By the formula of WCAG 2.1."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_every_colour_of_text_is_readable_on_every_ground_of_both_themes():
+    css = (Path(command.__file__).parent / "page" / "page.css").read_text()
+    light = dict(re.findall(r"--([\w-]+): (#\w{6})", css.partition("}")[0]))
+    dark = dict(re.findall(r"--([\w-]+): (#\w{6})", css.split(':root[data-theme="dark"] {')[2].partition("}")[0]))
+    assert set(light) == set(dark)
+    for theme in (light, dark):
+        for text in ("ink", "soft", "faint", "accent", "good", "bad", "warn"):
+            for ground in ("paper", "card", "hover", "accent-soft"):
+                low, high = sorted((luminance(theme[text]), luminance(theme[ground])))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (theme is dark, text, ground)
 
 
 def test_the_report_of_a_run_is_written_beside_it(tmp_path: Path):

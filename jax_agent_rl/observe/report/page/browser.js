@@ -1,30 +1,31 @@
 // The list of trajectories with its filters, and the one that is looked at.
 
 const ROW = 44;
+const isNarrow = () => matchMedia("(max-width: 860px)").matches; // as in page.css
 
 function browserPane() {
   const state = { mode: "mask", tree: false, chosen: null, found: [] };
   const values = (name) => [...new Set(rows.flatMap((row) => row[name]))].sort();
-  const select = (label, options, wide) => {
+  const select = (label, options) => {
     const input = el("select", { "aria-label": label }, options.map(([value, text]) => el("option", { value }, text)));
     input.addEventListener("change", apply);
-    return { input, label: el("label", { class: wide ? "wide" : null }, label, input) };
+    return { input, label: el("label", { class: "filter" }, label, input) };
   };
-  const entry = (type, placeholder) => {
-    const input = el("input", { type, placeholder, step: "any" });
+  const entry = (type, placeholder, label) => {
+    const input = el("input", { type, placeholder, step: "any", "aria-label": label });
     input.addEventListener("input", apply);
     return input;
   };
   const all = (names) => [["", "all"], ...names.map((name) => [name, name])];
   const split = select("split", all(values("split")));
-  const steps = [entry("number", "from"), entry("number", "to")];
-  const rewards = [entry("number", "least"), entry("number", "most")];
+  const steps = [entry("number", "from", "first step"), entry("number", "to", "last step")];
+  const rewards = [entry("number", "least", "least reward"), entry("number", "most", "greatest reward")];
   const error = select("tool error", [["", "all"], ["none", "none"], ["any", "any"], ...values("errors").map((name) => [name, name])]);
   const finish = select("ended with", all(values("finish")));
   const stop = select("a turn stopped by", all(values("stops")));
   const sort = select("order", [["at", "as they came"], ["-reward", "best first"], ["reward", "worst first"], ["-sampled", "longest first"], ["-errors", "most tool errors"], ["-advantage", "largest advantage"]]);
-  const text = entry("search", "text, id or group");
-  const pair = (label, inputs) => el("label", {}, label, el("span", { class: "pair" }, inputs));
+  const text = entry("search", "text, id or group", "search");
+  const pair = (label, inputs) => el("div", { class: "filter", role: "group", "aria-label": label }, label, el("span", { class: "pair" }, inputs));
   const count = el("span", { role: "status" });
   const list = el("div", { class: "rows", tabindex: 0, role: "listbox", "aria-label": "trajectories" });
   const view = el("div", { class: "view" });
@@ -59,10 +60,17 @@ function browserPane() {
     const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 5), last = Math.min(state.found.length, first + Math.ceil((list.clientHeight || 900) / ROW) + 10);
     const spacer = el("div", { style: `height:${state.found.length * ROW}px` });
     list.replaceChildren(spacer, ...state.found.slice(first, last).map((row, i) => listRow(row, first + i)));
+    const chosen = document.getElementById(`row-${state.chosen}`);
+    if (chosen) list.setAttribute("aria-activedescendant", chosen.id);
+    else list.removeAttribute("aria-activedescendant");
   }
 
   function listRow(row, n) {
-    return el("div", { class: "row", role: "option", style: `top:${n * ROW}px`, "aria-selected": row.at === state.chosen ? "true" : "false", onclick: () => choose(row.at) },
+    const attributes = {
+      class: "row", role: "option", id: `row-${row.at}`, style: `top:${n * ROW}px`, onclick: () => open(row.at),
+      "aria-selected": row.at === state.chosen ? "true" : "false", "aria-setsize": state.found.length, "aria-posinset": n + 1,
+    };
+    return el("div", attributes,
       el("div", {}, el("span", { class: "id" }, row.id), el("span", { class: "reward" }, number(row.reward))),
       el("div", { class: "under" }, el("span", {}, `step ${row.step}`), el("span", {}, `${row.turns} turn${row.turns === 1 ? "" : "s"}`), el("span", {}, `${row.sampled} tok`),
         row.errors.length ? el("span", { class: "bad" }, row.errors.join(", ")) : null, el("span", {}, row.finish)));
@@ -75,12 +83,28 @@ function browserPane() {
     if (at !== null) history.replaceState(null, "", "#trajectory=" + encodeURIComponent(rows[at].id));
   }
 
+  // Choose what somebody pointed at: where the list stands above the trajectory, bring that into sight.
+  function open(at) {
+    choose(at);
+    if (isNarrow()) view.scrollIntoView({ block: "start" });
+  }
+
   function move(by) {
-    const now = state.found.findIndex((row) => row.at === state.chosen);
-    const next = Math.max(0, Math.min(state.found.length - 1, now + by));
+    moveTo(state.found.findIndex((row) => row.at === state.chosen) + by);
+  }
+
+  function moveTo(place) {
+    const next = Math.max(0, Math.min(state.found.length - 1, place));
     if (!state.found[next]) return;
     list.scrollTop = Math.min(Math.max(list.scrollTop, (next + 1) * ROW - list.clientHeight), next * ROW);
     choose(state.found[next].at);
+  }
+
+  function walk(event) {
+    const moves = { ArrowDown: () => move(1), ArrowUp: () => move(-1), Home: () => moveTo(0), End: () => moveTo(state.found.length - 1) };
+    if (!moves[event.key]) return;
+    event.preventDefault();
+    moves[event.key]();
   }
 
   function drawView() {
@@ -93,20 +117,28 @@ function browserPane() {
       el("button", { "aria-pressed": !state.tree && name === mode ? "true" : "false", disabled: !known[name], title: known[name] ? null : "this trajectory has no such values", onclick: () => { state.tree = false; state.mode = name; drawView(); } }, name)));
     const tree = el("div", { class: "modes" }, el("button", { "aria-pressed": state.tree ? "true" : "false", disabled: !nodes, title: nodes ? "the turns of its group" : "no other trajectory of its group is on this page", onclick: () => { state.tree = !state.tree; drawView(); } }, "tree"));
     const body = state.tree && nodes ? [treeView(nodes, row.at, (at) => { state.tree = false; choose(at); })] : tokenView(made, mode);
-    view.replaceChildren(el("div", { class: "bar" }, el("h2", {}, row.id), modes, tree), el("div", { class: "detail" }, factsOf(row, made), body));
+    const steps = el("div", { class: "modes" },
+      el("button", { "aria-label": "previous trajectory", title: "previous trajectory (k)", onclick: () => move(-1) }, "‹"),
+      el("button", { "aria-label": "next trajectory", title: "next trajectory (j)", onclick: () => move(1) }, "›"),
+      el("button", { class: "narrow", onclick: () => list.scrollIntoView({ block: "center" }) }, "list"));
+    view.replaceChildren(el("div", { class: "bar" }, el("h2", {}, row.id), modes, tree, steps), el("div", { class: "detail" }, factsOf(row, made), body));
   }
 
   list.addEventListener("scroll", drawList);
+  list.addEventListener("keydown", walk);
   new ResizeObserver(drawList).observe(list);
   const reset = el("button", { onclick: () => { [...steps, ...rewards, text].forEach((i) => { i.value = ""; }); [split, error, finish, stop, sort].forEach((s) => { s.input.selectedIndex = 0; }); apply(); } }, "clear filters");
-  const side = el("div", { class: "side" },
-    el("div", { class: "filters" }, el("label", { class: "wide" }, "search", text), sort.label, split.label, pair("step", steps), pair("reward", rewards), error.label, finish.label, stop.label),
-    el("div", { class: "status" }, count, reset), list);
+  const filters = el("div", { class: "filters", id: "filters" },
+    el("label", { class: "filter" }, "search", text), sort.label, pair("step", steps), pair("reward", rewards), split.label, error.label, finish.label, stop.label);
+  const unfold = el("button", { class: "narrow", "aria-controls": "filters", "aria-expanded": "false", onclick: () => {
+    unfold.setAttribute("aria-expanded", filters.classList.toggle("open") ? "true" : "false");
+  } }, "filters");
+  const side = el("div", { class: "side" }, filters, el("div", { class: "status" }, count, unfold, reset), list);
   apply();
   return {
     pane: el("div", { class: "browser" }, side, view),
-    choose, move,
-    find: () => text.focus(),
+    choose, open, move,
+    find: () => { filters.classList.add("open"); text.focus(); },
     colourBy: (n) => { state.tree = false; state.mode = MODES[n]; drawView(); },
     toggleTree: () => { state.tree = !state.tree; drawView(); },
     ofStep: (step) => { reset.click(); steps.forEach((input) => { input.value = step; }); apply(); },

@@ -23,7 +23,7 @@ function yScale(chart) {
     return { at: place(low, top, (v) => Math.log10(Math.max(v, 10 ** low))), marks, label: (v) => v.toExponential(0) };
   }
   let low = Math.min(...values), high = Math.max(...values);
-  if (chart.scale === "share") [low, high] = [0, Math.max(1, high)];
+  if (chart.scale === "share") [low, high] = [Math.min(0, low), Math.max(1, high)]; // scores may leave 0 to 1
   else if (low >= 0 && low < 0.6 * high) low = 0;
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   const step = ticks(low, high, 4), stride = step.length > 1 ? step[1] - step[0] : high - low;
@@ -113,13 +113,15 @@ function chartsPane(open) {
   const bounds = [Math.min(...steps), Math.max(...steps)], pointed = [];
   const cards = (more) => index.charts.filter((chart) => Boolean(chart.more) === more).map((chart) => chartCard(chart, bounds, pointed, open));
   const others = cards(true);
-  return el("div", { class: "pane" }, el("div", { class: "charts" }, cards(false)),
-    others.length ? el("details", { class: "more" }, el("summary", {}, `${others.length} more metrics`), el("div", { class: "charts" }, others)) : null);
+  const zeros = index.zeros.length ? el("p", { class: "hint" }, `0 at every step: ${index.zeros.join(", ")}.`) : null;
+  const more = el("details", { class: "more" }, el("summary", {}, `${others.length} more metrics`), el("div", { class: "charts" }, others), zeros);
+  return el("div", { class: "pane" }, el("div", { class: "charts" }, cards(false)), others.length || zeros ? more : null);
 }
 
 // When engine, learner and traced trajectories worked.
 
-const PHASES = { rollout: 5, evaluate: 4, learn: 0, publish: 1, save: 6, wait: 3 };
+const PHASES = { rollout: 5, evaluate: 4, teach: 7, learn: 0, publish: 1, save: 6, wait: 3 };
+const LEARNER_WAITS = ["rollout", "evaluate", "wait"]; // drawn pale in its row
 const SPANS = { generate: 2, tool: 1, reward: 4, wait: 3, run: 5 };
 const NAMES = 132;
 
@@ -138,7 +140,7 @@ function timelinePane(open) {
     el("span", {}, el("i", { style: `background:${colour(colours[name] ?? 7)}` }), name))) : null;
   draw();
   return el("div", { class: "pane" },
-    el("p", { class: "hint" }, "The learner's row shows what the trainer did; the engine's is as dark as the engines were busy; a tick is new weights reaching the engines. " +
+    el("p", { class: "hint" }, "The learner's row shows what the trainer did, pale where the learner waited. The engines' row is as dark as they were busy with rollouts, and has the evaluations; a tick is new weights reaching them. " +
       (line.traces.length ? "Below, the traced trajectories." : "With trace.sinks: [files] in the configuration, trajectories are shown, too.")),
     el("div", { class: "tools" }, el("label", {}, "zoom ", zoom), legend("trainer", names, PHASES), legend("trajectories", spans, SPANS)), scroll);
 }
@@ -146,7 +148,7 @@ function timelinePane(open) {
 function timelinePicture(line, width, open) {
   const height = 96 + 16 * line.traces.length, total = line.seconds || 1;
   const x = (time) => NAMES + (width - NAMES - 12) * time / total;
-  const picture = svg("svg", { width, height, role: "img", "aria-label": "timeline" });
+  const picture = svg("svg", { width, height, role: "group", "aria-label": "timeline" });
   for (const mark of ticks(0, total, Math.max(4, Math.min(40, width / 110)))) {
     picture.append(svg("line", { class: "grid", x1: x(mark), x2: x(mark), y1: 18, y2: height }), svg("text", { x: x(mark), y: 12, "text-anchor": "middle" }, seconds(mark)));
   }
@@ -159,13 +161,22 @@ function timelinePicture(line, width, open) {
   };
   const lasted = (from, to) => [["from", seconds(from)], ["lasted", seconds(to - from)]];
   lane("learner", 24, 22);
-  for (const p of line.phases) block(p.from, p.to, 24, 22, colour(PHASES[p.name] ?? 7), p.name === "wait" || p.name === "rollout" ? 0.35 : 0.9, () => [el("b", {}, `${p.name} · step ${p.step}`), table(lasted(p.from, p.to))]);
+  for (const p of line.phases) block(p.from, p.to, 24, 22, colour(PHASES[p.name] ?? 7), LEARNER_WAITS.includes(p.name) ? 0.35 : 0.9, () => [el("b", {}, `${p.name} · step ${p.step}`), table(lasted(p.from, p.to))]);
   lane("engines", 54, 22);
-  for (const e of line.engine) block(e.from, e.to, 54, 22, colour(2), 0.12 + 0.8 * Math.min(1, e.busy), () => [el("b", {}, `engines · step ${e.step}`), table([["busy", percent(e.busy)], ...lasted(e.from, e.to)])]);
+  for (const e of line.engine) {
+    if (e.name === "evaluate") {
+      block(e.from, e.to, 54, 22, colour(PHASES.evaluate), 0.9, () => [el("b", {}, `engines · evaluation after step ${e.step}`), table(lasted(e.from, e.to))]);
+    } else {
+      const opacity = 0.12 + 0.8 * Math.min(1, e.busy);
+      block(e.from, e.to, 54, 22, colour(2), opacity, () => [el("b", {}, `engines · step ${e.step}`), table([["busy", percent(e.busy)], ...lasted(e.from, e.to)])]);
+    }
+  }
   for (const time of line.updates) picture.append(svg("path", { d: `M${x(time)} 50v30m-4 0h8l-4 6z`, stroke: colour(1), fill: colour(1), "stroke-width": 1.2 }));
   line.traces.forEach((trace, n) => {
-    const y = 94 + 16 * n, name = svg("text", { class: trace.at >= 0 ? "name link" : "name", x: 0, y: y + 10 }, trace.id.length > 20 ? "…" + trace.id.slice(-19) : trace.id);
-    if (trace.at >= 0) name.addEventListener("click", () => open(trace.at));
+    const y = 94 + 16 * n, isOnPage = trace.at >= 0;
+    const attributes = isOnPage ? { class: "name link", tabindex: 0, role: "link", "aria-label": `trajectory ${trace.id}` } : { class: "name" };
+    const name = svg("text", { ...attributes, x: 0, y: y + 10 }, trace.id.length > 20 ? "…" + trace.id.slice(-19) : trace.id);
+    if (isOnPage) onActivation(name, () => open(trace.at));
     picture.append(name);
     for (const s of trace.spans) {
       const whole = s.name === "run";

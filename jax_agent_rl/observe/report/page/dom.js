@@ -14,6 +14,16 @@ function fill(node, attributes, children) {
 
 const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(NS, tag), attributes, children);
+// What is no button by itself acts like one: by a click, Enter or the space bar.
+function onActivation(node, action) {
+  node.addEventListener("click", action);
+  node.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    action();
+  });
+}
+
 const byId = (id) => document.getElementById(id);
 
 // What nobody sees is spelt out, as by utils/text.py's printable: it would control, hide or turn what stands beside it.

@@ -1,8 +1,8 @@
 // The head, the three panes, the theme and the keyboard.
 
-function headOf(run, panes, show) {
-  const theme = el("button", { class: "icon", title: "light or dark (l)", onclick: toggleTheme }, "◐");
-  const help = el("button", { class: "icon", title: "keys (?)", onclick: () => byId("help").showModal() }, "?");
+function headOf(run, tabs) {
+  const themeButton = el("button", { class: "icon", "aria-label": "light or dark theme", title: "light or dark theme (l)", onclick: toggleTheme }, "◐");
+  const helpButton = el("button", { class: "icon", "aria-label": "list of keys", title: "list of keys (?)", onclick: showKeys }, "?");
   const arrow = (pair, format) => (pair[0] === pair[1] ? format(pair[1]) : `${format(pair[0])} → ${format(pair[1])}`);
   const tiles = [
     ["step", run.steps ? `${run.step} of ${run.steps}` : run.step],
@@ -11,12 +11,53 @@ function headOf(run, panes, show) {
     ...Object.entries(run.accounting).map(([name, value]) => [name.replace("_", " "), value.toLocaleString("en")]),
   ];
   byId("head").replaceChildren(
-    el("div", { class: "title" }, el("h1", {}, run.name), el("span", { class: "badge" }, run.state), el("span", { class: "facts" }, Object.values(run.facts).join(" · ")),
-      el("span", { class: "right" }, el("span", { class: "facts" }, `created ${run.created}`), theme, help)),
+    el("div", { class: "title" },
+      el("h1", {}, run.name),
+      el("span", { class: "badge" }, run.state),
+      el("span", { class: "facts" }, Object.values(run.facts).join(" · ")),
+      el("span", { class: "right" }, el("span", { class: "facts" }, `created ${run.created}`), themeButton, helpButton)),
     el("div", { class: "tiles" }, tiles.filter(Boolean).map(([name, value]) => el("div", { class: "tile" }, el("b", {}, String(value)), el("span", {}, name)))),
     index.notes.length ? el("ul", { class: "notes" }, index.notes.map((note) => el("li", {}, note))) : "",
-    el("nav", { role: "tablist" }, panes.map(([name, title]) => el("button", { role: "tab", id: "tab-" + name, onclick: () => show(name) }, title))),
+    tabs,
   );
+}
+
+// Tabs as WAI-ARIA describes them: one of them is in the Tab order, arrow keys, Home and End move between them.
+// A panel is made when it is first shown.
+function tabsOf(panes, onShow) {
+  const list = el("nav", { role: "tablist", "aria-label": "parts of the report" });
+  const made = new Set();
+  const tabs = panes.map(([name, title]) =>
+    el("button", { role: "tab", id: "tab-" + name, "aria-controls": "panel-" + name, onclick: () => show(name) }, title));
+  const panels = panes.map(([name]) =>
+    el("div", { role: "tabpanel", class: "panel", id: "panel-" + name, "aria-labelledby": "tab-" + name, hidden: true }));
+  list.append(...tabs);
+  byId("body").replaceChildren(...panels);
+
+  function show(name) {
+    panes.forEach(([other, , make], n) => {
+      const isShown = other === name;
+      tabs[n].setAttribute("aria-selected", isShown ? "true" : "false");
+      tabs[n].tabIndex = isShown ? 0 : -1;
+      panels[n].hidden = !isShown;
+      if (isShown && !made.has(name)) {
+        made.add(name);
+        panels[n].append(make());
+      }
+    });
+    onShow(name);
+  }
+
+  list.addEventListener("keydown", (event) => {
+    const now = tabs.indexOf(document.activeElement);
+    const places = { ArrowRight: now + 1, ArrowLeft: now - 1 + tabs.length, Home: 0, End: tabs.length - 1 };
+    if (now < 0 || !(event.key in places)) return;
+    event.preventDefault();
+    const next = places[event.key] % tabs.length;
+    show(panes[next][0]);
+    tabs[next].focus();
+  });
+  return { list, show };
 }
 
 function toggleTheme() {
@@ -24,36 +65,33 @@ function toggleTheme() {
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
 }
 
+const showKeys = () => byId("help").showModal();
+
 const KEYS = [
   ["1 2 3", "curves, timeline, trajectories"], ["j k", "next and previous trajectory"], ["/", "search"], ["c", "next colouring of tokens"],
-  ["t", "tree of the group"], ["← →", "walk through the tokens of a turn (Tab goes to the next turn)"], ["l", "light or dark"], ["?", "this list"],
+  ["t", "tree of the group"], ["← →", "walk through the tokens of a turn (Tab goes to the next turn), or through these tabs"], ["↑ ↓", "walk through the list of trajectories"], ["l", "light or dark"], ["?", "this list"],
 ];
 
 function start() {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  const panes = [["curves", "Curves"], ["timeline", "Timeline"], ["trajectories", `Trajectories ${rows.length.toLocaleString("en")}`]];
   let browser = null, colouring = 0;
-  const opened = () => { show("trajectories"); return browser; };
-  const make = {
-    curves: () => chartsPane((step) => opened().ofStep(step)),
-    timeline: () => timelinePane((at) => opened().choose(at)),
-    trajectories: () => { browser ??= browserPane(); return browser.pane; },
-  };
-  const made = {};
-  function show(name) {
+  const opened = () => { tabs.show("trajectories"); return browser; };
+  const panes = [
+    ["curves", "Curves", () => chartsPane((step) => opened().ofStep(step))],
+    ["timeline", "Timeline", () => timelinePane((at) => opened().open(at))],
+    ["trajectories", `Trajectories ${rows.length.toLocaleString("en")}`, () => { browser = browserPane(); return browser.pane; }],
+  ];
+  const tabs = tabsOf(panes, (name) => {
     tip.hide();
-    made[name] ??= make[name]();
-    byId("body").replaceChildren(made[name]);
-    panes.forEach(([other]) => byId("tab-" + other).setAttribute("aria-selected", other === name ? "true" : "false"));
     if (name !== "trajectories") history.replaceState(null, "", "#" + name);
-  }
-  headOf(index.run, panes, show);
+  });
+  headOf(index.run, tabs.list);
   const keysOf = (keys) => keys.split(" ").flatMap((key) => [el("kbd", {}, key), " "]);
   const rowsOfKeys = KEYS.map(([keys, what]) => el("tr", {}, el("td", {}, keysOf(keys)), el("td", {}, what)));
   const close = el("form", { method: "dialog" }, el("p", {}, el("button", { class: "icon" }, "close")));
-  byId("help").replaceChildren(el("h2", {}, "Keys"), el("table", {}, rowsOfKeys), close);
+  byId("help").replaceChildren(el("h2", { id: "keys" }, "Keys"), el("table", {}, rowsOfKeys), close);
   const actions = {
-    1: () => show("curves"), 2: () => show("timeline"), 3: () => opened(), l: toggleTheme, "?": () => byId("help").showModal(),
+    1: () => tabs.show("curves"), 2: () => tabs.show("timeline"), 3: () => opened(), l: toggleTheme, "?": showKeys,
     j: () => opened().move(1), k: () => opened().move(-1), "/": () => opened().find(), t: () => opened().toggleTree(),
     c: () => { colouring = (colouring + 1) % MODES.length; opened().colourBy(colouring); },
   };
@@ -67,7 +105,7 @@ function start() {
   const wanted = decodeURIComponent(location.hash.slice(1)), [name, id] = wanted.split("=");
   const at = rows.findIndex((row) => row.id === id);
   if (at >= 0) opened().choose(at);
-  else show(name in make ? name : "curves");
+  else tabs.show(panes.some(([known]) => known === name) ? name : "curves");
 }
 
 start();

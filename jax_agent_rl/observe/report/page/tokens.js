@@ -40,16 +40,18 @@ function blocks(made) {
 const milli = (value) => (value === null || value === undefined ? null : value / 1000);
 const isTrained = (token) => token.advantage !== null && token.advantage !== undefined;
 const mix = (n, share) => `color-mix(in srgb, ${colour(n)} ${Math.round(100 * share)}%, transparent)`;
+// A shade that says how much: --strength weakens it in the dark theme, where light text stands on it.
+const graded = (n, share) => `color-mix(in srgb, ${colour(n)} calc(${Math.round(100 * share)}% * var(--strength)), transparent)`;
 
 function shade(token, mode, scale) {
   if (token.kind === "prompt") return "";
   if (token.kind === "inserted" && mode !== "advantage") return mode === "mask" ? mix(1, 0.17) : "";
   switch (mode) {
     case "mask": return mix(2, 0.24);
-    case "log-prob": return token.logprob === null ? "" : mix(3, 0.75 * Math.min(1, Math.sqrt(-token.logprob / 4)));
-    case "advantage": return !isTrained(token) ? "" : mix(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
+    case "log-prob": return token.logprob === null ? "" : graded(3, 0.75 * Math.min(1, Math.sqrt(-token.logprob / 4)));
+    case "advantage": return !isTrained(token) ? "" : graded(token.advantage >= 0 ? 0 : 1, 0.08 + 0.6 * Math.min(1, Math.abs(token.advantage) / scale.advantage));
     case "version": return mix(token.version - scale.version, 0.35);
-    default: return token.gap === null ? "" : mix(4, 0.8 * Math.min(1, token.gap / scale.gap));
+    default: return token.gap === null ? "" : graded(4, 0.8 * Math.min(1, token.gap / scale.gap));
   }
 }
 
@@ -63,10 +65,10 @@ function legendOf(mode, found, scale) {
         swatch(mix(1, 0.17), `inserted: tool results, template${trained("inserted") ? " (trained on)" : ""}`),
       ];
     }
-    case "log-prob": return [0.9, 0.5, 0.1, 0.02].map((p) => swatch(mix(3, 0.75 * Math.min(1, Math.sqrt(-Math.log(p) / 4))), `p = ${p}`));
-    case "advantage": return [swatch(mix(0, 0.68), `+${number(scale.advantage)}: made likelier`), swatch(mix(1, 0.68), `−${number(scale.advantage)}: made less likely`)];
+    case "log-prob": return [0.9, 0.5, 0.1, 0.02].map((p) => swatch(graded(3, 0.75 * Math.min(1, Math.sqrt(-Math.log(p) / 4))), `p = ${p}`));
+    case "advantage": return [swatch(graded(0, 0.68), `+${number(scale.advantage)}: made likelier`), swatch(graded(1, 0.68), `−${number(scale.advantage)}: made less likely`)];
     case "version": return [...new Set(found.flatMap((b) => b.tokens.map((t) => t.version)).filter((v) => v !== undefined))].map((v) => swatch(mix(v - scale.version, 0.35), `version ${v}`));
-    default: return [swatch(mix(4, 0.8), `engine and learner ${number(scale.gap)} nats apart, or more`)];
+    default: return [swatch(graded(4, 0.8), `engine and learner ${number(scale.gap)} nats apart, or more`)];
   }
 }
 
@@ -92,8 +94,8 @@ function tokenTip(token, x, y) {
 }
 
 // A run of tokens; the arrow keys walk through it.
-function tokenText(tokens, mode, scale) {
-  const box = el("div", { class: "toks", tabindex: 0 });
+function tokenText(tokens, mode, scale, label) {
+  const box = el("div", { class: "toks", tabindex: 0, role: "group", "aria-label": label });
   let drawn = 0, now = -1;
   const draw = () => {
     const part = document.createDocumentFragment();
@@ -145,7 +147,7 @@ function turnCard(head, body, folds) {
 function promptCard(made) {
   const prompt = index.prompts[made.p], texts = words(prompt.ids, prompt.x);
   const tokens = texts.map((text, i) => ({ id: index.vocabulary.ids[prompt.ids[i]], text, kind: "prompt" }));
-  return turnCard([el("b", {}, "prompt"), `${tokens.length} tokens`], tokenText(tokens, "mask", {}), texts.join("").length > FOLD);
+  return turnCard([el("b", {}, "prompt"), `${tokens.length} tokens`], tokenText(tokens, "mask", {}, "tokens of the prompt"), texts.join("").length > FOLD);
 }
 
 function turnHead(block) {
@@ -157,7 +159,10 @@ function turnHead(block) {
 
 function tokenView(made, mode) {
   const found = blocks(made), scale = scaleOf(found);
-  const cards = found.map((block) => turnCard(turnHead(block), tokenText(block.tokens, mode, scale), false));
+  const cards = found.map((block) => {
+    const label = block.kind === "sampled" ? `tokens of turn ${block.number}` : `tokens inserted after turn ${block.number}`;
+    return turnCard(turnHead(block), tokenText(block.tokens, mode, scale, label), false);
+  });
   if (made.session) return sessionView(made, mode);
   return [el("div", { class: "scale" }, legendOf(mode, found, scale)), promptCard(made), ...cards];
 }
@@ -220,7 +225,6 @@ function treeNode(node, x, y, lowest, highest, here, open) {
   group.addEventListener("mousemove", (event) => tip.show(event.clientX, event.clientY, el("span", { class: "text" }, node.text),
     table([["mean reward", number(mean)], ["sampled", node.n], ["trajectories", node.at.map((at) => rows[at].id).slice(0, 6).join(", ")]])));
   group.addEventListener("mouseleave", tip.hide);
-  group.addEventListener("click", go);
-  group.addEventListener("keydown", (event) => event.key === "Enter" && go());
+  onActivation(group, go);
   return group;
 }
