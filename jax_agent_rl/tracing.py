@@ -37,7 +37,8 @@ class Span:
         name: its kind.
         about: its object: the tool's name, what was waited for, the reward's data source; may be empty.
         parent: number of the parent span; -1 for the first one.
-        start_ns, end_ns: nanoseconds since the epoch.
+        start_ns: when it began, in nanoseconds since the epoch.
+        end_ns: when it ended, likewise.
         attributes: further JSON values.
         error: None, or why it failed.
     """
@@ -56,7 +57,8 @@ class Trace:
     """The spans of one trajectory.
 
     Attributes:
-        trajectory_id, group_id: of the trajectory.
+        trajectory_id: id of the trajectory.
+        group_id: id of its group.
         step: training step (of asynchronous trainers: the one its row was drawn for).
         sample: number of the row within the step.
         rollout: number of the trajectory within its group.

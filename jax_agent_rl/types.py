@@ -129,8 +129,12 @@ class Trajectory:
         trajectory_id: unique within a run.
         group_id: trajectories of one prompt share it.
         agent_name: the agent loop that made it.
-        prompt_ids, turns: the source of truth; everything below is derived from them.
-        response_ids, response_mask, rollout_logprobs, policy_versions: see the module's worked example.
+        prompt_ids: token ids of the prompt. They and ``turns`` are the source of truth; the next four are derived.
+        turns: the assistant turns, in order.
+        response_ids: sampled and inserted token ids of all turns; the module has a worked example.
+        response_mask: 1 for every id that the policy sampled.
+        rollout_logprobs: log-prob of every sampled id in the distribution it was sampled from; 0 elsewhere.
+        policy_versions: version of the weights that sampled the id; -1 elsewhere.
         finish_reason: why the trajectory ended.
         no_loss: None, or why its ids carry no loss although its reward counts in its group.
         reward: what is learned from, besides the rewards of turns: the score, less the penalties of

@@ -366,7 +366,10 @@ class EnvironmentPools:
     """All environments of a run, each with a pool of its own.
 
     Args:
-        scope, max_instances, timeout, failures: see :class:`EnvironmentPool`.
+        scope: ``rollout`` makes an instance for each trajectory; ``global`` keeps instances and resets them.
+        max_instances: at the same time, of each environment; more leases wait.
+        timeout: seconds each call may take.
+        failures: told of what goes wrong after a trajectory; None: a log of its own.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ class ToolSession:
         timeout: time limit of create, of each call and of release, in seconds.
         max_response_length: token limit of one observation.
         truncate_side: the side cut off a longer one.
-        encode, decode: the policy's tokenizer.
+        encode: text to token ids, by the policy's tokenizer.
+        decode: token ids to text, by the same tokenizer.
         modalities: kinds of media the model and the engine accept, of ``image`` and ``video``.
         failures: told of what fails; None: a log of its own.
 

@@ -37,11 +37,20 @@ from jax_agent_rl.utils.plugins import installed, load_installed
 if TYPE_CHECKING:
     from jax_agent_rl.models.layers import EightBits
 
-BASE, OTHER, MIXED = "base", "other", "mixed"
-"""Weight sets of one architecture: the initial one, one that differs in every parameter, and a mixture of both."""
+BASE = "base"
+"""The initial weight set. All weight sets have one architecture."""
 
-ADAPTER, ADAPTED = "conformance", "adapted"
-"""Name of a LoRA adapter in requests, and of the weight set with that adapter merged into ``BASE``."""
+OTHER = "other"
+"""A weight set that differs from ``BASE`` in every parameter."""
+
+MIXED = "mixed"
+"""A weight set that takes some parameters from ``BASE`` and the others from ``OTHER``."""
+
+ADAPTER = "conformance"
+"""Name of a LoRA adapter in requests."""
+
+ADAPTED = "adapted"
+"""The weight set with that adapter merged into ``BASE``."""
 
 MIN_CONTEXT = 128
 """Smallest ``Capabilities.max_model_len`` in which the checks fit."""

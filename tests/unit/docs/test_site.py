@@ -1,33 +1,53 @@
-"""The site builds, every link leads somewhere, and nothing is loaded from elsewhere."""
+"""The site builds, every link leads somewhere, every page is in the navigation, and nothing comes from elsewhere."""
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
-from tests.unit.docs.pages import ROOT
+from tests.unit.docs.pages import DOCS, ROOT
+
+REFERENCE = DOCS / "reference"
+DESCRIBED = {name for page in REFERENCE.glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)}
+PUBLIC_PACKAGES = ("agents", "environments", "rewards", "tools", "testing.conformance")
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of ``folder`` strictly."""
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what the site is made of: a build writes beside it."""
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copytree(DOCS, folder / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "jax_agent_rl").symlink_to(ROOT / "jax_agent_rl")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    pytest.importorskip("zensical", reason="needs the extra docs")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra docs")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    copy_sources(folder)
+    done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    assert "griffe:" not in done.stdout + done.stderr, "a docstring describes what its function does not have"
+    return folder / "site"
 
 
 def test_every_page_and_the_picture_are_there(site: Path):
-    pages = {file.relative_to(ROOT / "docs").with_suffix("") for file in (ROOT / "docs").rglob("*.md")}
+    pages = {file.relative_to(DOCS).with_suffix("") for file in DOCS.rglob("*.md")}
     built = {file.parent.relative_to(site) for file in site.rglob("index.html")}
-    assert {page for page in pages if page.name != "index"} <= built
+    assert {page.parent if page.name == "index" else page for page in pages} <= built
     assert "data_flow.svg" in (site / "concepts" / "index.html").read_text()
 
 
@@ -38,9 +58,44 @@ def test_pages_load_nothing_from_elsewhere(site: Path):
         assert not [address for address in loaded if "//" in address], page
 
 
-def test_pages_follow_each_other_in_the_order_that_was_given(site: Path):
-    text = (site / "index.html").read_text()
-    order = ["first_run/", "concepts/", "write/tool/", "write/backend/", "moving/"]
-    navigation = text[text.index("md-nav--primary") :]
-    places = [navigation.index(f'href="{name}"') for name in order]
+def test_pictures_and_files_that_pages_show_are_there(site: Path):
+    for page in site.rglob("index.html"):
+        named = re.findall(r'<(?:a|img|link|script)[^>]+(?:href|src)="([^"#?:]+)"', page.read_text())
+        missing = [name for name in named if not (page.parent / unquote(name)).exists()]
+        assert not missing, page
+
+
+def test_every_page_is_in_the_navigation_once_and_home_comes_first():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n# ")[0]
+    named = re.findall(r"([\w/]+\.md)$", navigation, re.M)
+    assert sorted(named) == sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
+    assert navigation.splitlines()[0] == "  - Home: index.md"
+    first_steps = ["installation.md", "first_run.md", "concepts.md", "write/tool.md", "training.md", "config.md"]
+    places = [named.index(page) for page in first_steps]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("package", PUBLIC_PACKAGES)
+def test_the_reference_describes_every_name_of_a_public_package(package: str):
+    public = importlib.import_module(f"jax_agent_rl.{package}").__all__
+    assert {f"jax_agent_rl.{package}.{name}" for name in public} <= DESCRIBED
+
+
+def test_the_reference_links_names_in_docstrings_and_shows_no_markup(site: Path):
+    types = (site / "reference" / "types" / "index.html").read_text()
+    assert re.search(r'<a [^>]*href="[^"]*#jax_agent_rl\.types\.Trajectory\.from_turns"', types)
+    for page in (site / "reference").rglob("index.html"):
+        assert not re.findall(r":(?:class|func|meth|mod|attr|data):", page.read_text()), page
+
+
+@pytest.mark.parametrize("link", ["[a](nowhere.md)", "[a](concepts.md#no-such-heading)"])
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, link: str):
+    pytest.importorskip("zensical", reason="needs the extra docs")
+    (tmp_path / "docs").mkdir()
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    without_navigation = re.sub(r"^nav:\n(?:  .*\n)+", "", configuration, flags=re.M)
+    without_reference = re.sub(r"^  - mkdocstrings:\n(?:   .*\n)+", "", without_navigation, flags=re.M)
+    (tmp_path / "mkdocs.yml").write_text(without_reference)
+    (tmp_path / "docs" / "concepts.md").write_text("# Concepts\n")
+    (tmp_path / "docs" / "index.md").write_text(f"# Home\n\n{link}\n")
+    assert build(tmp_path).returncode != 0

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[3]
 THIRD_PARTY = ROOT / "third_party"
 LOCKS = sorted(file.stem for file in (THIRD_PARTY / "locks").glob("*.txt"))
 LINUX = {"sys_platform": "linux", "platform_machine": "x86_64"}
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+INSTALLATION = (ROOT / "docs" / "installation.md").read_text()
 
 
 def normal(name: str) -> str:
@@ -98,7 +100,17 @@ def test_locked_versions_are_those_that_the_project_asks_for(lock: str, python: 
 
 
 def test_every_extra_is_explained_where_installing_is():
-    page = (ROOT / "docs" / "index.md").read_text()
-    rows = [line.split("|")[1:] for line in page.splitlines() if line.startswith("| `")]
-    named = {word for row in rows for cell in row for word in re.findall(r"`([\w-]+)`", cell)}
+    table = INSTALLATION.partition("## Extras")[2].partition("Some extras exclude each other")[0]
+    named = {word for row in rows_of(table) for cell in row for word in re.findall(r"`([\w-]+)`", cell)}
     assert set(PROJECT["optional-dependencies"]) - named == set()
+
+
+def test_extras_that_exclude_each_other_are_named_where_installing_is_explained():
+    table = INSTALLATION.partition("Some extras exclude each other")[2].partition("\n## ")[0]
+    named = {word for row in rows_of(table) for cell in row[:2] for word in re.findall(r"`([\w-]+)`", cell)}
+    assert named == {item["extra"] for group in PYPROJECT["tool"]["uv"]["conflicts"] for item in group}
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """Return the cells of the rows that begin with code."""
+    return [line.split("|")[1:] for line in table.splitlines() if line.startswith("| `")]
