@@ -13,10 +13,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from jax_agent_rl.config.recipes import find_config, recipe_files
-from jax_agent_rl.config.reference import list_keys
+from jax_agent_rl.config.reference import KeyInfo, list_keys
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.wrong_values import OUR_CHECKS, describe_value, place_of
 from jax_agent_rl.utils.yaml_text import load_yaml
-from jax_agent_rl.validation import nearest_keys
+from jax_agent_rl.validation import nearest_keys, shown
 
 Tree = TypeVar("Tree", bound=BaseModel)
 _keys = functools.cache(list_keys)
@@ -76,7 +77,7 @@ def build_tree(
         made = model.model_validate(tree)
     except ValidationError as error:
         _require_its_command(given, model, file)
-        raise ConfigError(problems + [line for item in error.errors() for line in _explain(item, model)]) from None
+        raise ConfigError(problems + _explain_all(error, model, tree)) from None
     if problems:
         raise ConfigError(problems)
     return made
@@ -149,20 +150,62 @@ def _apply_override(tree: dict[str, Any], item: str) -> str | None:
     return None
 
 
-def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
-    """Translate a pydantic error into lines with the path, the problem, the value and the fix."""
-    path = ".".join(str(p) for p in error["loc"])
-    if error["type"] == "extra_forbidden":
+def _explain_all(error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any]) -> list[str]:
+    """Return a line for each wrong key: its path, its value, and what to write."""
+    lines: dict[str, None] = {}  # of a choice between types, each has its own error about the same key
+    for problem in error.errors(include_url=False):
+        for line in _explain(problem, model, tree):
+            lines[line] = None
+    return list(lines)
+
+
+def _explain(problem: Mapping[str, Any], model: type[BaseModel], tree: Mapping[str, Any]) -> list[str]:
+    """Translate one error; a check between keys may have found several things."""
+    path = place_of(problem)
+    said = describe_value(problem)
+    key = _key_at(problem["loc"], model)
+    if problem["type"] == "extra_forbidden":
         guess = _nearest(path, model)
-        return [f"{path}: unknown key" + (f"; did you mean {guess}?" if guess else "")]
-    if error["type"] == "missing":
-        return [f"{path}: required, not set"]
-    message = error["msg"].removeprefix("Value error, ")
+        return [f"{path}: {said}" + (f"; did you mean {guess}?" if guess else "")]
     if not path:
-        return message.split("\n")
-    if isinstance(error["input"], Mapping):  # a check of the whole section, which names its keys
-        return [f"{path}: {message}"]
-    return [f"{path}={error['input']!r}: {message}"]
+        return said.split("\n")
+    if problem["type"] == "missing":
+        return [f"{path}: {said}" + ("" if key is None or key.path != path else f"; {_what_to_write(key)}")]
+    if problem["type"] in OUR_CHECKS:
+        if isinstance(problem["input"], Mapping):  # a check of the whole section, which names its keys
+            return [f"{path}: {said}"]
+        return [f"{path}={shown(problem['input'])}: {said}"]
+    if key is None:
+        return [f"{path}={shown(problem['input'])}: {said}"]
+    return [f"{key.path}={shown(_value_in(tree, key.path, problem))}: {_what_to_write(key)}"]
+
+
+def _what_to_write(key: KeyInfo) -> str:
+    """Say what a key must be."""
+    if not key.is_section:
+        return f"must be {key.type}"
+    null = ", or null" if key.nullable else ""
+    return f"must be a section, a mapping of its keys{null} (jax-agent-rl config explain {key.path} lists them)"
+
+
+def _key_at(location: Sequence[int | str], model: type[BaseModel]) -> KeyInfo | None:
+    """Return the key in which a problem is: further parts of its place are items, or types that were tried."""
+    keys = _keys(model)
+    for end in range(len(location), 0, -1):
+        path = ".".join(map(str, location[:end]))
+        if path in keys:
+            return keys[path]
+    return None
+
+
+def _value_in(tree: Mapping[str, Any], path: str, problem: Mapping[str, Any]) -> Any:
+    """Return the value that was given for a key; of one that a model filled in, what it was checked with."""
+    value: Any = tree
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return problem["input"]
+        value = value[name]
+    return value
 
 
 def _nearest(path: str, model: type[BaseModel]) -> str | None:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from jax_agent_rl.generation import ID_BOUND
 from jax_agent_rl.tinker_server.wire import MOST_IDS, BadRequest
-from jax_agent_rl.utils.http_server import describe_problems
 from jax_agent_rl.utils.ids import SafeId
+from jax_agent_rl.utils.wrong_values import describe_problems
 
 MOST_SAMPLES = 4096
 """Samples of one request."""

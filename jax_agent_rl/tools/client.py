@@ -29,6 +29,7 @@ from jax_agent_rl.errors import ConfigError, ToolServerError
 from jax_agent_rl.tracing import span
 from jax_agent_rl.utils.media import read_images
 from jax_agent_rl.utils.network import JsonService
+from jax_agent_rl.utils.wrong_values import describe_first
 from jax_agent_rl.validation import as_score, replace_lone_surrogates
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def _observations(answer: Any, count: int, url: str) -> list[ServerObservation |
     try:
         frame = _Answer.model_validate(answer)
     except ValidationError as error:
-        raise ToolServerError(f"{url} gave a wrong answer: {_first(error)}; is it a tool server?") from None
+        raise ToolServerError(f"{url} gave a wrong answer: {describe_first(error)}; is it a tool server?") from None
     lengths = {name: len(values) for name, values in vars(frame).items()}
     if set(lengths.values()) != {count}:
         raise ToolServerError(f"{url} gave a wrong answer: {lengths} entries for {count} actions")
@@ -200,7 +201,7 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
     try:
         detailed = _Detailed.model_validate({"obs": content} if isinstance(content, str) else content)
     except ValidationError as error:
-        return ToolServerError(f"{url} gave a wrong observation: {_first(error)}")
+        return ToolServerError(f"{url} gave a wrong observation: {describe_first(error)}")
     # verl-tool's tools report the answer that ends a trajectory as an invalid action; it is not a mistake.
     answered = done and content == ""
     text, kind = replace_lone_surrogates(detailed.obs), None if valid or answered else "invalid_action"
@@ -218,12 +219,6 @@ def _observation(content: Any, done: bool, valid: bool, url: str) -> ServerObser
     return ServerObservation(
         text=text, done=done, error=kind, reward=detailed.reward or 0.0, metrics=detailed.metrics, media=media
     )
-
-
-def _first(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    place = ".".join(map(str, problem["loc"])) or "the answer"
-    return f"{place}: {problem['msg']}, got {problem['input']!r:.200}"
 
 
 Send = Callable[[ServerAction], Awaitable[ServerObservation]]

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ValidationError
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
 from jax_agent_rl.utils.network import is_loopback, names_this_machine
+from jax_agent_rl.utils.wrong_values import describe_problems
 
 if TYPE_CHECKING:
     from jax_agent_rl.utils.prometheus import RequestCounts
@@ -291,15 +292,6 @@ def check_body(value: Any, model: type[Body]) -> Body:
         return model.model_validate(value)
     except ValidationError as error:
         raise Refused(422, describe_problems(error)) from None
-
-
-def describe_problems(error: ValidationError) -> str:
-    """Return the first problems of a body, each with its field."""
-    lines = []
-    for item in error.errors(include_url=False, include_input=False, include_context=False)[:5]:
-        where = ".".join(map(str, item["loc"]))[:200]
-        lines.append((f"{where}: " if where else "") + item["msg"].removeprefix("Value error, "))
-    return "; ".join(lines)
 
 
 class _Site(web.BaseSite):

@@ -32,6 +32,7 @@ from jax_agent_rl.errors import (
     TurnRefusedError,
 )
 from jax_agent_rl.types import FinishReason
+from jax_agent_rl.utils.wrong_values import describe_value, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -261,9 +262,9 @@ def _from_validation(error: ValidationError) -> ApiError:
     """Return an error with a request's first problem and the number of others."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    param = ".".join(str(part) for part in first["loc"])
+    param = place_of(first)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    message = first["msg"].removeprefix("Value error, ")
+    message = describe_value(first)
     if first["type"] == REFUSED:
         return ApiError(400, message + more, param=first.get("ctx", {}).get("name"))
     where = f"{param}=" if param else "the request is "

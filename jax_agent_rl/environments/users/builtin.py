@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from jax_agent_rl.chat.messages import alternating
 from jax_agent_rl.chat.thinking import answer_of
 from jax_agent_rl.config.base import NonNegative, Positive, Section
+from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.environments.users.base import BaseInteraction, UserReply
 from jax_agent_rl.errors import ConfigError, InteractionError, TemplateError
 from jax_agent_rl.rewards.rules import last_number, marked_number
@@ -269,12 +270,7 @@ class ModelUserInteraction(BaseInteraction):
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        try:
-            self._settings = ModelUserConfig.model_validate(dict(config))
-        except ValidationError as error:
-            raise ConfigError(
-                [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
-            ) from None
+        self._settings = build_tree(ModelUserConfig, config)
         self._chat: UserModel | None = None
         if (settings := self._settings).base_url is not None:
             self._chat = OpenAIChat(
