@@ -26,7 +26,11 @@ from typing import Any
 
 from common import KEEP_MEMORY, ROOT, argument_parser, cpu
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "results.md"
+RESULTS = ROOT / "benchmarks" / "results.json"
+MACHINES = ROOT / "benchmarks" / "machines.json"
+"""The machines of the first table: where they stand in ``results.json``, or figures whose records are not kept."""
+
+PAGE = ROOT / "docs" / "results.md"
 VERSIONS = ("jax_agent_rl", "jax", "torch", "transformers")
 
 BENCHMARKS = {  # by script: its arguments
@@ -93,16 +97,110 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 # --- the page -----------------------------------------------------------------------------------------------------
 
+FIGURES = {  # of the first table: by label, the benchmark and where in its result the number stands
+    **{
+        f"decoding, {requests}, {label}": ("decode", f"batch_{requests.split()[0]}", key)
+        for label, key in (
+            ("tokens per second", "tokens_per_second"),
+            ("relative to vLLM", "ratio_vs_vllm"),
+            ("share of the machine's limit", "share_of_floor"),
+        )
+        for requests in ("1 request", "8 requests", "32 requests")
+    },
+    **{
+        f"speculation relative to plain decoding, {requests}": ("speculation", f"batch_{requests.split()[0]}", "ratio")
+        for requests in ("1 request", "4 requests", "8 requests", "32 requests")
+    },
+    "learner, tokens per second": ("learner", "tokens_per_second"),
+    "learner, share of sgemm": ("learner", "share_of_sgemm"),
+    "learner relative to transformers": ("learner", "ratio_vs_transformers"),
+    "update relative to TRL": ("learner_peers", "ratio_vs_trl_without_sharing"),
+    "update relative to Tunix": ("learner_peers", "ratio_vs_tunix_without_sharing"),
+    "update with shared prefixes relative to TRL": ("learner_peers", "ratio_vs_trl"),
+    "update with shared prefixes relative to Tunix": ("learner_peers", "ratio_vs_tunix"),
+    "update with shared prefixes relative to one without": ("shared_prefix", "ratio"),
+    "supervised update with shared prefixes relative to TRL": ("supervised_peers", "sft", "shared", "ratio"),
+    "DPO update with shared prefixes relative to TRL": ("supervised_peers", "dpo", "shared", "ratio"),
+    "fully asynchronous relative to synchronous": ("async_rollout", "fully_async", "samples_per_second"),
+    "fully asynchronous, share of the ideal": ("async_rollout", "fully_async", "share_of_ideal"),
+}
 
-def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return docs/results.md: for each benchmark and processor what it measured, and how."""
+
+def figures_of(records: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a machine from its records."""
+    figures = {}
+    for label, (benchmark, *path) in FIGURES.items():
+        if benchmark not in records:
+            continue
+        result = value = records[benchmark]["result"]
+        for key in path:
+            value = value[key]
+        if label == "fully asynchronous relative to synchronous":
+            value /= result["sync"]["samples_per_second"]
+        figures[label] = value
+    return figures
+
+
+def machines_table(machines: Mapping[str, Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one table of all machines: a row for each figure, the last column over all of them."""
+    by_machine = {}
+    for name, machine in machines.items():
+        by_machine[name] = machine["figures"] if "figures" in machine else figures_of(results[machine["results"]])
+    rows = []
+    for label in FIGURES:
+        values = [figures[label] for figures in by_machine.values() if label in figures]
+        if not values:
+            continue
+        row = {"": label}
+        for name, figures in by_machine.items():
+            row[name] = figure(label, figures[label]) if label in figures else ""
+        row["all"] = value_range(label, values)
+        rows.append(row)
+    return _table(rows)
+
+
+def figure(label: str, value: float) -> str:
+    """Return a value with the unit of its figure."""
+    if "relative to" in label:
+        return f"{value:.2f}×"
+    if "share" in label:
+        return f"{100 * value:.0f} %"
+    return f"{value:.3g}"
+
+
+def value_range(label: str, values: Sequence[float]) -> str:
+    """Return the smallest and the largest value; of a speed nothing, for machines differ."""
+    if "per second" in label:
+        return ""
+    low, high = figure(label, min(values)), figure(label, max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def page(results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return docs/results.md: all machines side by side, then what each benchmark measured, and how."""
     lines = [
         "# Results",
         "",
-        "What the scripts in `benchmarks/` measured. `benchmarks/run_all.py` writes this page and",
-        "`benchmarks/results.json`; the `--help` of each script says what it does and what its figures mean. Freed",
-        "memory is kept in huge pages, as `launch/local.sh` sets it. Figures of processors with other vectors differ.",
+        "`benchmarks/run_all.py` measures, and writes this page. Everything ran on CPUs: no figure is of a TPU or a",
+        "GPU. The model is SmolLM2-135M in float32, and freed memory is kept in huge pages, as `launch/local.sh` sets it.",
+        "`--help` of a script says what it does and what its figures mean.",
+        "",
+        "## All machines",
+        "",
+        *_table(
+            [
+                {"machine": name, "processor": machine["processor"], "measured": machine["date"]}
+                for name, machine in machines.items()
+            ]
+        ),
+        "",
+        "A ratio above 1 means that this project is faster than what it is compared with on the same machine. An",
+        "*update* is one GRPO update of a group of 8 completions of 40 tokens to a prompt of 256; TRL is 1.16.0 and",
+        "Tunix 0.1.7. Each figure is one run.",
+        "",
+        *machines_table(machines, results),
     ]
+    letters = {machine["results"]: name for name, machine in machines.items() if "results" in machine}
     for name in BENCHMARKS:
         records = {machine: own[name] for machine, own in results.items() if name in own}
         if not records:
@@ -112,7 +210,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["", f"## {name}.py", "", title]
         for machine, record in records.items():
             versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-            facts = f"{machine}; {record['date']}; {record['minutes']} minutes; {versions}"
+            place = f"machine {letters[machine]}" if machine in letters else machine
+            facts = f"{place}; {record['date']}; {record['minutes']} minutes; {versions}"
             lines += ["", f"`{record['command']}`: {facts}", "", *tables(record["result"])]
     return "\n".join(lines) + "\n"
 
@@ -178,7 +277,7 @@ def main() -> None:
             failed.append(f"{name} ({error})")
             continue
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(page(results))
+    PAGE.write_text(page(results, json.loads(MACHINES.read_text())))
     if failed:
         sys.exit("failed: " + ", ".join(failed))
 

@@ -1,11 +1,12 @@
 """docs/results.md shows what benchmarks/results.json holds, and nothing else."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.docs.pages import BENCHMARKS, DOCS, import_benchmark
+from tests.unit.docs.pages import BENCHMARKS, DOCS, ROOT, import_benchmark
 
 
 @pytest.fixture
@@ -14,7 +15,43 @@ def run_all(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_page_and_results_agree(run_all):
-    assert (DOCS / "results.md").read_text() == run_all.page(json.loads((BENCHMARKS / "results.json").read_text()))
+    results, machines = (json.loads((BENCHMARKS / name).read_text()) for name in ("results.json", "machines.json"))
+    assert (DOCS / "results.md").read_text() == run_all.page(results, machines)
+
+
+def test_the_table_of_machines_has_ranges_of_ratios_and_none_of_speeds(run_all):
+    machines = {
+        "A": {"processor": "x", "date": "today", "figures": {"update relative to TRL": 1.25}},
+        "B": {"processor": "y", "date": "today", "results": "y, 2 cores"},
+    }
+    results = {"y, 2 cores": {"learner_peers": {"result": {"ratio_vs_trl_without_sharing": 0.5}}}}
+    results["y, 2 cores"]["learner_peers"]["result"] |= {
+        "ratio_vs_tunix_without_sharing": 2.0,
+        "ratio_vs_trl": 3.0,
+        "ratio_vs_tunix": 4.0,
+    }
+    results["y, 2 cores"]["learner"] = {
+        "result": {"tokens_per_second": 10.0, "share_of_sgemm": 0.5, "ratio_vs_transformers": 0.9}
+    }
+    table = run_all.machines_table(machines, results)
+    assert "| update relative to TRL | 1.25× | 0.50× | 0.50× to 1.25× |" in table
+    assert "| learner, tokens per second |  | 10 |  |" in table
+    assert "| learner, share of sgemm |  | 50 % | 50 % |" in table
+
+
+def test_every_figure_of_a_machine_has_a_row(run_all):
+    machines = json.loads((BENCHMARKS / "machines.json").read_text())
+    named = {label for machine in machines.values() for label in machine.get("figures", ())}
+    assert named <= set(run_all.FIGURES)
+
+
+def test_ratios_to_other_projects_stand_on_the_page_of_results_alone():
+    pages = [
+        ROOT / "README.md",
+        *(page for page in DOCS.rglob("*.md") if page.name not in ("results.md", "gallery.md")),
+    ]
+    ratio = re.compile(r"\d\.\d+×|\d\.\d+ times as fast")
+    assert {str(page): found for page in pages if (found := ratio.findall(page.read_text()))} == {}
 
 
 def test_every_benchmark_exists_and_is_run_or_takes_too_long_or_needs_choices(run_all):
