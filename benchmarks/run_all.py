@@ -182,7 +182,7 @@ def page(results: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mappin
         "# Results",
         "",
         "`benchmarks/run_all.py` measures, and writes this page. Everything ran on CPUs: no figure is of a TPU or a",
-        "GPU. The model is SmolLM2-135M in float32, and freed memory is kept in huge pages, as `launch/local.sh` sets it.",
+        "GPU. The model is SmolLM2-135M in float32. Freed memory is kept in huge pages, as `launch/local.sh` sets it.",
         "`--help` of a script says what it does and what its figures mean.",
         "",
         "## All machines",
