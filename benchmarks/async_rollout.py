@@ -158,7 +158,13 @@ def settings(mode: str, url: str, folder: Path, arguments: argparse.Namespace) -
 
 
 def make_trainer(
-    mode: str, backend: PacedBackend, url: str, folder: Path, learner: PacedLearner, arguments: argparse.Namespace
+    mode: str,
+    backend: PacedBackend,
+    url: str,
+    folder: Path,
+    learner: PacedLearner,
+    checkpointer: Checkpointer,
+    arguments: argparse.Namespace,
 ) -> Trainer:
     """Make the trainer of ``jax-agent-rl train``, around the paced engine and learner."""
     run, codec = settings(mode, url, folder, arguments), LetterCodec()
@@ -182,7 +188,7 @@ def make_trainer(
     return TRAINERS[mode](
         runtime=runtime,
         folder=RunDir(folder),
-        checkpointer=Checkpointer(folder / "checkpoints", keep=1),
+        checkpointer=checkpointer,
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=run.trainer.steps),
     )
@@ -191,7 +197,8 @@ def make_trainer(
 async def train(mode: str, backend: PacedBackend, url: str, folder: Path, arguments: argparse.Namespace) -> dict:
     """Measure some steps of a trainer whose pipeline is full."""
     learner = PacedLearner(small_model()[1], arguments.learner_tokens_per_second)
-    trainer = make_trainer(mode, backend, url, folder, learner, arguments)
+    checkpointer = Checkpointer(folder / "checkpoints", keep=1)
+    trainer = make_trainer(mode, backend, url, folder, learner, checkpointer, arguments)
     runtime, warm_up = trainer.runtime, WARM_UP[mode]
     try:
         for _ in range(warm_up):
@@ -205,7 +212,7 @@ async def train(mode: str, backend: PacedBackend, url: str, folder: Path, argume
     finally:
         await trainer.stop_rollouts()
         await runtime.collector.close()
-        trainer.checkpointer.close()
+        checkpointer.close()
     runtime.collector.accounting.check()
     batches, records = learner.batches[warm_up:], read_records(folder / "metrics.jsonl")[warm_up:]
     learning = [learner.seconds(batch) for batch in batches]

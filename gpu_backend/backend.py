@@ -22,7 +22,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from gpu_backend.launch import StartedEngine, root_cause, served_precision, start_engine, weight_dtype
@@ -181,7 +181,7 @@ class VllmBackend:
                     return chunk.final
         raise BackendError(f"request {request.request_id!r} ended without a result")
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._check_serving()
         live = LiveRequest(self._admission.admit(request, self._live))
         self._live[request.request_id] = live
@@ -216,8 +216,8 @@ class VllmBackend:
         return True
 
     async def _submit(self, live: LiveRequest) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # pyright: ignore[reportMissingImports]
 
         request = live.run.request
         assert self._started is not None
@@ -265,7 +265,7 @@ class VllmBackend:
             await self._engine.abort(live.collector.request_id, internal=True)
 
     def _translate(self, error: Exception, request: GenerateRequest) -> BackendError:
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
         if isinstance(error, BackendError):
             return error

@@ -23,7 +23,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
+from torch.distributed import (
+    BroadcastOptions,
+    ProcessGroupGloo,
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # its documented place, which __all__ leaves out
+)
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.rollout.protocol import WeightUpdate
@@ -152,7 +156,7 @@ def _join(store: TCPStore, rank: int, size: int, backend: str, address: str) -> 
         settings = ProcessGroupNCCL.Options()
         settings._timeout = limit
         return ProcessGroupNCCL(store, rank, size, settings)
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub lacks it
     options._timeout = limit
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return ProcessGroupGloo(store, rank, size, options)

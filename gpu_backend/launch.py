@@ -71,10 +71,10 @@ def start_engine(settings: VllmSettings) -> StartedEngine:
 
 
 def _start(settings: VllmSettings, log: Log) -> StartedEngine:
-    from vllm.config import StructuredOutputsConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform as current
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.config import StructuredOutputsConfig  # pyright: ignore[reportMissingImports]
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform as current  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
     platform = "cpu" if current.is_cpu() else "cuda" if current.is_cuda() else "tpu" if current.is_tpu() else "other"
     if platform == "tpu":

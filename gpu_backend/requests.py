@@ -126,7 +126,7 @@ class RequestAdmission:
         """Return vLLM's ``LoRARequest``, None for the plain model. Adapters are numbered in order of their names."""
         if request.lora is None:
             return None
-        from vllm.lora.request import LoRARequest
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         number = 1 + list(self._settings.adapters).index(request.lora)
         return LoRARequest(request.lora, number, str(Path(self._settings.adapters[request.lora]).expanduser()))

@@ -178,7 +178,7 @@ class WeightUpdater:
         return {name: TensorSample.from_json(saved) for name, saved in sampled.items()}
 
     async def _measure(self, ids: Sequence[int], request_id: str) -> list[float]:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         prompt = {"prompt_token_ids": list(ids)}
@@ -201,7 +201,7 @@ def _contents(update: WeightUpdate) -> tuple[Shapes, LogprobProbe | None]:
 
 async def _transferred(engine: Any, update_info: Mapping[str, Any]) -> None:
     """Run vLLM's weight-transfer calls of one update, for ``gpu_backend.worker.InPlaceTransferEngine``."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest  # pyright: ignore[reportMissingImports]
 
     await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
     await engine.start_weight_update()

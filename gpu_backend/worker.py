@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
+from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.platforms import current_platform
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from gpu_backend import broadcast, updates
 from gpu_backend.settings import TRANSFER
@@ -185,10 +185,10 @@ def _keep_weights_plain() -> None:
     Nothing could be copied into packed ones. It has to happen before the model is built, and only in worker
     processes: therefore at import of this module.
     """
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts  # pyright: ignore[reportMissingImports]
 
-    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     def plain_experts(self: Any, layer: Any) -> None:

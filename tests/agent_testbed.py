@@ -56,7 +56,9 @@ class AgentHarness:
         self, row: Mapping[str, Any] = ROW, *, trajectory_id: str = "t", max_tokens: int = 1000
     ) -> Trajectory:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0)
-        return await self.agent.run(row, trajectory_id=trajectory_id, group_id="g", sampling=sampling)
+        trajectory = await self.agent.run(row, trajectory_id=trajectory_id, group_id="g", sampling=sampling)
+        assert isinstance(trajectory, Trajectory), "the agent plays several roles"
+        return trajectory
 
     def text(self, trajectory: Trajectory) -> str:
         """The response as text, special tokens included."""

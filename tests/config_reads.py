@@ -58,7 +58,10 @@ class Reads:
                 others.append(tree)
                 continue
             own.append(tree)
-            carried_out = [part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name in _CARRY_OUT]
+            carried_out: list[ast.stmt] = []
+            for part in tree.body:
+                if isinstance(part, ast.FunctionDef) and part.name in _CARRY_OUT:
+                    carried_out.append(part)
             others.append(ast.Module(carried_out, []))
         self._bases = {name: {base.__name__ for base in cls.__mro__} for name, cls in self.sections.items()}
         self._holders: defaultdict[str, set[str]] = defaultdict(set)  # of sections: attributes and functions

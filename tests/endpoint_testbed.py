@@ -55,10 +55,16 @@ class Stage:
             limits=limits,
             api_key=api_key,
             stateless=lambda: self.session("once"),
-            able=lambda: [server.backend.capabilities for server in self.context.client.servers],
-            engines=lambda: read_engines(self.context.client.servers),
+            able=lambda: [server.backend.capabilities for server in self.servers],
+            engines=lambda: read_engines(self.servers),
         )
         self.server = endpoint.server
+
+    @property
+    def servers(self) -> tuple[AsyncServer, ...]:
+        client = self.context.client
+        assert isinstance(client, LLMServerClient)
+        return client.servers
 
     def session(self, session_id: str, key: str | None = None) -> Session:
         recorder = ChatRecorder(self.context, session_id=session_id)

@@ -4,6 +4,7 @@ import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -13,7 +14,6 @@ from jax_agent_rl.collect.buffer import versions
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.strategies import make_strategy
 from jax_agent_rl.data.cursor import DataCursor
-from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir, read_records
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -21,7 +21,7 @@ from jax_agent_rl.rollout.protocol import Capabilities
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.runtime.publishers import ArrayPublisher
 from jax_agent_rl.runtime.train import TRAINERS
-from jax_agent_rl.testing.fakes import NoCheckpoints
+from jax_agent_rl.testing.fakes import FakeLearner, NoCheckpoints
 from jax_agent_rl.tracing import Tracer
 from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.base import Trainer
@@ -54,19 +54,20 @@ class SlowToUpdate(ScriptedBackend):
         self.clock.now += update.version
 
 
-class IdleLearner:
-    params = None
-    state = None
+class IdleLearner(FakeLearner):
     programs_compiled = 1
 
-    rejected = frozenset()
+    rejected: frozenset[str] = frozenset()
 
     def __init__(self):
-        self.groups = []
+        self.groups: list[Group] = []
 
-    def update(self, groups, *, masked, tick, cancellation, check):
+    def learn(self, groups):
         self.groups += groups
-        return UpdateResult(metrics={}, skipped=False, rejected=self.rejected)
+        return {}
+
+    def update(self, groups, **options):
+        return replace(super().update(groups, **options), rejected=self.rejected)
 
 
 async def parity(trajectory):
@@ -152,10 +153,10 @@ class Notes(NoCheckpoints):
     """Keeps what a checkpoint would."""
 
     def __init__(self):
-        self.saved: dict[int, dict] = {}
+        self.saved: dict[int, dict[str, Any]] = {}
 
-    def save(self, step, state, record):
-        self.saved.setdefault(step, record)
+    def save(self, step, state, progress):
+        self.saved.setdefault(step, progress)
 
 
 class Versions(IdleLearner):
@@ -165,10 +166,9 @@ class Versions(IdleLearner):
         super().__init__()
         self.steps: list[list[Group]] = []
 
-    def update(self, groups, *, masked, tick, cancellation, check):
+    def learn(self, groups):
         self.steps.append(list(groups))
-        with cancellation.update():
-            return UpdateResult(metrics={}, skipped=False)
+        return super().learn(groups)
 
     @property
     def ages(self) -> list[set[int]]:

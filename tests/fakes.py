@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats.base import Read, Scanner
 from jax_agent_rl.chat.reply import Reply, ToolCall
 from jax_agent_rl.errors import EngineDiedError
@@ -37,7 +38,7 @@ class GrowingFake:
         return self._codec.parse_reply(self._ids, context_ids=self._context_ids)
 
 
-class FakeCodec:
+class FakeCodec(ChatCodec):
     """One id per word (with the white space before it). Calls look like ``<call>name {json}</call>``.
 
     A rendered message is ``role: content`` (``role: <image> content``) and ``EOS``; a prompt ends with ``assistant:``.
@@ -46,11 +47,17 @@ class FakeCodec:
     eos_token_ids: tuple[int, ...] = (EOS,)
 
     def __init__(self, *, modalities: frozenset[str] = frozenset()) -> None:
-        self.modalities = modalities
+        self._media_kinds = modalities
         self._words: list[str] = ["<unk>", "<bos>", "<eos>"]
         self._ids: dict[str, int] = {word: i for i, word in enumerate(self._words)}
 
-    longest_token = 100
+    @property
+    def longest_token(self) -> int:
+        return 100
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        return self._media_kinds
 
     @property
     def vocab_size(self) -> int:

@@ -104,14 +104,23 @@ class Fleet:
         inside: ids of requests that are in some engine.
     """
 
-    def __init__(self, *, speed: EngineSpeed = SPEED, **client: Any) -> None:
+    def __init__(
+        self,
+        *,
+        speed: EngineSpeed = SPEED,
+        wait_for_server_seconds: float = 50.0,
+        recovery_seconds: float = 100.0,
+        **client: Any,
+    ) -> None:
         self.speed = speed
         self.engines: dict[str, list[FaultyEngine]] = {}
         self.starts: list[tuple[str, float]] = []
         self.unreachable: set[str] = set()
         self.inside: set[str] = set()
         self.start_seconds = 0.0
-        self.client = LLMServerClient(**{"wait_for_server_seconds": 50.0, "recovery_seconds": 100.0} | client)
+        self.client = LLMServerClient(
+            wait_for_server_seconds=wait_for_server_seconds, recovery_seconds=recovery_seconds, **client
+        )
         self._number = 0
 
     def make(self, name: str, **engine: Any) -> Callable[[], FaultyEngine]:

@@ -126,6 +126,7 @@ class Forker:
 
     def answered(self, *, within: float) -> bool:
         """Whether the command has ended, waiting so many seconds for it."""
+        assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], within)[0])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 from jax_agent_rl.agents.conversation import _UNFINISHED_TAG
 from jax_agent_rl.agents.text_tool import bare_result
@@ -21,7 +20,7 @@ from jax_agent_rl.rewards import boxed, has_format, tagged
 from jax_agent_rl.rewards.code import extract_program
 from jax_agent_rl.rewards.judge import _GRADE
 from jax_agent_rl.rewards.rules import last_number, marked_number, qa_exact_match, qa_f1
-from jax_agent_rl.tool_server.plugins import markup
+from jax_agent_rl.tool_server.plugins import ServerTool, markup
 from jax_agent_rl.tool_server.plugins.interpreters import BashTool, SqlTool, parse_python
 from jax_agent_rl.tool_server.plugins.search import SearchTool
 from jax_agent_rl.utils.fences import fenced_blocks
@@ -33,7 +32,13 @@ LENGTH = 100_000
 _COUNTED = "".join(f"mark{number}x" for number in range(200_000))
 _PLACEHOLDERS = re.compile(any_of(f"<unused{number}>" for number in range(6000)))
 """As many as Gemma's tokenizer has."""
-_TOOL = SimpleNamespace()
+
+
+def action_reader(tool: type[ServerTool]) -> Callable[[str], object]:
+    """How a tool reads an action. The tool is not set up: reading takes neither a sandbox nor an index."""
+    return tool.__new__(tool).parse_action
+
+
 READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "answer_of": (answer_of, ("<think>", "</think>", "[THINK]", "<", "a")),
     "hermes": (FORMATS["hermes"].parse, ("<think>", "</think>", "<tool_call>", "</tool_call>", "{", "a")),
@@ -52,9 +57,9 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "fenced_blocks": (lambda text: list(fenced_blocks(text)), ("````\n", "~~~", "- ", "1. ", "\t", " ", "\n", "`")),
     "judge": (_GRADE.findall, ("[[", "]]", " ", "1", ".")),
     "python": (parse_python, ("<python>", "</python>", "```", "python", "input", " ", "\t", "\n", "<tool_call>")),
-    "bash": (lambda text: BashTool.parse_action(_TOOL, text), ("<bash>", "</bash>", "```", "sh", " ", "\n")),
-    "search": (lambda text: SearchTool.parse_action(_TOOL, text), ("<search>", "</search>", "<answer>", " ")),
-    "sql": (lambda text: SqlTool.parse_action(_TOOL, text), ("<sql>", "</sql>", "<solution>", " ")),
+    "bash": (action_reader(BashTool), ("<bash>", "</bash>", "```", "sh", " ", "\n")),
+    "search": (action_reader(SearchTool), ("<search>", "</search>", "<answer>", " ")),
+    "sql": (action_reader(SqlTool), ("<sql>", "</sql>", "<solution>", " ")),
     "tool_call": (markup.parse_tool_call, ("<tool_call>", "</tool_call>", '{"name": "', "{", "[", '"', "1", "\\")),
     "result_block": (lambda text: markup.result_block(text, ""), ("```", "</", "<result>", " ", "\n")),
     "bare_result": (bare_result, ("<result>", "</result>", "\n")),

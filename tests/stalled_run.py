@@ -15,8 +15,11 @@ from typing import Any
 
 from jax_agent_rl import cli
 from jax_agent_rl.collect.collector import RolloutCollector
+from jax_agent_rl.collect.groups import OpenGroup
+from jax_agent_rl.collect.strategies import Start
 from jax_agent_rl.jetstream import backend, engine
 from jax_agent_rl.learner import checkpoint, learner, objective
+from jax_agent_rl.types import DropReason, Trajectory
 
 phase, when = os.environ["STALL_PHASE"], int(os.environ["STALL_WHEN"])
 calls = 0
@@ -53,10 +56,12 @@ def saving(save: Callable[..., None]) -> Callable[..., None]:
 def waiting(label: str) -> None:
     collect = RolloutCollector._run_or_reason
 
-    async def wrapped(self: RolloutCollector, group: Any, trajectory_id: str, *rest: Any) -> Any:
+    async def wrapped(
+        self: RolloutCollector, group: OpenGroup, trajectory_id: str, number: int, start: Start
+    ) -> tuple[Trajectory, ...] | DropReason:
         if trajectory_id.startswith(label) and here():
             await asyncio.Event().wait()
-        return await collect(self, group, trajectory_id, *rest)
+        return await collect(self, group, trajectory_id, number, start)
 
     RolloutCollector._run_or_reason = wrapped
 

@@ -51,8 +51,9 @@ def drawn(seed: int, grid: Grid, kind: str = "image") -> ProcessedImage:
 def vision_processor() -> VisionProcessor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
 
-    sizes = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2}
-    processor = Processor(**sizes, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16})
+    processor = Processor(
+        patch_size=2, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16}
+    )
     return VisionProcessor(vision=TINY_VISION, patcher=ImageProcessor(images=processor, videos=processor))
 
 

@@ -125,8 +125,8 @@ class JsonNotes(NoCheckpoints):
 
     saved = ""
 
-    def save(self, step, state, record) -> None:
-        self.saved = json.dumps(record)
+    def save(self, step, state, progress) -> None:
+        self.saved = json.dumps(progress)
 
 
 class _NoFolder(RunDir):
@@ -197,7 +197,7 @@ def make_virtual(
         client=client,
         collector=collector,
         evaluator=RolloutCollector(context, score=_score, max_in_flight=1, seed=0),
-        learner=cast(Any, Steps()),
+        learner=Steps(),
         publisher=SimulatedPublisher(LearnerAssumptions(publish_seconds=0.1)),
         cursor=cursor,
         heldout=[],
@@ -205,7 +205,7 @@ def make_virtual(
     return TRAINERS[settings.trainer.mode](
         runtime=runtime,
         folder=_NoFolder(),
-        checkpointer=cast(Any, JsonNotes()),
+        checkpointer=JsonNotes(),
         record=record,
         progress=Progress(Console(file=io.StringIO()), total_steps=steps),
         clock=asyncio.get_running_loop().time,

@@ -17,11 +17,12 @@ import contextlib
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jax_agent_rl.errors import BackendClosedError, BackendError, PromptTooLongError, WeightUpdateError
+from jax_agent_rl.learner.cancellation import StepCancellation
 from jax_agent_rl.rollout.protocol import (
     BackendMetrics,
     Capabilities,
@@ -30,11 +31,11 @@ from jax_agent_rl.rollout.protocol import (
     TokenChunk,
     WeightUpdate,
 )
-from jax_agent_rl.types import DropReason, Group, PauseMode, StopReason, Support, TokenOutput, TokenScores, digest_ids
+from jax_agent_rl.types import Group, PauseMode, StopReason, Support, TokenOutput, TokenScores, digest_ids
 
 if TYPE_CHECKING:
-    from jax_agent_rl.learner.cancellation import StepCancellation
     from jax_agent_rl.learner.metrics import AgreementCheck, UpdateResult
+    from jax_agent_rl.trainer import WeightSource
 
 
 class FakeBackend(ABC):
@@ -360,25 +361,32 @@ class BatchingEngine(FakeBackend):
 class FakeLearner(ABC):
     """Replaces a :class:`~jax_agent_rl.learner.learner.Learner`; a subclass defines :meth:`learn`."""
 
-    params = None
-    state = None
-    programs_compiled = 0
+    params: Any = None
+    state: Any = None
+    programs_compiled: int = 0
 
     @abstractmethod
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Take the groups of a step and return its metrics."""
 
+    def store(self, folder: str, dtype: str) -> str:
+        raise NotImplementedError("the fake learner has no parameters to store")
+
+    def averaged(self) -> WeightSource:
+        raise NotImplementedError("the fake learner has no parameters to average")
+
     def update(
         self,
         groups: Sequence[Group],
         *,
-        masked: Mapping[str, DropReason],
-        tick: Callable[[int, int], None],
-        cancellation: StepCancellation,
-        check: AgreementCheck,
+        masked: Collection[str] = (),
+        tick: Callable[[int, int], None] = lambda done, total: None,
+        cancellation: StepCancellation | None = None,
+        check: AgreementCheck | None = None,
     ) -> UpdateResult:
         from jax_agent_rl.learner.metrics import UpdateResult  # brings jax, which engines start without
 
+        cancellation = cancellation or StepCancellation()
         tick(0, 1)
         with cancellation.update():
             metrics = self.learn(groups)
@@ -389,7 +397,7 @@ class FakeLearner(ABC):
 class NoCheckpoints:
     """Replaces a :class:`~jax_agent_rl.learner.checkpoint.Checkpointer`; saves nothing."""
 
-    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> None: ...
+    def save(self, step: int, state: Any, progress: dict[str, Any]) -> None: ...
 
     def check(self) -> None: ...
 

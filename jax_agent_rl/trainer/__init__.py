@@ -82,6 +82,20 @@ class TrainableLearner(WeightSource, Protocol):
     ) -> UpdateResult: ...
 
 
+class Checkpoints(Protocol):
+    """The part of a :class:`~jax_agent_rl.learner.checkpoint.Checkpointer` that a trainer needs."""
+
+    def save(self, step: int, state: Any, progress: dict[str, Any]) -> None: ...
+
+    def check(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def written(self) -> str: ...
+
+    def delete_newer(self, step: int) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunComponents:
     """The parts a trainer drives.

@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.collect.filters import Selection, select
-from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.learner.metrics import UpdateResult
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
-from jax_agent_rl.trainer import RunComponents, WeightSource
+from jax_agent_rl.trainer import Checkpoints, RunComponents, WeightSource
 from jax_agent_rl.trainer.agreement import AgreementWatch
 from jax_agent_rl.trainer.observing import Phases, RunReporter
 from jax_agent_rl.trainer.record import RunRecord, account, step_record
@@ -60,7 +59,7 @@ class Trainer:
 
     runtime: RunComponents
     folder: RunDir
-    checkpointer: Checkpointer
+    checkpointer: Checkpoints
     record: RunRecord
     progress: Progress
     clock: Callable[[], float] = time.monotonic

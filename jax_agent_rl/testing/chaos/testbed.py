@@ -295,7 +295,7 @@ async def _trainer(
         client=client,
         collector=collector,
         evaluator=collector,
-        learner=ProvingLearner(ledger, seconds=LEARNER_SECONDS),  # type: ignore[arg-type]
+        learner=ProvingLearner(ledger, seconds=LEARNER_SECONDS),
         publisher=publisher,
         cursor=DataCursor(_ROWS, seed=settings.seed),
         heldout=[],
@@ -303,7 +303,7 @@ async def _trainer(
     return WatchedTrainer(
         runtime=runtime,
         folder=RunDir(Path(settings.run_dir)),
-        checkpointer=NoCheckpoints(),  # type: ignore[arg-type]
+        checkpointer=NoCheckpoints(),
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=_MAX_STEPS),
         ledger=ledger,

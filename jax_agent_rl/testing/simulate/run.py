@@ -21,7 +21,6 @@ from jax_agent_rl.collect.collector import RolloutCollector
 from jax_agent_rl.config import Config, build, load
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.errors import ConfigError
-from jax_agent_rl.learner.checkpoint import Checkpointer
 from jax_agent_rl.observe.progress import Progress, duration
 from jax_agent_rl.observe.run_dir import RunDir, TokenValues
 from jax_agent_rl.rollout.client import LLMServerClient
@@ -212,7 +211,7 @@ async def _simulate(
     training = TRAINERS[config.trainer.mode](
         runtime=runtime,
         folder=readings,
-        checkpointer=cast(Checkpointer, NoCheckpoints()),
+        checkpointer=NoCheckpoints(),
         record=RunRecord(),
         progress=Progress(Console(file=io.StringIO()), total_steps=steps),
         clock=asyncio.get_running_loop().time,
@@ -256,7 +255,7 @@ def _runtime(
         client=client,
         collector=collectors[0],
         evaluator=collectors[1],
-        learner=cast(Any, learner),
+        learner=learner,
         publisher=SimulatedPublisher(assumptions.learner),
         cursor=DataCursor(rows, seed=config.seed),
         heldout=[],

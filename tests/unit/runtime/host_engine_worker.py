@@ -12,15 +12,15 @@ from typing import Any
 
 from jax_agent_rl.config import Config, load
 from jax_agent_rl.jetstream.weights import GatherParams
-from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.hf import load_config
 from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.runtime import multihost_engines
 from jax_agent_rl.runtime.build import follow_run, make_learner
-from jax_agent_rl.runtime.multihost import LeadingLearner, initialize, leading
+from jax_agent_rl.runtime.multihost import initialize, leading
 from jax_agent_rl.runtime.multihost_engines import join_hosts, make_host_engine, make_weight_buffer
 from jax_agent_rl.runtime.publishers import make_publisher
+from jax_agent_rl.trainer import WeightSource
 from jax_agent_rl.types import SamplingParams
 from tests.tiny import logprobs_of
 from tests.trajectories import random_groups
@@ -59,7 +59,7 @@ async def lead(config: Config) -> None:
             await client.close()
 
 
-async def show(client: LLMServerClient, learner: Learner | LeadingLearner, version: int) -> None:
+async def show(client: LLMServerClient, learner: WeightSource, version: int) -> None:
     for server in client.servers:
         requests = (GenerateRequest(request_id=f"v{version}-{i}", prompt_ids=PROMPT, sampling=GREEDY) for i in range(2))
         output, other = await asyncio.gather(*map(server.generate, requests))  # by each engine, if there are two

@@ -58,14 +58,14 @@ def share_read_back(learner: Learner | LeadingLearner, made: Learner, job: dict)
     folder = stored.version_folder(job["out"] + ".stored", 1)
     reader = stored.StoredParams(folder, manifest_digest=learner.store(folder, "float32"))
     places = jax.tree.map(lambda x: x.sharding, made.params)
-    found = reader.read(MODEL.parameter_shapes(), dtype=np.float32, shardings=places)
+    found = reader.read(MODEL.parameter_shapes(), dtype=np.dtype(np.float32), shardings=places)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(made.params), strict=True):
         for ours, theirs in zip(a.addressable_shards, b.addressable_shards, strict=True):
             np.testing.assert_array_equal(ours.data, theirs.data)
     return reader.bytes_read / sum(x.nbytes for x in jax.tree.leaves(made.params))
 
 
-def give_up(learner: LeadingLearner, groups: list[Group], *, midway: bool) -> None:
+def give_up(learner: Learner | LeadingLearner, groups: list[Group], *, midway: bool) -> None:
     """A step that process 0 cancels before its first update or after it: unless all undo it, what follows comes out
     different or never ends."""
     cancellation = StepCancellation()
