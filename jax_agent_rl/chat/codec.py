@@ -44,7 +44,7 @@ from jax_agent_rl.errors import ConfigError, ModelError, TemplateError
 from jax_agent_rl.models.image_processor import Pixels
 from jax_agent_rl.tools.schema import convert_arguments
 from jax_agent_rl.types import digest_ids
-from jax_agent_rl.utils.hub import model_folder, read_pretrained
+from jax_agent_rl.utils.hub import model_folder, read_pretrained, require_model_file
 
 MAX_VARIANTS = 32
 """Variants of a codec with other arguments for the template that are kept: requests may name any."""
@@ -152,11 +152,7 @@ class ChatCodec:
         from transformers import AutoTokenizer
 
         folder = model_folder(path)
-        if not (folder / "tokenizer.json").is_file():
-            raise ModelError(
-                f"no tokenizer at {str(folder)!r} (tokenizer.json is missing); set model.path to a Hugging Face "
-                "folder, or run `jax-agent-rl fetch-model` for the quickstart's"
-            )
+        require_model_file(folder, "tokenizer.json")
         try:
             tokenizer = read_pretrained(AutoTokenizer, folder)
         except (OSError, ValueError) as error:

@@ -98,9 +98,11 @@ ResumeStep = Annotated[
 def quickstart(overrides: Overrides = None, resume: Resume = False) -> None:
     """Train a small agent in this folder: fetch its model, write its data, train the recipe quickstart."""
     from jax_agent_rl.config import load
+    from jax_agent_rl.deploy.preflight import check_quickstart
     from jax_agent_rl.deploy.quickstart.commands import RECIPE, prepare_quickstart
 
     settings = load(RECIPE, overrides or [])
+    check_quickstart(settings)
     prepare_quickstart()
     print("training (two to three minutes on two cores, one more the first time, for compilation)", flush=True)
     _train(settings, resume, auto_resume=False, step=None, accept_change=None)
@@ -176,6 +178,11 @@ def _train(
         raise ConfigError(f"--step {step} names the checkpoint to resume from; add --resume, or leave it out")
     if resume and auto_resume:
         raise ConfigError("--resume requires a checkpoint and --auto-resume does not; give one of them")
+    accepted = _accepted_changes(accept_change, resume or auto_resume)
+    from jax_agent_rl.deploy.preflight import check_training, joins_processes
+
+    if not joins_processes(settings):
+        check_training(settings)
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run
     from jax_agent_rl.runtime.multihost import initialize
@@ -186,8 +193,9 @@ def _train(
     if initialize(settings.learner.multihost):  # process 0 leads
         follow_run(settings)
         return
+    if joins_processes(settings):
+        check_training(settings)
     how = "if_any" if auto_resume else resume
-    accepted = _accepted_changes(accept_change, resume or auto_resume)
     _run_trainer(
         lambda **options: run(
             with_resolved_model(settings), resume=how, from_step=step, accept_changes=accepted, **options
@@ -245,11 +253,14 @@ def dpo(
 
 def _train_supervised(name: str, given: GivenConfig, resume: bool, accept_change: list[str] | None) -> None:
     from jax_agent_rl.config.loading import load_tree
-    from jax_agent_rl.runtime import use_compilation_cache
-    from jax_agent_rl.supervised.train import train
+    from jax_agent_rl.deploy.preflight import check_supervised
 
     settings = load_tree(settings_model(name), given.required(name), given.overrides)
     accepted = _accepted_changes(accept_change, resume)
+    check_supervised(settings)
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.supervised.train import train
+
     use_compilation_cache()
     _run_trainer(functools.partial(train, settings, resume=resume, accept_changes=accepted))
 
@@ -338,6 +349,9 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (learner.ema_decay).")] = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model folder; LoRA adapters are merged in."""
+    from jax_agent_rl.deploy.preflight import check_checkpoint
+
+    check_checkpoint(run, step, out=out)
     from jax_agent_rl.runtime.policy import export_run
 
     print(export_run(run, out, step=step, dtype=dtype, adapter=adapter, ema=ema))
@@ -374,14 +388,19 @@ def conformance(
     """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
     from rich.console import Console
 
-    from jax_agent_rl.testing.conformance.runner import run_command
+    from jax_agent_rl.deploy.preflight import check_model
     from jax_agent_rl.utils.network import token_from
+
+    token = token_from(token_env, key="--token-env")
+    if model is not None:
+        check_model(str(model))
+    from jax_agent_rl.testing.conformance.runner import run_command
 
     report = run_command(
         backend,
         model=model,
         url=url,
-        token=token_from(token_env, key="--token-env"),
+        token=token,
         engine=engine,
         engine_factory=engine_factory,
         adapters=adapters,
@@ -436,11 +455,18 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
     from rich.console import Console
 
-    from jax_agent_rl.deploy.plan.architectures import architecture_folder
-    from jax_agent_rl.deploy.plan.command import PlanTask, run_command
+    from jax_agent_rl.config import load
+    from jax_agent_rl.deploy.preflight import check_model
 
     given = given_config(config, overrides, config_file)
     recipe = str(given.required("plan"))
+    named = [] if architecture is None else [f"model.path={architecture}"]
+    settings = load(recipe, [*given.overrides, *named])
+    if architecture is None:
+        check_model(settings.model.path)
+    from jax_agent_rl.deploy.plan.architectures import architecture_folder
+    from jax_agent_rl.deploy.plan.command import PlanTask, run_command
+
     console = Console()
     with nullcontext() if architecture is None else architecture_folder(architecture) as model:
         task = PlanTask(

@@ -269,9 +269,14 @@ def certify(
     claim it concerns; it is meant to be sent to us. Exits with 1 if there are deviations.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on GPUs, other engines need room beside JAX
-    from jax_agent_rl.deploy.certify import run_command
+    from jax_agent_rl.config import load
+    from jax_agent_rl.deploy.preflight import check_certification
 
     given = given_config(config, overrides, config_file)
+    settings = None if given.file is None else load(given.file, given.overrides)
+    check_certification(settings, out=out)
+    from jax_agent_rl.deploy.certify import run_command
+
     arguments = ["jax-agent-rl", *sys.argv[1:]]
     with exit_if_interrupted():  # the report then ends before the check that was running
         report = run_command(given.file, given.overrides, only=only or [], out=out, arguments=arguments)

@@ -110,19 +110,28 @@ def evaluate(
 
     from rich.console import Console
 
-    from jax_agent_rl.evaluate.evaluation import EvaluationRequest, select_rows
-    from jax_agent_rl.evaluate.evaluation import evaluate as run_evaluation
-    from jax_agent_rl.runtime import use_compilation_cache
-    from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
-    from jax_agent_rl.runtime.train import free_folder
+    from jax_agent_rl.data.dataset import evaluation_sources
+    from jax_agent_rl.deploy.preflight import check_policy
+    from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
     given = given_config(config, overrides, config_file)
     choice = PolicyChoice(
         config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema, data=data
     )
+    ks = parse_ks(k, n)
+    settings = choose(choice)
+    folder = Path(settings.run_dir)
+    wanted = out or folder.with_name(folder.name + "-eval")
+    check_policy(choice, settings, sources=evaluation_sources(settings, data), out=wanted)
+    from jax_agent_rl.evaluate.evaluation import EvaluationRequest
+    from jax_agent_rl.evaluate.evaluation import evaluate as run_evaluation
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.policy import open_policy
+    from jax_agent_rl.runtime.train import free_folder
+
     request = EvaluationRequest(
         samples=n,
-        ks=parse_ks(k, n),
+        ks=ks,
         pass_reward=pass_reward,
         temperature=temperature,
         top_p=top_p,
@@ -131,12 +140,9 @@ def evaluate(
         data=data,
         limit=limit,
     )
-    settings = choose(choice)
-    select_rows(settings, request)  # fail before a checkpoint is written
     use_compilation_cache()
     console = Console()
-    wanted = Path(settings.run_dir)
-    out_dir = free_folder(out or wanted.with_name(wanted.name + "-eval"))
+    out_dir = free_folder(wanted)
     with open_policy(choice) as subject:
         summary = run_to_end(run_evaluation(subject, request, out=out_dir, console=console))
     print_line(console, headline(summary))
@@ -172,18 +178,24 @@ def rollout(
 
     from rich.console import Console
 
-    from jax_agent_rl.data.dataset import find_files
-    from jax_agent_rl.evaluate.collection import CollectionRequest, collect
-    from jax_agent_rl.runtime import use_compilation_cache
-    from jax_agent_rl.runtime.policy import PolicyChoice, choose, open_policy
+    from jax_agent_rl.data.dataset import collection_sources, find_files
+    from jax_agent_rl.deploy.preflight import check_policy
+    from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
     given = given_config(config, overrides, config_file)
     choice = PolicyChoice(
         config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema, data=data
     )
+    settings = choose(choice)
+    sources = collection_sources(settings, data)
+    check_policy(choice, settings, sources=sources, out=out.parent)
+    from jax_agent_rl.evaluate.collection import CollectionRequest, collect
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.runtime.policy import open_policy
+
     request = CollectionRequest(group_size=n, temperature=temperature, data=data, limit=limit)
-    for source in request.sources(choose(choice)):
-        find_files(source)  # fail before a checkpoint is written
+    for source in sources:
+        find_files(source)  # those of the Hub are downloaded before a checkpoint is exported
     use_compilation_cache()
     console = Console()
     with open_policy(choice) as subject:

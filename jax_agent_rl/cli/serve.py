@@ -30,7 +30,7 @@ from jax_agent_rl.cli.options import (
 from jax_agent_rl.observe.progress import print_line
 
 if TYPE_CHECKING:
-    from jax_agent_rl.runtime.policy import PolicyChoice
+    from jax_agent_rl.runtime.choice import PolicyChoice
 
 engines = typer.Typer(
     help="List, add and remove the engines of a run that trains.",
@@ -91,11 +91,15 @@ def tool_server(
 ) -> None:
     """Serve tools to agents over HTTP (POST /get_observation). Model-written programs run in a sandbox."""
     from jax_agent_rl.config.loading import load_tree
+    from jax_agent_rl.deploy.preflight import check_tool_server
+
+    given = given_config(config, overrides, config_file)
+    settings = load_tree(settings_model("tool-server"), given.file, given.overrides)
+    check_tool_server(settings)
     from jax_agent_rl.tool_server.server import run
     from jax_agent_rl.utils.process import run_server
 
-    given = given_config(config, overrides, config_file)
-    run_server(run(load_tree(settings_model("tool-server"), given.file, given.overrides), print_line=print))
+    run_server(run(settings, print_line=print))
 
 
 def tinker_server(
@@ -105,11 +109,14 @@ def tinker_server(
 ) -> None:
     """Serve the Tinker API: clients sample, compute gradients and update models through its SDK."""
     from jax_agent_rl.config.loading import load_tree
-    from jax_agent_rl.runtime import use_compilation_cache
-    from jax_agent_rl.utils.process import run_server
+    from jax_agent_rl.deploy.preflight import check_tinker_server
 
     given = given_config(config, overrides, config_file)
     chosen = load_tree(settings_model("tinker-server"), given.file, given.overrides)
+    check_tinker_server(chosen)
+    from jax_agent_rl.runtime import use_compilation_cache
+    from jax_agent_rl.utils.process import run_server
+
     try:
         from jax_agent_rl.tinker_server.app import serve as run
     except ModuleNotFoundError as error:
@@ -132,11 +139,15 @@ def rollout_server(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8100,
 ) -> None:
     """Serve the configured engine over HTTP, for runs with rollout.backend=remote."""
-    from jax_agent_rl.runtime.policy import PolicyChoice
-    from jax_agent_rl.runtime.serve import serve_rollouts
+    from jax_agent_rl.deploy.preflight import check_policy
+    from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
     given = given_config(config, overrides, config_file)
     choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
+    settings = choose(choice)
+    check_policy(choice, settings, listens=(host, port, settings.rollout.token_env, "rollout.token_env"))
+    from jax_agent_rl.runtime.serve import serve_rollouts
+
     _serve(choice, functools.partial(serve_rollouts, host=host, port=port))
 
 
@@ -160,10 +171,14 @@ def serve(
     long as the model reads and the KV cache holds, unless rollout.max_model_len=N is given here. With /sessions/ID/v1
     as base_url, exact ids are recorded.
     """
-    from jax_agent_rl.runtime.policy import PolicyChoice
-    from jax_agent_rl.runtime.serve import serve_openai
+    from jax_agent_rl.deploy.preflight import check_policy
+    from jax_agent_rl.runtime.choice import PolicyChoice, choose
 
     given = given_config(config, overrides, config_file)
+    choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
+    check_policy(choice, choose(choice), listens=(host, port, token_env, "--token-env"))
+    from jax_agent_rl.runtime.serve import serve_openai
+
     serving = functools.partial(
         serve_openai,
         host=host,
@@ -172,7 +187,6 @@ def serve(
         model_name=model_name,
         fixed_length=any(key.partition("=")[0] == "rollout.max_model_len" for key in given.overrides),
     )
-    choice = PolicyChoice(config=given.file, overrides=given.overrides, model=model, run=run, step=step, ema=ema)
     _serve(choice, serving)
 
 
@@ -260,6 +274,9 @@ def diagnose(
 
     from rich.console import Console
 
+    from jax_agent_rl.runtime.choice import run_config
+
+    run_config(run)  # before anything is imported for what is no run
     from jax_agent_rl.agreement.report import breach_line
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 

@@ -48,8 +48,12 @@ def meant_command(tree: Mapping[str, Any], model: type[BaseModel]) -> str | None
         return None if recorded == given else recorded
     unknown = {name: _unknown(tree, root_model(name)) for name in ROOTS}
     best = min(ROOTS, key=lambda name: unknown[name])
-    is_clear = 2 * unknown[best] < unknown[given]
-    return best if is_clear else None
+    if 2 * unknown[best] >= unknown[given]:
+        return None
+    has_other_section = not tree.keys() <= model.model_fields.keys()
+    if unknown[given] == 1 and not has_other_section:  # one key too many in one of its sections
+        return None
+    return best
 
 
 @functools.cache

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from jax_agent_rl.config import DataSource
+from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.data.reader import SUFFIXES, ParquetFile, PlacedRow, Row, read_row_file
 from jax_agent_rl.data.rows import RowChecks, media_files, media_kinds
 from jax_agent_rl.data.task_folder import task_folder
-from jax_agent_rl.errors import DataError
+from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.utils.fingerprints import RowFingerprint
 from jax_agent_rl.utils.hub import dataset_files, hub_name
 
@@ -286,6 +286,27 @@ def open_dataset(
         left = left and left - len(part)
         parts.append(part)
     return Dataset(parts, row_groups, content.value())
+
+
+def evaluation_sources(config: Config, data: str | None) -> tuple[DataSource, ...]:
+    """Return the sources of an evaluation: ``--data``, or ``data.eval``; raise ConfigError if there are none."""
+    named = (DataSource(path=data),) if data else config.data.eval
+    if named is None:
+        raise ConfigError("no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)")
+    return named
+
+
+def collection_sources(config: Config, data: str | None) -> tuple[DataSource, ...]:
+    """Return the sources of a collection: ``--data``, or ``data.train``; raise ConfigError if there are none."""
+    named = (DataSource(path=data),) if data else config.data.train
+    if not all(source.path for source in named):
+        raise ConfigError("no rows are named; give --data FILE (.jsonl or .parquet), or set data.train")
+    return named
+
+
+def is_downloaded(source: DataSource) -> bool:
+    """Return whether the files of a source come from the Hub."""
+    return _hub_dataset(source.path) is not None
 
 
 def find_files(source: DataSource) -> list[Path]:

@@ -22,7 +22,7 @@ from rich.console import Console
 from jax_agent_rl.collect.accounting import LostBatchGuard
 from jax_agent_rl.config import Config, DataSource
 from jax_agent_rl.config.resume import BY_CONTENT, defining_values
-from jax_agent_rl.data.dataset import open_dataset
+from jax_agent_rl.data.dataset import collection_sources, open_dataset
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.export import Target, records, write
 from jax_agent_rl.evaluate.journal import Journal, require_same
@@ -73,10 +73,7 @@ class CollectionRequest:
 
     def sources(self, config: Config) -> tuple[DataSource, ...]:
         """Return the sources of rows; raises ConfigError if none is named."""
-        named = (DataSource(path=self.data),) if self.data else config.data.train
-        if not all(source.path for source in named):
-            raise ConfigError("no rows are named; give --data FILE (.jsonl or .parquet), or set data.train")
-        return named
+        return collection_sources(config, self.data)
 
 
 @dataclass(kw_only=True)

@@ -21,8 +21,8 @@ from rich.console import Console
 from scipy.stats import bootstrap
 
 from jax_agent_rl.collect.accounting import LostBatchGuard
-from jax_agent_rl.config import Config, DataSource
-from jax_agent_rl.data.dataset import RowOutlines
+from jax_agent_rl.config import Config
+from jax_agent_rl.data.dataset import RowOutlines, evaluation_sources
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.progress import Progress
 from jax_agent_rl.observe.run_dir import RunDir
@@ -87,10 +87,7 @@ def sampling(config: Config, request: EvaluationRequest) -> SamplingParams:
 def select_rows(config: Config, request: EvaluationRequest) -> Source:
     """Return the rows to evaluate; raises ConfigError if none are named."""
     limits = [limit for limit in (request.limit, None if request.data else config.data.eval_limit) if limit]
-    files = (DataSource(path=request.data),) if request.data else config.data.eval
-    if files is None:
-        raise ConfigError("no rows to evaluate: data.eval is not set; give --data FILE (.jsonl or .parquet)")
-    return files, min(limits, default=None)
+    return evaluation_sources(config, request.data), min(limits, default=None)
 
 
 async def evaluate(subject: ServedPolicy, request: EvaluationRequest, *, out: Path, console: Console) -> dict[str, Any]:

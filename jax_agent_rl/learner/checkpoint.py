@@ -34,6 +34,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_agent_rl.errors import CheckpointError
+from jax_agent_rl.learner.checkpoint_steps import brief, complete_steps, located
 from jax_agent_rl.utils.fingerprints import fingerprint
 from jax_agent_rl.utils.process import ignore_late_writes
 
@@ -241,7 +242,7 @@ class Checkpointer:
             kept = self._manager.latest_step()
             intact = "there is none yet" if kept is None else f"checkpoint {kept} is intact; free space, then --resume"
             raise CheckpointError(
-                f"a checkpoint could not be written to {self._folder} ({intact}): {_brief(error)}"
+                f"a checkpoint could not be written to {self._folder} ({intact}): {brief(error)}"
             ) from error
 
 
@@ -311,28 +312,7 @@ def _damaged(folder: Path | epath.Path, steps: Sequence[int], step: int, error: 
         if before
         else "there is none before it; start the run without --resume"
     )
-    return CheckpointError(f"checkpoint {step} in {folder} is damaged ({_brief(error)}); {offer}")
-
-
-def located(folder: Path | str) -> Path | epath.Path:
-    """Return the absolute path of a folder of checkpoints; one with a scheme (``gs://…``) is in a bucket."""
-    return epath.Path(folder) if "://" in str(folder) else Path(folder).resolve()
-
-
-def complete_steps(folder: Path | str) -> list[int]:
-    """Return the steps of all complete checkpoints in a folder, ascending; none if it does not exist.
-
-    Raises:
-        CheckpointError: a bucket cannot be read.
-    """
-    place = located(folder)
-    try:
-        return sorted(ocp.utils.checkpoint_steps(place))
-    except Exception as error:  # whatever the client of the bucket raises
-        raise CheckpointError(
-            f"trainer.checkpoint_dir={place} cannot be read ({_brief(error)}); check that the bucket is there, that "
-            "this machine's account may read and write it, and that the extra 'tpu' is installed"
-        ) from error
+    return CheckpointError(f"checkpoint {step} in {folder} is damaged ({brief(error)}); {offer}")
 
 
 def cut_off_steps(folder: Path | str) -> list[int]:
@@ -396,12 +376,6 @@ def _checksum(array: jax.Array) -> jax.Array:
         place = place + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= array.shape[axis]
     return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
-
-
-def _brief(error: Exception) -> str:
-    """Shorten an error to its first and last words; tensorstore's go on for pages and end with the cause."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:150]} … {text[-150:]}"
 
 
 FAILED = "jax_agent_rl/checkpoint_failed"

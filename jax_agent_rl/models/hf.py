@@ -32,7 +32,7 @@ from jax_agent_rl.models.tensors import (
     unstack,
 )
 from jax_agent_rl.utils.files import whole_folder
-from jax_agent_rl.utils.hub import model_folder
+from jax_agent_rl.utils.hub import model_folder, require_model_file
 from jax_agent_rl.utils.weight_transfer import AS_THEY_ARE, rounded
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,7 @@ def load_config(path: str | Path, *, weights: bool = False) -> DecoderConfig:
         ModelError: the folder is missing, a file is damaged, or the architecture is not supported.
     """
     folder = model_folder(path, weights=weights)
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ModelError(
-            f"no model at {str(folder)!r} (config.json is missing); set model.path to a Hugging Face folder, "
-            "or run `jax-agent-rl fetch-model` for the quickstart's"
-        )
-    raw = read_json(file)
+    raw = read_json(require_model_file(folder, "config.json"))
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos

@@ -1,66 +1,33 @@
-"""The policy that a command uses: a configuration's model, a Hugging Face folder, or a run's checkpoint.
-
-::
-
-    CONFIG                    its model.path
-    CONFIG --model FOLDER     that folder, with the configuration's agents, rewards and data
-    --model FOLDER            that folder, with defaults and the keys of the command line
-    --run RUN [--step N]      a checkpoint, with the run's own configuration (or CONFIG's)
-"""
+"""Policies on disk: the chosen one to serve, a run's checkpoint exported, a run folder resolved to a model's folder."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
-from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, ModelConfig, TeacherConfig, build, load
+from jax_agent_rl.config import Config, LearnerConfig, MeshConfig, ModelConfig, TeacherConfig, build
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
-from jax_agent_rl.config.loading import build_tree, read_tree
+from jax_agent_rl.config.loading import build_tree
 from jax_agent_rl.errors import CheckpointError, ConfigError, ModelError
-from jax_agent_rl.learner.checkpoint import Checkpointer, Notes, complete_steps, read_notes
+from jax_agent_rl.learner.checkpoint import Checkpointer, Notes, read_notes
 from jax_agent_rl.learner.parameterization import Parameterization
 from jax_agent_rl.models.convert import named_dtype
 from jax_agent_rl.models.hf import load_hf, save_hf
 from jax_agent_rl.models.identity import WEIGHTS, model_fingerprints
 from jax_agent_rl.models.lora import save_peft
 from jax_agent_rl.models.sharding import make_mesh
+from jax_agent_rl.runtime.choice import PolicyChoice, checkpoint_folder, choose, recorded_tree, saved_step
 from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder
 from jax_agent_rl.utils.fingerprints import fingerprint, folder_fingerprint
 
 logger = logging.getLogger(__name__)
 _Named = TypeVar("_Named", ModelConfig, TeacherConfig)
-
-NO_ROWS = ""
-"""``data.train`` of a model that is only served."""
-_NO_LEARNER_ROW = 1 << 24  # nothing is packed here, so pack_length must not limit contexts
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyChoice:
-    """The policy options of a command line.
-
-    Attributes:
-        config: YAML file, if any.
-        overrides: ``key=value``, applied to whatever configuration is used.
-        model: Hugging Face folder; replaces the configuration's.
-        run, step: a run folder and the step of its checkpoint (None: the newest).
-        data: file of rows; replaces the configuration's.
-        ema: the moving average of the run's weights instead of its last ones.
-    """
-
-    config: Path | None = None
-    overrides: Sequence[str] = ()
-    model: Path | None = None
-    run: Path | None = None
-    step: int | None = None
-    data: str | None = None
-    ema: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,47 +91,6 @@ def open_policy(choice: PolicyChoice) -> Iterator[ServedPolicy]:
         )
     finally:
         remove_temp_folder(temporary)
-
-
-def choose(choice: PolicyChoice) -> Config:
-    """Return the configuration alone, before any weights are read.
-
-    Raises:
-        ConfigError: see :func:`open_policy`.
-    """
-    if choice.model is not None and choice.run is not None:
-        raise ConfigError(f"--model {choice.model} and --run {choice.run} both name a policy; give one")
-    if choice.step is not None and choice.run is None:
-        raise ConfigError(f"--step {choice.step} is of a run's checkpoint; give --run, too")
-    if choice.ema and choice.run is None:
-        raise ConfigError("--ema is of a run's checkpoint; give --run, too")
-    config = build_tree(Config, _tree(choice), choice.overrides, file=choice.config)
-    if choice.model is not None:
-        model = config.model.model_copy(update={"path": str(choice.model.expanduser())})
-        config = config.model_copy(update={"model": model})
-    if config.rollout.backend == "remote" and (choice.model is not None or choice.run is not None):
-        raise ConfigError(
-            f"rollout.backend=remote: {', '.join(config.rollout.urls)} serve the weights they have, which --model and "
-            "--run do not change; leave those out, start the servers with that model (jax-agent-rl rollout-server), or "
-            "set rollout.backend=jetstream rollout.urls=[]"
-        )
-    return config
-
-
-def _tree(choice: PolicyChoice) -> dict[str, Any]:
-    """Return the tree to validate, without overrides."""
-    if choice.config is not None:
-        return read_tree(choice.config)
-    if choice.run is not None:
-        return run_config(choice.run).model_dump(mode="json")
-    if choice.model is None:
-        raise ConfigError(
-            "nothing says which policy: give a configuration (CONFIG or --config FILE), --model FOLDER or --run RUN"
-        )
-    rows = {"train": choice.data or NO_ROWS}
-    model = {"path": str(choice.model)}
-    name = choice.model.expanduser().resolve().name
-    return {"run_dir": f"runs/{name}", "model": model, "data": rows, "learner": {"pack_length": _NO_LEARNER_ROW}}
 
 
 def export_run(
@@ -251,7 +177,7 @@ class TrainedRun:
 
 def trained_run(run: Path) -> TrainedRun:
     """Describe a run of ``train``, ``sft`` or ``dpo``; raises CheckpointError if the folder is not a run's."""
-    return _described(run, _recorded(run))
+    return _described(run, recorded_tree(run))
 
 
 def _described(run: Path, tree: Mapping[str, Any]) -> TrainedRun:
@@ -264,12 +190,11 @@ def _described(run: Path, tree: Mapping[str, Any]) -> TrainedRun:
     else:
         config = build_tree(DpoConfig if command == "dpo" else SftConfig, tree)
         learner, adapters = LearnerConfig(**dict(config.learner)), []
-    elsewhere = config.trainer.checkpoint_dir if isinstance(config, Config) else None
     return TrainedRun(
         model_path=config.model.path,
         learner=learner,
         adapters=adapters,
-        checkpoints=elsewhere or run / "checkpoints",
+        checkpoints=checkpoint_folder(run, tree),
         keep_checkpoints=config.trainer.keep_checkpoints,
     )
 
@@ -334,7 +259,7 @@ def saved_run(run: Path, step: int | None = None) -> SavedRun:
     Raises:
         CheckpointError: not a run folder, or no such checkpoint, or its notes are damaged.
     """
-    recorded = _recorded(run)
+    recorded = recorded_tree(run)
     now = _described(run, recorded)
     notes = read_notes(now.checkpoints, step)
     config = notes.progress.get("identity", {}).get("config")
@@ -346,37 +271,6 @@ def saved_run(run: Path, step: int | None = None) -> SavedRun:
     tree = {**recorded, **config, "model": model, "trainer": trainer}
     then = _described(run, tree)
     return SavedRun(trained=replace(now, learner=then.learner, adapters=then.adapters), notes=notes, tree=tree)
-
-
-def run_config(run: Path) -> Config:
-    """Return the configuration of a run of ``train``.
-
-    Raises:
-        CheckpointError: the folder is not a run's.
-        ConfigError: the run had no agents.
-    """
-    if command := _recorded(run).get("command"):
-        raise ConfigError(f"{run} is a run of {command}, which has no agents; give a YAML configuration, too")
-    return load(run / "config.json")
-
-
-def _recorded(run: Path) -> dict[str, Any]:
-    file = run / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{run} is not a run folder (config.json is missing)")
-    return read_tree(file)
-
-
-def saved_step(run: Path, step: int | None) -> int:
-    """Return ``step`` if the run has such a checkpoint; the newest step for None.
-
-    Raises:
-        CheckpointError: not a run folder, or no such checkpoint.
-    """
-    steps = complete_steps(trained_run(run).checkpoints)
-    if not steps or step not in (None, *steps):
-        raise CheckpointError(f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; there are {steps}")
-    return steps[-1] if step is None else step
 
 
 def resolve_model(path: str) -> str:

@@ -24,7 +24,8 @@ from jax_agent_rl.config import LearnerConfig
 from jax_agent_rl.config.commands import DpoConfig, SftConfig
 from jax_agent_rl.data.cursor import DataCursor
 from jax_agent_rl.learner.batch import TrainingSequence
-from jax_agent_rl.learner.checkpoint import Checkpointer, complete_steps
+from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.learner.checkpoint_steps import complete_steps
 from jax_agent_rl.learner.optimizer import learning_rate
 from jax_agent_rl.learner.sequence_learner import AdamParams, SequenceLearner
 from jax_agent_rl.models.hf import load_hf

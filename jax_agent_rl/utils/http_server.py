@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
-from jax_agent_rl.utils.network import is_loopback, names_this_machine
+from jax_agent_rl.utils.network import listen_on, names_this_machine, require_token
 from jax_agent_rl.utils.wrong_values import describe_problems
 
 if TYPE_CHECKING:
@@ -102,11 +101,7 @@ class HttpServer:
     _runner: web.AppRunner | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if not self.token and not is_loopback(self.host):
-            raise ConfigError(
-                f"host={self.host!r} can be reached from other machines and needs a token: put a secret into an "
-                f"environment variable and name it in {self.token_key} (or listen on 127.0.0.1)"
-            )
+        require_token(self.host, self.token, key=self.token_key)
         self.app = web.Application(client_max_size=self.max_body_bytes, middlewares=[*self.around, self._guard])
         self.app.add_routes(self.routes)
 
@@ -124,15 +119,7 @@ class HttpServer:
         """
         if self._socket is not None:
             return
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self.host, self.port))
-            listener.listen(1024)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error.strerror or error}") from error
+        listener = listen_on(self.host, self.port)
         self._socket, self.port = listener, listener.getsockname()[1]
 
     async def start(self) -> None:

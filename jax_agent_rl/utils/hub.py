@@ -52,6 +52,24 @@ def model_folder(path: str | os.PathLike[str], *, weights: bool = False) -> Path
         return _download("model", repository, described.name, _WEIGHTS) if weights else described
 
 
+_MODEL_PARTS = {"config.json": "model", "tokenizer.json": "tokenizer"}
+
+
+def require_model_file(folder: Path, name: str) -> Path:
+    """Return ``config.json`` or ``tokenizer.json`` of a model's folder.
+
+    Raises:
+        ModelError: it is missing.
+    """
+    file = folder / name
+    if not file.is_file():
+        raise ModelError(
+            f"no {_MODEL_PARTS[name]} at {str(folder)!r} ({name} is missing); set model.path to a Hugging Face folder, "
+            "or run `jax-agent-rl fetch-model` for the quickstart's"
+        )
+    return file
+
+
 def dataset_files(
     repository: str,
     revision: str | None,

@@ -15,6 +15,7 @@ import asyncio
 import ipaddress
 import json
 import os
+import socket
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,45 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def require_token(host: str, token: str | None, *, key: str) -> None:
+    """Check that a server that other machines can reach has a token.
+
+    Args:
+        host: the address that it listens on.
+        token: that requests must send, if any.
+        key: setting that names the token's variable, for the message.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"host={host!r} can be reached from other machines and needs a token: put a secret into an environment "
+            f"variable and name it in {key} (or listen on 127.0.0.1)"
+        )
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; clients that connect wait until it is served.
+
+    Raises:
+        ConfigError: the port is in use, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}; choose another port (0 takes a free one) or address"
+        ) from error
+    return listener
 
 
 def names_this_machine(host_header: str, *, listening_on: str) -> bool:

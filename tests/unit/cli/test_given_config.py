@@ -123,6 +123,14 @@ def test_a_misspelt_key_makes_no_other_command_of_it(tree: dict[str, Any]):
     assert meant_command(tree, Config) is None
 
 
+def test_one_key_too_many_in_a_section_is_told_as_that():
+    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t", "train_on": ["user"]}}
+    assert meant_command(tree, root_model("dpo")) is None
+    assert meant_command({**tree, "rollout": {"group_size": 2}}, root_model("sft")) is None  # of none, or of both
+    without = {**tree, "data": {"train": "t"}, "rollout": {"group_size": 2}}
+    assert meant_command(without, root_model("sft")) == "train"
+
+
 def test_a_run_folder_s_configuration_says_whose_it_is():
     recorded = {"command": "dpo", "run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     assert meant_command(recorded, Config) == "dpo"

@@ -8,8 +8,9 @@ import pytest
 
 from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import Checkpointer
+from jax_agent_rl.runtime.choice import NO_ROWS, PolicyChoice, choose
 from jax_agent_rl.runtime.diagnosis import saved_versions
-from jax_agent_rl.runtime.policy import NO_ROWS, PolicyChoice, ServedPolicy, choose, open_policy, saved_run
+from jax_agent_rl.runtime.policy import ServedPolicy, open_policy, saved_run
 from jax_agent_rl.trainer.record import RunRecord
 
 RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -43,7 +44,7 @@ def test_a_folder_alone_has_defaults_and_contexts_that_no_learner_limits():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (PolicyChoice(), "give a YAML configuration, --model FOLDER or --run RUN"),
+        (PolicyChoice(), "nothing says which policy"),
         (PolicyChoice(model=Path("m"), run=Path("r")), "both name a policy"),
         (PolicyChoice(config=RECIPE, step=3), "--step 3 is of a run's checkpoint"),
         (

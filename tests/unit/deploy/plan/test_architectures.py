@@ -49,7 +49,7 @@ def test_the_command_plans_it_in_place_of_the_configured_model(monkeypatch, tmp_
         return PlanResult(report="", made={"fits": True})
 
     monkeypatch.setattr("jax_agent_rl.deploy.plan.command.run_command", run)
-    arguments = ["plan", "--config", "any.yaml", "--topology", "v5e:2x2", "--architecture", "Qwen3-30B-A3B"]
+    arguments = ["plan", "quickstart", "--topology", "v5e:2x2", "--architecture", "Qwen3-30B-A3B"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
     assert planned[0].num_layers == 48 and planned[0].experts.count == 128
