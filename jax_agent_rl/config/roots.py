@@ -50,8 +50,8 @@ def meant_command(tree: Mapping[str, Any], model: type[BaseModel]) -> str | None
     best = min(ROOTS, key=lambda name: unknown[name])
     if 2 * unknown[best] >= unknown[given]:
         return None
-    has_other_section = not tree.keys() <= model.model_fields.keys()
-    if unknown[given] == 1 and not has_other_section:  # one key too many in one of its sections
+    is_variant = issubclass(model, root_model(best)) or issubclass(root_model(best), model)
+    if is_variant and tree.keys() <= model.model_fields.keys():  # dpo of sft: a key too many in a section of both
         return None
     return best
 
