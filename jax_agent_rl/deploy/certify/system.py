@@ -49,7 +49,7 @@ CHECKPOINT = Claim(page="docs/testing.md", text="a resumed run equals one that w
 ACCOUNTING = Claim(
     page="docs/index.md", text="Every trajectory is trained on, in flight, or dropped for a counted reason"
 )
-DRIFT = Claim(page="docs/index.md", text="The learner trains on the ids that the policy sampled")
+DRIFT = Claim(page="docs/index.md", text="The learner trains on the token ids that the policy sampled")
 COMPILED = Claim(page="docs/certify.md", text="Nothing is compiled after the first step.")
 HANG_SECONDS = 600.0
 """Time after which an engine or a training run counts as hanging."""
