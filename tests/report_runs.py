@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from jax_agent_rl.config import TraceConfig
-from jax_agent_rl.observe.report.command import RunData, read_run
 from jax_agent_rl.observe.run_dir import RunDir
 from jax_agent_rl.observe.sinks.traces import TraceFileSink
 from jax_agent_rl.types import FinishReason, Fork, Trajectory
@@ -102,11 +101,6 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     for number in range(2):
         TraceFileSink(TraceConfig(), run_dir).write(a_trace(f"train-1-0-{number}", step=1))
     return path
-
-
-def data_of(path: Path, *, limit: int = 0) -> RunData:
-    """The run as the report reads it."""
-    return read_run(path, limit=limit)
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

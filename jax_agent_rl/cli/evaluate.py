@@ -290,8 +290,7 @@ def view(
     color: Annotated[Colour, typer.Option(help="Meaning of the colour of sampled tokens.")] = "mask",
 ) -> None:
     """Show a run's trajectories in the terminal, with sampled and inserted tokens in different styles."""
-    from jax_agent_rl.evaluate.export import is_table, read_table
-    from jax_agent_rl.observe.report.command import read_run
+    from jax_agent_rl.evaluate.export import read_recorded
     from jax_agent_rl.observe.view import view_run
 
     wanted = TrajectoryFilter(
@@ -306,21 +305,24 @@ def view(
         stop_reason=stop_reason,
         text=text,
     )
-    data = read_table(run) if is_table(run) else read_run(run, limit=0)
-    view_run(data, wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
+    view_run(read_recorded(run), wanted, sort=sort, limit=limit, whole_prompt=whole_prompt, trees=tree, colour=color)
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, also of a run in progress.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the run folder.")] = None,
+    run: Annotated[Path, typer.Argument(help="A run folder, also of a run in progress, or what rollout wrote.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default report.html in the folder, or FILE.report.html.")
+    ] = None,
     limit: Annotated[
         int, typer.Option(help="Number of trajectories on the page, fewer if they are long; 0: all.")
     ] = 2000,
 ) -> None:
     """Write a run as one HTML page: curves, timeline, and every trajectory token by token. It loads nothing."""
-    from jax_agent_rl.observe.report.command import write_report
+    from jax_agent_rl.evaluate.export import read_recorded
+    from jax_agent_rl.observe.report.command import write_page
 
-    print(write_report(run, out, limit=limit))
+    data = read_recorded(run)
+    print(write_page(data, out or (run / "report.html" if run.is_dir() else Path(f"{run}.report.html")), limit=limit))
 
 
 def simulate(

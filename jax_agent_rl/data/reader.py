@@ -4,7 +4,7 @@
 
     FILE.jsonl ───► a line ─────► json ───────────┐
                                                   ├──► plain_row ──► (place, row) ──► data sets, sft and dpo, view
-    FILE.parquet ─► a row group ► Arrow values ───┘
+    FILE.parquet ─► a few rows ─► Arrow values ───┘
 
 Parquet has one type per column, so it writes a null wherever a row lacks what another row has. JSON has objects, lists,
 text, numbers, true and false, and Parquet has more. A row holds what JSON can hold, by these rules:
@@ -44,6 +44,7 @@ import numpy as np
 
 from jax_agent_rl.errors import DataError
 from jax_agent_rl.utils.bounded_json import TooDeepError, decode_json
+from jax_agent_rl.utils.files import read_lines
 from jax_agent_rl.validation import has_lone_surrogate
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ MAX_LINE_BYTES = 256 << 20
 """Limit of one line of JSON."""
 MAX_DEPTH = 100
 """Limit of objects and lists inside each other."""
+_BATCH_ROWS = 64
+"""Rows of a Parquet file that are in memory at a time."""
+_BUFFER_BYTES = 1 << 20
 _LARGEST_INT = 2**53
 """Up to here, a float without a fraction is exactly one integer."""
 _MEDIA_COLUMNS = ("images", "videos")
@@ -74,19 +78,21 @@ class PlacedRow(NamedTuple):
     row: Row
 
 
-def read_row_file(file: Path) -> Iterator[PlacedRow]:
-    """Yield every row of a file, in order.
+def read_row_file(file: Path, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
+    """Yield every row of a file, in order; a few are in memory at a time, however many the file has.
+
+    Args:
+        file: the file.
+        wanted: indices of the rows to yield, from 0; the others are not converted, nor checked.
 
     Raises:
         DataError: the file cannot be read, or a row cannot be held; names the place and the value.
     """
     match file.suffix:
         case ".jsonl":
-            yield from read_json_lines(file)
+            yield from read_json_lines(file, wanted)
         case ".parquet":
-            parquet = ParquetFile(file)
-            for group in range(len(parquet.group_sizes)):
-                yield from parquet.rows(parquet.read_group(group), parquet.group_begins[group])
+            yield from ParquetFile(file).read_rows(wanted)
         case other:
             raise DataError(f"{file}: files ending in {other!r} are not read; use {' or '.join(SUFFIXES)}")
 
@@ -103,18 +109,19 @@ def located(place: str) -> Iterator[None]:
 # --- JSON Lines -------------------------------------------------------------------------------------------------------
 
 
-def read_json_lines(file: Path) -> Iterator[PlacedRow]:
-    """Yield every row of a file of JSON Lines, whatever its name; raise DataError as :func:`read_row_file`."""
+def read_json_lines(file: Path, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
+    """Yield rows of a file of JSON Lines, whatever its name; see :func:`read_row_file`."""
+    index = 0
     try:
-        with file.open("rb") as stream:
-            number = 0
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                place = f"{file}, line {number}"
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(f"{place}: has more than {MAX_LINE_BYTES} bytes; write one row per line")
-                if line.strip():
-                    yield PlacedRow(place, plain_row(_parse(line, place, is_first=number == 1), place))
+        for number, (_, line) in enumerate(read_lines(file, MAX_LINE_BYTES), 1):
+            place = f"{file}, line {number}"
+            if line is None:
+                raise DataError(f"{place}: has more than {MAX_LINE_BYTES} bytes; write one row per line")
+            if not line.strip():
+                continue
+            if wanted is None or index in wanted:
+                yield PlacedRow(place, plain_row(_parse(line, place, is_first=number == 1), place))
+            index += 1
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from None
 
@@ -182,18 +189,43 @@ class ParquetFile:
         with self._reading(), pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata) as file:
             return file.read_row_group(group, columns=chosen)
 
-    def rows(self, table: pyarrow.Table, begin: int) -> Iterator[PlacedRow]:
+    def read_rows(self, wanted: Collection[int] | None = None) -> Iterator[PlacedRow]:
+        """Yield rows of the file, see :func:`read_row_file`; row groups may be as large as the file."""
+        for begin, table in self._parts(wanted):
+            chosen = None if wanted is None else [index for index in range(table.num_rows) if begin + index in wanted]
+            if chosen != []:
+                yield from self.rows(table, begin, chosen)
+
+    def _parts(self, wanted: Collection[int] | None) -> Iterator[tuple[int, pyarrow.Table]]:
+        """Yield a few rows at a time, each time with the index of the first; omit groups without a wanted row."""
+        import pyarrow.parquet
+
+        # Buffered, a column is read page by page; otherwise all of it that is in a row group is in memory.
+        with (
+            self._reading(),
+            pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata, buffer_size=_BUFFER_BYTES) as file,
+        ):
+            for group, begin in enumerate(self.group_begins):
+                end = begin + self.group_sizes[group]
+                if wanted is not None and not any(begin <= index < end for index in wanted):
+                    continue
+                for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group]):
+                    yield begin, pyarrow.Table.from_batches([batch])
+                    begin += batch.num_rows
+
+    def rows(self, table: pyarrow.Table, begin: int, chosen: Iterable[int] | None = None) -> Iterator[PlacedRow]:
         """Yield the rows of a part of the file.
 
         Args:
             table: the part, from :meth:`read_group`.
             begin: index in the file of its first row.
+            chosen: indices in the part; None: all.
 
         Raises:
             DataError: a row cannot be held.
         """
         columns = [(name, _Column(values)) for name, values in zip(table.column_names, table.columns, strict=True)]
-        for index in range(table.num_rows):
+        for index in range(table.num_rows) if chosen is None else chosen:
             place = f"{self.path}, row {begin + index + 1}"
             raw: Row = {}
             name = ""

@@ -19,18 +19,20 @@ import functools
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_agent_rl.data.reader import read_row_file
+from jax_agent_rl.data.reader import Row, read_row_file
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.evaluate.journal import Journal
-from jax_agent_rl.observe.report.command import RunData
-from jax_agent_rl.observe.run_dir import trajectory_record
+from jax_agent_rl.observe.report.command import RunData, read_run
+from jax_agent_rl.observe.run_dir import Record, trajectory_record
 from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.files import replacing, write_atomically, writing
 from jax_agent_rl.validation import as_score
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 SHARD_BYTES = 256 << 20  # journal bytes per file of a dataset folder, and in memory at a time
+ROW_GROUP_SIZE = 1024  # rows of a Parquet file that a reader of some of them has to go through
+_RECORDS_AT_ONCE = 64  # a row group is gone through once for so many of them
 CALL_FIELDS = ("name", "arguments", "observation", "error", "reward", "seconds")
 _CARD = """---
 configs:
@@ -139,7 +143,7 @@ def _write_parquet(file: IO[bytes], journal: Journal, numbers: Sequence[int]) ->
     with pyarrow.parquet.ParquetWriter(file, schema()) as writer:
         for portion in _portions(numbers, journal.sizes):
             rows = [record for records in journal.lines(portion) for record in records]
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema()))
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), row_group_size=ROW_GROUP_SIZE)
 
 
 def _write_lines(file: IO[bytes], journal: Journal, numbers: Sequence[int]) -> None:
@@ -239,28 +243,112 @@ def is_table(path: Path) -> bool:
     return path.suffix in (".parquet", ".jsonl") or (path / "data").is_dir()
 
 
-def read_table(path: Path) -> RunData:
-    """Read a table with its summary, as if it were a run: for ``jax-agent-rl view``.
+def read_recorded(path: Path) -> RunData:
+    """Read what ``view`` and ``report`` show: a run folder, or a table.
 
     Raises:
-        DataError: the file is missing or damaged, or is no table of ``rollout``.
+        DataError: it is neither.
     """
-    target, notes = Target.from_path(path), []
+    return read_table(path) if is_table(path) else read_run(path)
+
+
+def read_table(path: Path) -> RunData:
+    """Read a table with its summary as if it were a run, except for its trajectories.
+
+    Raises:
+        DataError: the file is missing, or the summary damaged.
+    """
+    target = Target.from_path(path)
     files = sorted((path / "data").glob("*.parquet")) if target.is_folder else [path]
+    trajectories = TableRecords(path, files)
+    for file in files:
+        if not file.is_file():
+            raise trajectories.unreadable(f"there is no file {file}")
     try:
-        rows = [row for file in files for _, row in read_row_file(file)]
-        trajectories = [(trajectory, max(trajectory.policy_versions)) for trajectory in restore(rows)]
         summary = json.loads(target.summary.read_text()) if target.summary.is_file() else {}
-    except (DataError, OSError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a table of jax-agent-rl rollout: {error}") from None
-    return RunData(
-        name=path.name,
-        config={"model": {"path": summary.get("model")}},
-        trajectories=[trajectory_record(trajectory, step=step, split="train") for trajectory, step in trajectories],
-        total=len(trajectories),
-        summary=summary,
-        notes=notes,
-    )
+        model = summary.get("model")
+    except (OSError, AttributeError, ValueError) as error:
+        raise trajectories.unreadable(error) from None
+    return RunData(name=path.name, trajectories=trajectories, config={"model": {"path": model}}, summary=summary)
+
+
+class TableRecords:
+    """The trajectories of a table as records of a run, a :class:`~jax_agent_rl.observe.run_dir.RecordSource`.
+
+    Args:
+        path: the table, for messages.
+        files: its files, in order.
+    """
+
+    notes: Sequence[str] = ()  # a damaged table is an error
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        self._path = path
+        self._files = files
+        # Of the last iteration, indices through all files:
+        self._file_begins: list[int] = []
+        self._begins = array("q", [0])  # first row of each trajectory, and the end of the last one
+        self._group_begins = array("q")  # first trajectory of each trajectory's group
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield every record; raises DataError if the table is damaged, or is none of ``rollout``."""
+        self._begins = array("q", [0])
+        self._group_begins = array("q")
+        group: str | None = None
+        group_begin = 0
+        with self._restoring():
+            for number, trajectory in enumerate(restore(self._all_rows())):
+                if trajectory.group_id != group:
+                    group = trajectory.group_id
+                    group_begin = number
+                self._group_begins.append(group_begin)
+                self._begins.append(self._begins[-1] + len(trajectory.sequences))
+                yield _record(trajectory)
+
+    def read(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield some of the records, see :class:`~jax_agent_rl.observe.run_dir.RecordSource`."""
+        remaining = iter(numbers)
+        while portion := list(itertools.islice(remaining, _RECORDS_AT_ONCE)):
+            with self._restoring():
+                found = self._read_portion(set(portion))
+            for number in portion:
+                yield found[number]
+
+    def _read_portion(self, chosen: Collection[int]) -> dict[int, Record]:
+        # The tree of a branch is known from its parents, which come before it in its group.
+        needed = sorted({other for number in chosen for other in range(self._group_begins[number], number + 1)})
+        wanted = {row for number in needed for row in range(self._begins[number], self._begins[number + 1])}
+        trajectories = zip(needed, restore(self._rows(wanted)), strict=True)
+        return {number: _record(trajectory) for number, trajectory in trajectories if number in chosen}
+
+    def _all_rows(self) -> Iterator[Row]:
+        self._file_begins = []
+        count = 0
+        for file in self._files:
+            self._file_begins.append(count)
+            for _, row in read_row_file(file):
+                count += 1
+                yield row
+
+    def _rows(self, wanted: Collection[int]) -> Iterator[Row]:
+        for file, begin in zip(self._files, self._file_begins, strict=True):
+            for _, row in read_row_file(file, {index - begin for index in wanted if index >= begin}):
+                yield row
+
+    def unreadable(self, reason: object) -> DataError:
+        """Return the error that the table cannot be read."""
+        return DataError(f"{self._path} cannot be read as a table of jax-agent-rl rollout: {reason}")
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        try:
+            yield
+        except (DataError, OSError, LookupError, TypeError, ValueError) as error:
+            raise self.unreadable(error) from None
+
+
+def _record(trajectory: Trajectory) -> Record:
+    return trajectory_record(trajectory, step=max(trajectory.policy_versions), split="train")
 
 
 def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
@@ -271,8 +359,12 @@ def restore(rows: Iterable[Mapping[str, Any]]) -> Iterator[Trajectory]:
     Args:
         rows: as ``data.reader`` yields them, without columns that are null.
     """
-    roots: dict[str, str] = {}  # of trees: branches follow their parents
-    for _, same in itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"])):
+    roots: dict[str, str] = {}  # of trees of one prompt: branches follow their parents
+    prompt: int | None = None
+    for (number, _), same in itertools.groupby(rows, key=lambda row: (row["row"], row["trajectory_id"])):
+        if number != prompt:
+            prompt = number
+            roots = {}
         *segments, row = same
         fork = None
         parent: str | None = row.get("fork_parent")

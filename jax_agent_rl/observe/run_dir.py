@@ -16,18 +16,22 @@ from __future__ import annotations
 import json
 import math
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from jax_agent_rl.data.reader import MAX_LINE_BYTES
+from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
-from jax_agent_rl.utils.files import replacing, write_atomically, writing
+from jax_agent_rl.utils.files import read_lines, replacing, write_atomically, writing
 from jax_agent_rl.validation import json_line
 
 Numbers = Sequence[float] | np.ndarray
@@ -179,18 +183,15 @@ def _with_places(file: Path, size: int) -> Iterator[tuple[Record, bytes, bool]]:
     """Yield each record, its line, and whether the line begins after ``size`` bytes; skip lines that hold none."""
     if not file.exists():
         return
-    with file.open("rb") as stream:
-        begin = 0
-        for line in stream:
-            record = _object(line.decode(errors="replace"))
-            if record is not None and has_step(record):
-                yield record, line, begin >= size
-            begin += len(line)
+    for begin, line in read_lines(file, MAX_LINE_BYTES):
+        record = _object(line)
+        if line is not None and record is not None and has_step(record):
+            yield record, line, begin >= size
 
 
 def _step_of(disagreement: bytes) -> int | None:
     """Return the step in which engine and learner disagreed; None if a record does not say it."""
-    record = _object(disagreement.decode(errors="replace"))
+    record = _object(disagreement)
     step = None if record is None else record.get("step")
     return step if isinstance(step, int) else None
 
@@ -317,12 +318,33 @@ def append_records(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
             stream.write(json_line(record))
 
 
+class RecordSource(Protocol):
+    """Records that are read one at a time, however many there are: what ``view`` and ``report`` show.
+
+    Every iteration reads the files again.
+    """
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+    def read(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield some of the records, in the order of ``numbers``: their places in the last iteration, from 0.
+
+        Raises:
+            DataError: the file has been replaced since.
+        """
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Messages about what the last iteration skipped."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Records:
     """The records of a JSON Lines file, as far as they can be read: the file may be growing, truncated or damaged.
 
-    Every iteration reads the file again and holds one record at a time. Lines that are no record of its kind are
-    skipped and counted; :attr:`notes` reports them.
+    A :class:`RecordSource`. Lines that are no record of its kind are skipped and counted; :attr:`notes` reports them.
 
     Attributes:
         file: need not exist.
@@ -335,19 +357,45 @@ class Records:
     is_valid: Callable[[Record], bool]
     damaged: int = 0
     invalid: int = 0
+    # where the records of the last iteration begin
+    _begins: array[int] = field(default_factory=lambda: array("q"), init=False, repr=False)
 
     def __iter__(self) -> Iterator[Record]:
+        """Yield every record; raises DataError if the file cannot be read."""
         self.damaged = self.invalid = 0
+        self._begins = array("q")
         if not self.file.exists():
             return
-        with self.file.open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                if (record := _object(line)) is None:
+        with self._reading():
+            for begin, line in read_lines(self.file, MAX_LINE_BYTES):
+                record = _object(line)
+                if record is None:
                     self.damaged += 1
                 elif not self.is_valid(record):
                     self.invalid += 1
                 else:
+                    self._begins.append(begin)
                     yield record
+
+    def read(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield some of the records, see :class:`RecordSource`."""
+        begins = [self._begins[number] for number in numbers]
+        if not begins:  # perhaps there is no file
+            return
+        with self._reading(), self.file.open("rb") as stream:
+            for begin in begins:
+                stream.seek(begin)
+                record = _object(stream.readline(MAX_LINE_BYTES))
+                if record is None or not self.is_valid(record):
+                    raise DataError(f"{self.file} was replaced while it was read; run the command again")
+                yield record
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self.file} cannot be read: {error.strerror or error}") from error
 
     @property
     def notes(self) -> list[str]:
@@ -387,9 +435,12 @@ def has_step(record: Record) -> bool:
     return isinstance(record.get("step"), int)
 
 
-def _object(line: str) -> Record | None:
+def _object(line: bytes | None) -> Record | None:
+    """Return the JSON object of a line; None if it has none, or was too long to be read."""
+    if line is None:
+        return None
     try:
-        content = json.loads(line)
+        content = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import FinishReason, StopReason
@@ -106,6 +107,11 @@ def _within(low: float | None, value: float, high: float | None) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
+def group_of(record: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Return what the members of a group share: split, step and the group's id."""
+    return record["split"], record["step"], record["group_id"]
+
+
 def contexts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the records of a trajectory's segments, and its own."""
     return [*record["segments"], record]
@@ -178,17 +184,67 @@ class Fact(NamedTuple):
     def from_record(cls, record: Mapping[str, Any]) -> Fact:
         """Read them from a record of ``trajectories.jsonl``."""
         contexts = sum(len(s["prompt_ids"]) + len(s["response_ids"]) for s in record["segments"])
+        split, step, group = group_of(record)
         return cls(
-            split=record["split"],
-            step=record["step"],
-            group=record["group_id"],
+            split=split,
+            step=step,
+            group=group,
             reward=record["reward"],
             prompt=len(record["prompt_ids"]),
             tokens=len(record["response_ids"]) + contexts,
         )
 
 
-def choose(facts: Sequence[Fact], limit: int) -> tuple[set[int], bool]:
+class Facts(Protocol):
+    """Facts by the number of their trajectory, from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Fact]: ...
+
+    def __getitem__(self, number: int, /) -> Fact: ...
+
+
+class FactTable(Facts):
+    """The facts of many trajectories, in about 40 bytes each."""
+
+    def __init__(self, facts: Iterable[Fact] = ()) -> None:
+        self._groups: list[tuple[str, int, str]] = []
+        self._places: dict[tuple[str, int, str], int] = {}
+        self._group, self._prompt, self._tokens = array("q"), array("q"), array("q")
+        self._reward = array("d")
+        for fact in facts:
+            self._append(fact)
+
+    def _append(self, fact: Fact) -> None:
+        group = (fact.split, fact.step, fact.group)
+        if group not in self._places:
+            self._places[group] = len(self._groups)
+            self._groups.append(group)
+        self._group.append(self._places[group])
+        self._reward.append(fact.reward)
+        self._prompt.append(fact.prompt)
+        self._tokens.append(fact.tokens)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __iter__(self) -> Iterator[Fact]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int, /) -> Fact:
+        split, step, group = self._groups[self._group[number]]
+        return Fact(
+            split=split,
+            step=step,
+            group=group,
+            reward=self._reward[number],
+            prompt=self._prompt[number],
+            tokens=self._tokens[number],
+        )
+
+
+def choose(facts: Facts, limit: int) -> tuple[set[int], bool]:
     """Choose at most ``limit`` trajectories (0: all) of at most :data:`MAX_TOKENS`, but at least one.
 
     Every step and split has the same share: its best, its worst, and random others. Where that would be fewer than two,
@@ -207,7 +263,7 @@ def choose(facts: Sequence[Fact], limit: int) -> tuple[set[int], bool]:
     return places, fitting < asked
 
 
-def _spread(facts: Sequence[Fact], limit: int) -> set[int]:
+def _spread(facts: Facts, limit: int) -> set[int]:
     if len(facts) <= limit:
         return set(range(len(facts)))
     parts: dict[tuple[str, int], list[int]] = {}

@@ -11,11 +11,14 @@
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -26,8 +29,8 @@ from rich.tree import Tree
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.observe.report.command import RunData, decoder
 from jax_agent_rl.observe.report.trajectories import session
-from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, tool_errors, truth, turns
+from jax_agent_rl.observe.run_dir import Decode, RecordSource, restore_trajectory
+from jax_agent_rl.observe.selection import Colour, Sort, TrajectoryFilter, contexts, group_of, tool_errors, truth, turns
 from jax_agent_rl.trajectory_graph import TrajectoryGraph
 from jax_agent_rl.types import Trajectory
 from jax_agent_rl.utils.text import printable
@@ -200,18 +203,18 @@ def _headline(record: Mapping[str, Any]) -> Text:
     return Text(printable(facts), style="italic")
 
 
-def best_and_worst(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def best_and_worst(records: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the records of highest and lowest reward, the latest of each, by a title; one where all are equal."""
-    if not records:
+    best: Mapping[str, Any] | None = None
+    worst: Mapping[str, Any] | None = None
+    for record in records:
+        if best is None or record["reward"] >= best["reward"]:
+            best = record
+        if worst is None or record["reward"] <= worst["reward"]:
+            worst = record
+    if best is None or worst is None:
         return {}
-    best = max(reversed(records), key=lambda r: r["reward"])
-    worst = min(reversed(records), key=lambda r: r["reward"])
     return {"every reward is the same": best} if best is worst else {"best": best, "worst": worst}
-
-
-def split_groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Split records of ``trajectories.jsonl`` into groups, in their order; members of a group are adjacent."""
-    return [list(group) for _, group in groupby(records, key=lambda r: (r["split"], r["step"], r["group_id"]))]
 
 
 def render_group(records: Sequence[Mapping[str, Any]], decode: Decode) -> Tree:
@@ -266,10 +269,11 @@ def view_run(
 ) -> None:
     """Print up to ``limit`` trajectories of a run, or of its groups as trees.
 
-    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, ids are shown.
+    Unreadable parts of its folder are reported on stderr; without the run's tokenizer, ids are shown. All trajectories
+    are read once, to find those that are shown; these are read again, one (of trees, one group) at a time.
 
     Args:
-        data: the run, or a table of ``jax-agent-rl rollout``, with all trajectories.
+        data: the run, or a table of ``jax-agent-rl rollout``.
         wanted: filter of the trajectories.
         sort: their order.
         limit: largest number of trajectories or groups, at least 1.
@@ -294,26 +298,76 @@ def view_run(
         }
         if given := [option for option, is_changed in changed.items() if is_changed]:
             raise ConfigError(f"{', '.join(given)} has no effect on --tree; leave one of them out")
-    if not data.trajectories:
+    notes = list(data.notes)
+    decode = decoder(data.config, notes)
+    search = _Search(data.trajectories, wanted, decode)
+    shown = search.last_groups(limit) if trees else [[number] for number in search.last(limit, sort)]
+    for note in (*notes, *data.trajectories.notes):
+        print(f"note: {printable(note)}", file=sys.stderr)
+    if not search.total:
         raise DataError(
             f"{data.name} contains no trajectories; give a run folder such as runs/quickstart, one of `eval`, or what "
             "`rollout` wrote"
         )
-    notes = list(data.notes)
-    decode = decoder(data.config, notes)
-    for note in notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
-    wanted.require_tool_error_among(printable(kind) for record in data.trajectories for kind in tool_errors(record))
-    records = [record for record in data.trajectories if wanted(record, decode)]
-    if not records:
+    wanted.require_tool_error_among(search.tool_errors)
+    if not shown:
         raise DataError(f"no trajectory of {data.name} matches {wanted.describe()}")
     console = Console()
-    if trees:
-        for group in split_groups(records)[-limit:]:
-            console.print(render_group(group, decode))
-        return
-    if sort != "time":
-        records.sort(key=lambda r: r["reward"], reverse=sort == "worst")
-    console.print(LEGENDS[colour], highlight=False)
-    for record in records[-limit:]:
-        console.print(render(record, decode, whole_prompt=whole_prompt, colour=colour))
+    if not trees:
+        console.print(LEGENDS[colour], highlight=False)
+    records = data.trajectories.read(number for numbers in shown for number in numbers)
+    for numbers in shown:
+        members = list(itertools.islice(records, len(numbers)))
+        if trees:
+            console.print(render_group(members, decode))
+        else:
+            console.print(render(members[0], decode, whole_prompt=whole_prompt, colour=colour))
+
+
+class _Match(NamedTuple):
+    number: int
+    reward: float
+    group: tuple[str, int, str]
+
+
+_RANKS: dict[Sort, Callable[[_Match], Any]] = {
+    "time": lambda match: match.number,
+    "best": lambda match: (match.reward, match.number),
+    "worst": lambda match: (-match.reward, match.number),
+}
+"""What is shown last ranks highest."""
+
+
+class _Search:
+    """Finds the trajectories that match; holds the numbers of those that will be shown, and no record.
+
+    Attributes:
+        total: how many trajectories were read.
+        tool_errors: kinds of errors they have.
+    """
+
+    def __init__(self, records: RecordSource, wanted: TrajectoryFilter, decode: Decode) -> None:
+        self._records = records
+        self._wanted = wanted
+        self._decode = decode
+        self.total = 0
+        self.tool_errors: set[str] = set()
+
+    def last(self, limit: int, sort: Sort) -> list[int]:
+        """Return the numbers of the last ``limit`` that match in an order; of equal rewards the later is last."""
+        last = heapq.nlargest(limit, self._matches(), key=_RANKS[sort])
+        return [match.number for match in reversed(last)]
+
+    def last_groups(self, limit: int) -> list[list[int]]:
+        """Return the numbers of those that match in the last ``limit`` groups; members of a group are adjacent."""
+        groups: deque[list[int]] = deque(maxlen=limit)
+        for _, members in groupby(self._matches(), key=lambda match: match.group):
+            groups.append([match.number for match in members])
+        return list(groups)
+
+    def _matches(self) -> Iterator[_Match]:
+        for number, record in enumerate(self._records):
+            self.total += 1
+            self.tool_errors.update(map(printable, tool_errors(record)))
+            if self._wanted(record, self._decode):
+                yield _Match(number=number, reward=record["reward"], group=group_of(record))

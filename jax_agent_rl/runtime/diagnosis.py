@@ -74,7 +74,7 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
         if version not in steps:
             raise CheckpointError(f"{run} has no checkpoint of version {version}, which the breach is about")
     else:
-        kept = _folder_contexts(run, frozen=config.agent.role_models.keys())
+        kept = _folder_contexts(run, versions=steps.keys(), frozen=config.agent.role_models.keys())
         known = [one for one in sorted(steps) if kept.get(one)]
         if version is None and known:
             version = known[-1]
@@ -83,7 +83,7 @@ def diagnose_run(run: Path, *, version: int | None = None, seconds: float = SECO
                 f"{run} has trajectories of versions {sorted(kept)} and parameters of versions {sorted(steps)}: there "
                 "is nothing to compare; set trainer.checkpoint_every=1 and run again"
             )
-        source, contexts = f"its trajectories of version {version}", kept[version][:MAX_CONTEXTS]
+        source, contexts = f"its trajectories of version {version}", kept[version]
     step = steps[version]
     if step:
         saved = saved_run(run, step)
@@ -149,17 +149,24 @@ def _precision(config: Config) -> str:
     return eight_bits[0] if eight_bits else engine.dtype
 
 
-def _folder_contexts(run: Path, *, frozen: Container[str] = ()) -> dict[int, list[Context]]:
-    """Return the contexts without media in ``trajectories.jsonl``, by version; log-probs have six digits there.
+def _folder_contexts(run: Path, *, versions: Container[int], frozen: Container[str] = ()) -> dict[int, list[Context]]:
+    """Return the first :data:`MAX_CONTEXTS` contexts without media in ``trajectories.jsonl``, by version.
 
-    Those of ``frozen`` roles were sampled by other models.
+    Log-probs have six digits there. Those of ``frozen`` roles were sampled by other models.
+
+    Args:
+        run: the run folder.
+        versions: of the other versions no context is returned, only that there are some.
+        frozen: names of roles.
     """
     found: dict[int, list[Context]] = {}
     for record in read_trajectories(run / "trajectories.jsonl"):
         if record["split"] == "train" and record["history_window"] is None and record["role"] not in frozen:
             for part in (record, *record["segments"]):
                 for version, context in record_contexts(part):
-                    found.setdefault(version, []).append(context)
+                    contexts = found.setdefault(version, [])
+                    if version in versions and len(contexts) < MAX_CONTEXTS:
+                        contexts.append(context)
     return found
 
 

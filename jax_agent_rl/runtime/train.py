@@ -371,7 +371,7 @@ def _conclude(
     reward_plot(metrics, folder.plot, title=folder.path.name)
     decode = functools.partial(runtime.codec.decode, skip_special_tokens=False)
     report = write_report(folder.path, decode=decode)
-    trained = [r for r in read_trajectories(folder.trajectories) if r["split"] == "train"]
+    trained = (one for one in read_trajectories(folder.trajectories) if one["split"] == "train")
     for name, extreme in best_and_worst(trained).items():
         print_line(console, outline(extreme, title=name))
     print_line(console, _headline(summary))

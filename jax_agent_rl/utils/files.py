@@ -60,6 +60,28 @@ def read_regular_file(path: Path, limit: int) -> bytes:
     return data
 
 
+def read_lines(file: Path, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield every line of a file with the place where it begins, in bytes; one is in memory at a time.
+
+    Args:
+        file: others may have written it, and it may be growing.
+        limit: of a line's bytes; in place of a longer one, None is yielded.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as stream:
+        begin = 0
+        while line := stream.readline(limit + 1):
+            content: bytes | None = line
+            if len(line) > limit:
+                content = None
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(limit + 1)
+            yield begin, content
+            begin = stream.tell()
+
+
 def write_atomically(file: Path, text: str, *, message: str = _NO_ROOM) -> None:
     """Replace a file by a text, see :func:`replacing`."""
     with replacing(file, message=message) as stream:

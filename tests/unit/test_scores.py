@@ -343,9 +343,9 @@ def test_a_table_with_a_reward_that_none_is_cannot_be_read(tmp_path: Path, colum
     with Journal(target.journal, {"seed": 0}) as journal:
         journal.add(0, records(Group(group_id="g", trajectories=(member,)), 0), {})
         write(target, journal, {"policy": "p", "data": "d", "kept": 1, "started": 1})
-    assert len(read_table(tmp_path / "out.jsonl").trajectories) == 1
+    assert len(list(read_table(tmp_path / "out.jsonl").trajectories)) == 1
     (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
     bad = {"reward": 1e300, "reward_parts": '{"accuracy": 1e300}'}[column]
     (tmp_path / "out.jsonl").write_text(json.dumps(json.loads(line) | {column: bad}) + "\n")
     with pytest.raises(DataError, match="float32"):
-        read_table(tmp_path / "out.jsonl")
+        list(read_table(tmp_path / "out.jsonl").trajectories)

@@ -7,6 +7,7 @@ stopped and resumed) are cut out.
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -364,7 +365,7 @@ def timeline(
     Args:
         metrics: records of ``metrics.jsonl``; their ``phase_seconds`` are ``[name, begin, end]`` since the epoch, and
             ``engine_busy_share`` is a share of the phase ``engine``.
-        traces: records of ``traces.jsonl``.
+        traces: records of ``traces.jsonl``, as :func:`newest_traces` returns them.
         numbers: positions of trajectories on the page, by id.
 
     Returns:
@@ -372,7 +373,6 @@ def timeline(
         weights, ``traces [{id, at, spans [{name, from, to, note}]}]``, ``cuts`` and ``seconds``. Engines work for
         training (``name`` is ``engine``), and for evaluations (``evaluate``), whose busy share is not recorded.
     """
-    traces = sorted(traces, key=_began)[-MAX_TRACES:]
     phases = [(name, begin, end, r["step"]) for r in metrics for name, begin, end in r.get("phase_seconds") or ()]
     busy = {r["step"]: r["engine_busy_share"] for r in metrics if "engine_busy_share" in r}
     spans = [(s["start_ns"] / 1e9, s["end_ns"] / 1e9) for t in traces for s in t["spans"]]
@@ -396,6 +396,12 @@ def timeline(
         "cuts": list(axis.cuts),
         "seconds": axis(max(ends)) if ends else 0.0,
     }
+
+
+def newest_traces(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the last :data:`MAX_TRACES` of ``traces.jsonl`` in the order in which they began."""
+    newest = heapq.nlargest(MAX_TRACES, enumerate(records), key=lambda placed: (_began(placed[1]), placed[0]))
+    return [record for _, record in reversed(newest)]
 
 
 def _began(trace: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ import hashlib
 import html
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -20,48 +20,46 @@ from typing import Any
 
 from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.errors import ConfigError, DataError, ModelError
-from jax_agent_rl.observe.report.charts import charts, timeline, zero_metrics
-from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
+from jax_agent_rl.observe.report.charts import charts, newest_traces, timeline, zero_metrics
+from jax_agent_rl.observe.report.trajectories import COLUMNS, Forest, Prompts, Vocabulary, facts, tokens
 from jax_agent_rl.observe.run_dir import (
     Decode,
-    Records,
+    RecordSource,
     RunDir,
     read_metrics,
     read_traces,
     read_trajectories,
 )
-from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
-from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
+from jax_agent_rl.utils.files import replacing, writing
 from jax_agent_rl.validation import is_number, replace_lone_surrogates
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The content of a run folder.
+    """The content of a run folder, or of a table of ``jax-agent-rl rollout``.
 
     Attributes:
-        name: the folder's name.
+        name: name of the folder or file.
+        trajectories: its trajectories; they are read from there whenever somebody iterates over them.
         config: the resolved configuration; empty if unreadable.
         metrics: records of ``metrics.jsonl``.
-        trajectories: records of ``trajectories.jsonl``, a sample of them if there are many.
-        total: number of trajectories in the file.
-        traces: records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.sinks.traces`.
+        traces: the newest records of ``traces.jsonl``; see :mod:`jax_agent_rl.observe.sinks.traces`.
         summary: ``summary.json`` of a finished run.
-        notes: messages about missing or unreadable parts.
+        notes: messages about missing or unreadable parts, other than trajectories.
     """
 
     name: str
+    trajectories: RecordSource
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    trajectories: list[dict[str, Any]] = field(default_factory=list)
-    total: int = 0
-    traces: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[Mapping[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def read_run(run: Path, *, limit: int) -> RunData:
-    """Read a run folder, and up to ``limit`` of its trajectories, see :func:`choose`; 0 reads all.
+def read_run(run: Path) -> RunData:
+    """Read a run folder, except for its trajectories.
 
     Raises:
         DataError: the folder holds neither metrics nor trajectories nor a configuration.
@@ -70,20 +68,18 @@ def read_run(run: Path, *, limit: int) -> RunData:
     if not any(file.is_file() for file in files):
         raise DataError(f"{run} is no run folder: it has no {', no '.join(file.name for file in files)}")
     run_dir, notes = RunDir(run), []
-    metrics, traces = read_metrics(run_dir.metrics), read_traces(run_dir.traces)
-    recorded = read_trajectories(run_dir.trajectories)
-    trajectories, total = _read_trajectories(recorded, limit, notes)
+    metrics = read_metrics(run_dir.metrics)
+    traces = read_traces(run_dir.traces)
     data = RunData(
         name=run.resolve().name,
+        trajectories=read_trajectories(run_dir.trajectories),
         config=_read_object(run_dir.config, notes),
         metrics=list(metrics),
-        trajectories=trajectories,
-        total=total,
-        traces=list(traces),
+        traces=newest_traces(traces),
         summary=_read_object(run_dir.summary, notes) if run_dir.summary.exists() else {},
         notes=notes,
     )
-    for records in (metrics, recorded, traces):
+    for records in (metrics, traces):
         notes += records.notes
     return data
 
@@ -113,10 +109,26 @@ def decoder(config: Mapping[str, Any], notes: list[str]) -> Decode:
     return lambda ids: codec.decode(ids, skip_special_tokens=False)
 
 
-def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """Read the file twice, so that only the chosen records are in memory."""
-    facts = [Fact.from_record(record) for record in records]
+@dataclass(frozen=True, kw_only=True)
+class PageChoice:
+    """The trajectories of a page.
+
+    Attributes:
+        numbers: their places among all, in the page's order: members of a group follow each other.
+        total: number of all trajectories.
+        notes: what was left out, and how to get it.
+    """
+
+    numbers: Sequence[int]
+    total: int
+    notes: Sequence[str]
+
+
+def choose_for_page(records: RecordSource, limit: int) -> PageChoice:
+    """Read all trajectories once, and choose up to ``limit`` of them, see :func:`choose`; 0: all."""
+    facts = FactTable(Fact.from_record(record) for record in records)
     places, is_full = choose(facts, limit)
+    notes = []
     if len(places) < len(facts):
         steps = len({facts[place].step for place in places})
         more = f"a page takes {MAX_TOKENS:,} tokens, --limit 0 shows all" if is_full else "--limit shows more"
@@ -124,7 +136,12 @@ def _read_trajectories(records: Records, limit: int, notes: list[str]) -> tuple[
             f"{len(places)} of {len(facts)} trajectories are shown, from {steps} of "
             f"{len({fact.step for fact in facts})} steps: the best and the worst of each, and random others; {more}"
         )
-    return [record for place, record in enumerate(records) if place in places], len(facts)
+    groups: dict[tuple[str, int, str], list[int]] = {}
+    for place in sorted(places):
+        fact = facts[place]
+        groups.setdefault((fact.split, fact.step, fact.group), []).append(place)
+    numbers = [place for members in groups.values() for place in members]
+    return PageChoice(numbers=numbers, total=len(facts), notes=[*notes, *records.notes])
 
 
 def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:
@@ -165,41 +182,63 @@ def write_report(
         DataError: not a run folder.
         StorageError: the file cannot be written.
     """
+    return write_page(read_run(run), out or run / "report.html", limit=limit, decode=decode)
+
+
+def write_page(data: RunData, file: Path, *, limit: int = MAX_TRAJECTORIES, decode: Decode | None = None) -> Path:
+    """Write the page of a run or a table to a file; for the arguments see :func:`write_report`."""
     if limit < 0:
         raise ConfigError(f"--limit {limit}: must be 0 (all trajectories) or more")
-    text = render_report(read_run(run, limit=limit), decode)
-    file = out or run / "report.html"
     with writing(file, message=_NOT_WRITTEN):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text, message=_NOT_WRITTEN)
+    with replacing(file, message=_NOT_WRITTEN) as stream:
+        for piece in render_report(data, limit=limit, decode=decode):
+            stream.write(piece.encode())
     return file
 
 
-def render_report(data: RunData, decode: Decode | None = None) -> str:
-    """Return the page of a run, as HTML; without ``decode``, load the run's tokenizer."""
-    warned = [one for one in data.summary.get("warnings", ()) if isinstance(one, Mapping)]
-    notes = [*data.notes, *(f"{w.get('name')}: {w.get('message')}. What to do: {w.get('advice')}" for w in warned)]
+def render_report(data: RunData, *, limit: int = 0, decode: Decode | None = None) -> Iterator[str]:
+    """Yield the page as pieces of HTML; without ``decode``, load the run's tokenizer.
+
+    A trajectory is read, yielded and forgotten; what the page's index says of it stays in memory.
+    """
+    choice = choose_for_page(data.trajectories, limit)
+    notes = [*data.notes, *choice.notes]
+    for warned in data.summary.get("warnings", ()):
+        if isinstance(warned, Mapping):
+            advice = f"What to do: {warned.get('advice')}"
+            notes.append(f"{warned.get('name')}: {warned.get('message')}. {advice}")
     decode = decode or decoder(data.config, notes)
     vocabulary = Vocabulary(decode)
     prompts = Prompts(vocabulary)
-    trajectories = [tokens(record, vocabulary, prompts) for record in data.trajectories]
-    numbers = {record["trajectory_id"]: number for number, record in enumerate(data.trajectories)}
-    index = {
-        "run": _overview(data),
-        "notes": notes,
-        "charts": charts(data.metrics),
-        "zeros": zero_metrics(data.metrics),
-        "timeline": timeline(data.metrics, data.traces, numbers),
-        "columns": COLUMNS,
-        "rows": [facts(record) for record in data.trajectories],
-        "forest": forest(data.trajectories, decode),
-        "prompts": prompts.rows,
-        "vocabulary": {"ids": vocabulary.ids, "texts": vocabulary.texts},
-    }
-    return page(title=f"{data.name} · jax-agent-rl", index=index, trajectories=trajectories)
+    forest = Forest(decode)
+    rows: list[list[Any]] = []
+
+    def trajectories() -> Iterator[dict[str, Any]]:
+        for record in data.trajectories.read(choice.numbers):
+            rows.append(facts(record))
+            forest.add(record)
+            yield tokens(record, vocabulary, prompts)
+
+    def index() -> dict[str, Any]:
+        places = {row[COLUMNS.index("id")]: place for place, row in enumerate(rows)}
+        return {
+            "run": _overview(data, total=choice.total),
+            "notes": notes,
+            "charts": charts(data.metrics),
+            "zeros": zero_metrics(data.metrics),
+            "timeline": timeline(data.metrics, data.traces, places),
+            "columns": COLUMNS,
+            "rows": rows,
+            "forest": forest.trees(),
+            "prompts": prompts.rows,
+            "vocabulary": {"ids": vocabulary.ids, "texts": vocabulary.texts},
+        }
+
+    yield from page(title=f"{data.name} · jax-agent-rl", trajectories=trajectories(), index=index)
 
 
-def _overview(data: RunData) -> dict[str, Any]:
+def _overview(data: RunData, *, total: int) -> dict[str, Any]:
     """Return the data of the page's head."""
     steps = [record for record in data.metrics if record["kind"] == "step"]
     evaluations = [record for record in data.metrics if record["kind"] == "evaluation"]
@@ -223,7 +262,7 @@ def _overview(data: RunData) -> dict[str, Any]:
         "reward": [rewards[0], rewards[-1]] if rewards else None,
         "accuracy": [accuracies[0], accuracies[-1]] if accuracies else None,
         "accounting": {k: accounting[k] for k in ("started", "trained", "dropped", "in_flight") if k in accounting},
-        "total": data.total,
+        "total": total,
     }
 
 
@@ -245,28 +284,39 @@ def _has_ended(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -
     return recorded == steps[-1]["step"]
 
 
-def page(*, title: str, index: Mapping[str, Any], trajectories: Iterable[Mapping[str, Any]]) -> str:
-    """Return the whole HTML file.
+def page(
+    *, title: str, trajectories: Iterable[Mapping[str, Any]], index: Callable[[], Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield the HTML file in pieces.
 
     Args:
         title: title of the page.
-        index: data read when the page opens.
         trajectories: data read one by one when looked at; each is a line of a JSON array.
+        index: returns the data read when the page opens; called after the last trajectory.
     """
     page_dir = files("jax_agent_rl.observe.report") / "page"
     script = "\n".join((page_dir / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
-    parts = {
-        "TITLE": html.escape(title),
-        "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "STYLE": (page_dir / "page.css").read_text(encoding="utf-8"),
-        "INDEX": to_json(index),
-        "TRAJECTORIES": "[\n" + ",\n".join(map(to_json, trajectories)) + "\n]",
-        "SCRIPT": script,
+    parts: dict[str, Callable[[], Iterable[str]]] = {
+        "TITLE": lambda: [html.escape(title)],
+        "SCRIPT_HASH": lambda: [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()],
+        "STYLE": lambda: [(page_dir / "page.css").read_text(encoding="utf-8")],
+        "TRAJECTORIES": lambda: _json_lines(trajectories),
+        "INDEX": lambda: [to_json(index())],
+        "SCRIPT": lambda: [script],
     }
     first, *rest = (page_dir / "page.html").read_text(encoding="utf-8").split("{{")
-    pieces = [first]  # no str.replace: a value may contain a placeholder
+    yield first  # no str.replace: a value may contain a placeholder
     for piece in rest:
         name, text = piece.split("}}", 1)
-        pieces += [parts[name], text]
-    return "".join(pieces)
+        yield from parts[name]()
+        yield text
+
+
+def _json_lines(values: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a JSON array with a line for each value."""
+    separator = "[\n"
+    for value in values:
+        yield separator + to_json(value)
+        separator = ",\n"
+    yield "[\n\n]" if separator == "[\n" else "\n]"

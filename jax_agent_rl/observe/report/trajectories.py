@@ -13,8 +13,9 @@ from typing import Any
 
 from jax_agent_rl.observe.progress import number_ranges
 from jax_agent_rl.observe.run_dir import Decode, restore_trajectory
-from jax_agent_rl.observe.selection import contexts, stop_reasons, tool_errors, truth, turns
+from jax_agent_rl.observe.selection import contexts, group_of, stop_reasons, tool_errors, truth, turns
 from jax_agent_rl.trajectory_graph import TrajectoryGraph, session_graph
+from jax_agent_rl.types import Trajectory
 
 _BROKEN = "\ufffd"  # decoders' replacement of an incomplete character
 _SNIPPET = 160  # characters of a turn in a tree
@@ -174,24 +175,47 @@ def session(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def forest(records: Sequence[Mapping[str, Any]], decode: Decode) -> dict[str, list[dict[str, Any]]]:
-    """Return trees, by ``"<split>/<step>/<group id>"``, of groups with at least two trajectories, for the report.
+class Forest:
+    """Trees of the groups of a page that have at least two trajectories there.
 
     A node is ``{up: number of its parent or -1, turn, n: sampled tokens, at: its trajectories, ends: those that end
-    there, text}``; trajectories are numbers of records.
+    there, text}``; trajectories are numbers of records, in the order of :meth:`add`. One group is in memory at a time.
+
+    Args:
+        decode: turns ids into text, special tokens included.
     """
-    groups: dict[str, list[int]] = {}
-    for number, record in enumerate(records):
-        groups.setdefault(f"{record['split']}/{record['step']}/{record['group_id']}", []).append(number)
-    return {
-        name: _nodes([records[n] for n in numbers], numbers, decode)
-        for name, numbers in groups.items()
-        if len(numbers) > 1
-    }
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._trees: dict[str, list[dict[str, Any]]] = {}
+        self._group: tuple[str, int, str] | None = None
+        self._members: list[Trajectory] = []
+        self._count = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next record; those of a group follow each other."""
+        if group_of(record) != self._group:
+            self._end_group()
+            self._group = group_of(record)
+        self._members.append(restore_trajectory(record))
+        self._count += 1
+
+    def trees(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the trees of all groups, by ``"<split>/<step>/<group id>"``."""
+        self._end_group()
+        return self._trees
+
+    def _end_group(self) -> None:
+        if self._group is not None and len(self._members) > 1:
+            split, step, group = self._group
+            numbers = range(self._count - len(self._members), self._count)
+            self._trees[f"{split}/{step}/{group}"] = _nodes(self._members, numbers, self._decode)
+        self._group = None
+        self._members = []
 
 
-def _nodes(records: Sequence[Mapping[str, Any]], numbers: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
-    graph = TrajectoryGraph.of([restore_trajectory(record) for record in records])
+def _nodes(trajectories: Sequence[Trajectory], numbers: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+    graph = TrajectoryGraph.of(trajectories)
     ends: dict[int, list[int]] = {}
     for number, path in zip(numbers, graph.paths, strict=True):
         ends.setdefault(path[-1], []).append(number)

@@ -38,6 +38,7 @@ from jax_agent_rl.runtime.sampling import read_rows
 from jax_agent_rl.supervised.conversations import Encoder
 from jax_agent_rl.tools import BaseTool, ToolRegistry
 from jax_agent_rl.types import Group, Trajectory
+from jax_agent_rl.utils.files import read_lines
 from tests.agent_testbed import AgentHarness
 from tests.dataset_rows import load_rows, write_twins
 from tests.tiny_chat import tokenizer
@@ -48,6 +49,36 @@ GOOD = {"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
     return [row for _, row in read_row_file(file)]
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_wanted_rows_are_those_of_the_whole_file_wherever_groups_and_batches_end(data):
+    count = data.draw(st.integers(0, 200))
+    rows = [{"number": number, "text": "x" * (number % 3)} for number in range(count)]
+    wanted = data.draw(st.sets(st.integers(0, 220)))
+    with tempfile.TemporaryDirectory() as folder:
+        lines, parquet = Path(folder) / "rows.jsonl", Path(folder) / "rows.parquet"
+        blank = data.draw(st.sampled_from(["", "\n", " \n"]))
+        lines.write_text("".join(json.dumps(row) + "\n" + blank for row in rows))
+        schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
+        pq.write_table(pa.Table.from_pylist(rows, schema), parquet, row_group_size=data.draw(st.integers(1, 300)))
+        for file in (lines, parquet):
+            every = list(read_row_file(file))
+            assert [row for _, row in every] == rows
+            assert list(read_row_file(file, wanted)) == [every[index] for index in sorted(wanted) if index < count]
+
+
+@given(parts=st.lists(st.binary(max_size=12)), limit=st.integers(1, 8))
+def test_a_line_is_read_whole_or_not_at_all(parts, limit):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "lines"
+        file.write_bytes(b"\n".join(parts))
+        lines = file.read_bytes().split(b"\n")
+        ended = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+        begins = [sum(map(len, ended[:number])) for number in range(len(ended))]
+        expected = [(begin, line if len(line) <= limit else None) for begin, line in zip(begins, ended, strict=True)]
+        assert list(read_lines(file, limit)) == expected
 
 
 def as_text(value: Any) -> str:

@@ -1,13 +1,17 @@
 """Journals to files: the ids that come out are the ids that went in, in the order of the prompts."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+from typer.testing import CliRunner
 
+from jax_agent_rl.cli import app
+from jax_agent_rl.data import reader
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.evaluate import export
 from jax_agent_rl.evaluate.export import Target, is_table, read_table, records, schema, write
@@ -119,6 +123,9 @@ def test_trajectories_are_restored_from_each_kind_of_table(tmp_path: Path, name:
     assert is_table(tmp_path / name)
     data = read_table(tmp_path / name)
     assert data.notes == [] and data.summary == SUMMARY
+    recorded = list(data.trajectories)
+    for numbers in ([2], [1, 0], [3, 2, 1, 0], [], [0, 3, 0]):  # of a branch, the tree is known from those before it
+        assert list(data.trajectories.read(numbers)) == [recorded[number] for number in numbers]
     for record, made in zip(data.trajectories, (t for g in groups for t in g.trajectories), strict=True):
         calls = [call["error"] for turn in record["turns"] for call in turn["tool_calls"]]
         assert calls == ["timeout"] and record["row"] == made.row and record["reward"] == made.reward
@@ -146,7 +153,7 @@ def test_log_probs_of_both_tables_are_the_same_numbers(tmp_path: Path):
     for name in ("out.parquet", "out.jsonl"):
         written(Target.from_path(tmp_path / name), exact)
     parquet, lines = (read_table(tmp_path / name).trajectories for name in ("out.parquet", "out.jsonl"))
-    assert parquet == lines
+    assert list(parquet) == list(lines)
 
 
 @pytest.mark.parametrize("content", [{"question": "1 + 1"}, {"prompt_ids": "text"}])
@@ -155,7 +162,7 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path, content: dict):
     (tmp_path / "rows.jsonl").write_text(json.dumps(content) + "\n")
     for file in ("rows.parquet", "rows.jsonl", "missing.parquet"):
         with pytest.raises(DataError, match="cannot be read as a table of jax-agent-rl rollout"):
-            read_table(tmp_path / file)
+            list(read_table(tmp_path / file).trajectories)
 
 
 @pytest.mark.parametrize(("column", "value"), [("stop_reasons", []), ("response_mask", [0, 1]), ("tool_calls", None)])
@@ -165,7 +172,42 @@ def test_a_damaged_table_is_refused(tmp_path: Path, column: str, value: Any):
         pyarrow.Table.from_pylist([row | {column: value}], schema=schema()), tmp_path / "out.parquet"
     )
     with pytest.raises(DataError, match="out.parquet cannot be read as a table"):
-        read_table(tmp_path / "out.parquet")
+        list(read_table(tmp_path / "out.parquet").trajectories)
+
+
+def counted_rows(monkeypatch) -> Counter:
+    """Counts how many rows of a Parquet file are made of Arrow's values at a time."""
+    sizes: Counter = Counter()
+    real = reader.ParquetFile.rows
+
+    def rows(self, table, *arguments):
+        sizes[table.num_rows] += 1
+        return real(self, table, *arguments)
+
+    monkeypatch.setattr(reader.ParquetFile, "rows", rows)
+    return sizes
+
+
+def test_rows_are_converted_a_few_at_a_time_however_large_a_row_group_is(tmp_path: Path, monkeypatch):
+    rows = [row for number in range(500) for row in records(group(number), number)]
+    file = tmp_path / "out.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), file)
+    sizes = counted_rows(monkeypatch)
+    table = read_table(file).trajectories
+    names = [record["trajectory_id"] for record in table]
+    assert len(names) == len(rows) == 500 and max(sizes) <= 64
+    chosen = [499, 3, 250, *range(100, 300)]
+    assert [record["trajectory_id"] for record in table.read(chosen)] == [names[number] for number in chosen]
+
+
+def test_a_report_shows_a_table(tmp_path: Path):
+    for name in ("out.parquet", "out.jsonl", "out"):
+        written(Target.from_path(tmp_path / name), group(0), group(1, window=1))
+        result = CliRunner().invoke(app, ["report", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        page = Path(result.stdout.strip()).read_text(encoding="utf-8")
+        for made in (group(0), group(1, window=1)):
+            assert all(member.trajectory_id in page for member in made.trajectories)
 
 
 def test_every_record_has_just_the_columns():

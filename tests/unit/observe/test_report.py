@@ -1,7 +1,9 @@
 """The report: what it reads, computes and writes, without a browser."""
 
+import gc
 import json
 import re
+import weakref
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,11 +24,11 @@ from jax_agent_rl.observe.report.charts import (
     timeline,
     zero_metrics,
 )
-from jax_agent_rl.observe.report.command import page, render_report, to_json, write_report
-from jax_agent_rl.observe.report.trajectories import COLUMNS, Prompts, Vocabulary, facts, forest, tokens
+from jax_agent_rl.observe.report.command import RunData, page, read_run, render_report, to_json, write_report
+from jax_agent_rl.observe.report.trajectories import COLUMNS, Forest, Prompts, Vocabulary, facts, tokens
 from jax_agent_rl.observe.run_dir import RunDir, restore_trajectory, trajectory_record
-from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, choose
-from tests.report_runs import HOSTILE, data_of, decode, make_run, members, step_line
+from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
+from tests.report_runs import HOSTILE, decode, make_run, members, step_line
 from tests.trajectories import call, session, trajectory
 
 
@@ -52,6 +54,16 @@ class Scripts(HTMLParser):
     def handle_data(self, data):
         if self._inside:
             self.found[-1] += data
+
+
+def page_of(run: Path, *, limit: int = 0) -> tuple[dict, list[dict]]:
+    """Index and trajectories of a run's page."""
+    trajectories, index, _ = Scripts("".join(render_report(read_run(run), limit=limit, decode=decode))).found
+    return json.loads(index), json.loads(trajectories)
+
+
+def listed(index: dict, column: str) -> list:
+    return [row[COLUMNS.index(column)] for row in index["rows"]]
 
 
 def lines_of(chart: dict) -> dict[str, tuple[list, list]]:
@@ -185,7 +197,7 @@ def test_a_short_pause_stays():
 
 
 def test_phases_updates_engine_and_traces_share_one_axis(tmp_path: Path):
-    data = data_of(make_run(tmp_path / "run", steps=2))
+    data = read_run(make_run(tmp_path / "run", steps=2))
     made = timeline(data.metrics, data.traces, {"train-1-0-0": 7})
     assert made["phases"][0] == {"name": "rollout", "from": 10, "to": 14, "step": 1}
     assert made["engine"] == [
@@ -307,8 +319,21 @@ def test_the_list_shows_what_it_filters_by():
     assert (row["reward"], row["sampled"], row["inserted"], row["calls"], row["advantage"]) == (-1, 3, 1, 1, None)
 
 
+def trees_of(records) -> dict[str, list[dict]]:
+    forest = Forest(decode)
+    for record in records:
+        forest.add(record)
+    return forest.trees()
+
+
+def test_every_group_has_a_tree_of_its_own_unless_it_has_one_member():
+    trees = trees_of([*records_of(1), *records_of(2)[:3], *records_of(3)[:1]])
+    assert list(trees) == ["train/1/g", "train/2/g"]
+    assert sorted({at for node in trees["train/2/g"] for at in node["at"]}) == [4, 5, 6]
+
+
 def test_a_group_is_a_tree_in_which_common_turns_stand_once():
-    (nodes,) = forest(records_of(), decode).values()
+    (nodes,) = trees_of(records_of()).values()
     first, *_ = nodes
     assert (first["up"], first["turn"], first["n"], first["at"]) == (-1, 1, 2, [0, 1])
     assert [n["ends"] for n in nodes if "ends" in n] == [[0], [1], [2], [3]]
@@ -346,21 +371,21 @@ def test_a_damaged_run_has_a_report_that_says_what_is_missing(tmp_path: Path):
         stream.write(json.dumps(step_line(4, reward_mean=float("nan"))) + "\n")
     with (run / "traces.jsonl").open("a") as stream:
         stream.write('{"trajectory_id": "t", "step": 1, "spans": []}\n')
-    data = data_of(run)
-    assert len(data.trajectories) == data.total == 12
-    notes = " ".join(data.notes)
+    index, trajectories = page_of(run)
+    assert len(trajectories) == index["run"]["total"] == 12
+    notes = " ".join(index["notes"])
     assert "config.json cannot be read" in notes and "summary.json cannot be read" in notes
     assert "trajectories.jsonl: 3 (cut off or damaged)" in notes
     for file in ("trajectories.jsonl", "metrics.jsonl", "traces.jsonl"):
         assert f"{file}: 1 (not as this version writes them)" in notes
-    assert "tokens are shown as ids" in render_report(data)
+    assert "tokens are shown as ids" in write_report(run).read_text()
 
 
 @pytest.mark.parametrize("config", [[], {}, {"model": None}, {"model": 3, "trainer": []}, {"model": {"path": 7}}])
 def test_a_configuration_of_another_shape_is_said_and_harms_nothing(tmp_path: Path, config):
     run = make_run(tmp_path / "run")
     (run / "config.json").write_text(json.dumps(config))
-    assert "tokens are shown as ids" in render_report(data_of(run))
+    assert "tokens are shown as ids" in write_report(run).read_text()
 
 
 @pytest.mark.parametrize("out", ["folder", "file/report.html"])
@@ -374,19 +399,72 @@ def test_a_place_that_cannot_be_written_is_said_with_what_helps(tmp_path: Path, 
 
 
 def test_of_many_trajectories_every_step_keeps_its_best_and_worst(tmp_path: Path):
-    data = data_of(make_run(tmp_path / "run", steps=6), limit=14)
-    assert data.total == 24 and len(data.trajectories) == 12
-    for step in range(1, 7):
-        assert [r["reward"] for r in data.trajectories if r["step"] == step] == [1.0, -1.0]
-    assert (
-        "12 of 24 trajectories are shown, from 6 of 6 steps" in data.notes[0] and "--limit shows more" in data.notes[0]
-    )
+    index, trajectories = page_of(make_run(tmp_path / "run", steps=6), limit=14)
+    assert index["run"]["total"] == 24 and len(trajectories) == 12
+    assert listed(index, "step") == [step for step in range(1, 7) for _ in range(2)]
+    assert listed(index, "reward") == [1.0, -1.0] * 6
+    (note,) = index["notes"]
+    assert "12 of 24 trajectories are shown, from 6 of 6 steps" in note and "--limit shows more" in note
 
 
 def test_few_trajectories_of_many_steps_are_from_steps_equally_far_apart(tmp_path: Path):
-    data = data_of(make_run(tmp_path / "run", steps=9), limit=7)
-    assert [r["step"] for r in data.trajectories] == [1, 1, 5, 5, 9, 9]
-    assert "6 of 36 trajectories are shown, from 3 of 9 steps" in data.notes[0]
+    index, _ = page_of(make_run(tmp_path / "run", steps=9), limit=7)
+    assert listed(index, "step") == [1, 1, 5, 5, 9, 9]
+    assert "6 of 36 trajectories are shown, from 3 of 9 steps" in index["notes"][0]
+
+
+def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_recorded(tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=2)
+    lines = (run / "trajectories.jsonl").read_text().splitlines()
+    (run / "trajectories.jsonl").write_text("\n".join([*lines[::2], *lines[1::2]]) + "\n")
+    index, trajectories = page_of(run)
+    assert listed(index, "id") == [f"train-{step}-0-{n}" for step in (1, 2) for n in (0, 2, 1, 3)]
+    assert [sum(turn["s"] for turn in one["turns"]) for one in trajectories] == listed(index, "sampled")
+    trees = index["forest"]
+    assert list(trees) == ["train/1/train-1-0", "train/2/train-2-0"]
+    assert sorted({at for node in trees["train/2/train-2-0"] for at in node["at"]}) == [4, 5, 6, 7]
+
+
+def test_a_page_holds_one_trajectory_at_a_time(tmp_path: Path):
+    """Of those that were read before, nothing is left but what the page's index says."""
+    alive = weakref.WeakSet()
+
+    class Tracked(dict):
+        __hash__ = object.__hash__
+
+    class Source:
+        notes = ()
+
+        def __init__(self, records) -> None:
+            self._records = records
+
+        def _tracked(self, record):
+            tracked = Tracked(record)
+            alive.add(tracked)
+            return tracked
+
+        def __iter__(self):
+            return map(self._tracked, self._records)
+
+        def read(self, numbers):
+            return (self._tracked(self._records[number]) for number in numbers)
+
+    records = [record for step in range(1, 51) for record in records_of(step)]
+    most = 0
+    for _ in render_report(RunData(name="run", trajectories=Source(records)), decode=decode):
+        gc.collect()
+        most = max(most, len(alive))
+    assert most <= 2
+    assert len(records) == 200
+
+
+def test_the_facts_of_many_trajectories_are_those_that_were_given():
+    facts = [
+        a_fact(step, split=("train", "heldout")[step % 2], group=f"g{step % 3}", reward=step) for step in range(20)
+    ]
+    table = FactTable(facts)
+    assert list(table) == facts and len(table) == 20 and table[7] == facts[7]
+    assert choose(table, 5) == choose(facts, 5)
 
 
 def a_fact(step: int, *, split: str = "train", group: str = "g", tokens: int = 10, reward: float = 0.0) -> Fact:
@@ -424,18 +502,17 @@ def test_a_prompt_counts_once_for_its_group():
 
 def test_the_page_says_that_more_tokens_would_be_too_many(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(selection, "MAX_TOKENS", 30)
-    data = data_of(make_run(tmp_path / "run"), limit=12)
-    assert 1 <= len(data.trajectories) < 12 and "--limit 0 shows all" in data.notes[0]
-    assert len(data_of(tmp_path / "run").trajectories) == 12
+    index, trajectories = page_of(make_run(tmp_path / "run"), limit=12)
+    assert 1 <= len(trajectories) < 12 and "--limit 0 shows all" in index["notes"][0]
+    assert len(page_of(tmp_path / "run")[1]) == 12
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_model_wrote_stays_data(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(command, "decoder", lambda config, notes: decode)
-    text = render_report(data_of(make_run(tmp_path / "run", hostile=True)))
-    index, trajectories, _ = scripts = Scripts(text).found
+def test_what_a_model_wrote_stays_data(tmp_path: Path):
+    text = write_report(make_run(tmp_path / "run", hostile=True), decode=decode).read_text(encoding="utf-8")
+    trajectories, index, _ = scripts = Scripts(text).found
     assert len(scripts) == 3 and "img" not in Scripts(text).tags
     assert set(HOSTILE) <= set(json.loads(index)["vocabulary"]["texts"])
     assert not re.search(r"[<>&\u2028\u2029]", index + trajectories)
@@ -453,7 +530,7 @@ def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written(tmp_pat
     run = make_run(tmp_path / "run")
     bad = [[replace(call(error="unknown_tool"), name="\ud83d")]]
     RunDir(run).add_trajectories(4, "train", [trajectory([1], [4, 2, 9], mask=[1, 1, 0], calls=bad)])
-    _, trajectories, _ = Scripts(write_report(run).read_text(encoding="utf-8")).found
+    trajectories, *_ = Scripts(write_report(run).read_text(encoding="utf-8")).found
     assert json.loads(trajectories)[-1]["turns"][0]["calls"][0]["name"] == "?"
 
 
@@ -463,7 +540,7 @@ def test_numbers_that_are_no_json_are_refused():
 
 
 def test_the_page_allows_its_own_script_only_and_loads_nothing():
-    text = page(title="<b>run</b>", index={}, trajectories=[])
+    text = "".join(page(title="<b>run</b>", trajectories=[], index=dict))
     assert "&lt;b&gt;run&lt;/b&gt;" in text
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jax_agent_rl.cli import app
-from jax_agent_rl.errors import JaxAgentRLError
+from jax_agent_rl.errors import DataError, JaxAgentRLError
+from jax_agent_rl.observe import run_dir
 from jax_agent_rl.observe.report.command import RunData, render_report
 from jax_agent_rl.observe.run_dir import read_trajectories, restore_trajectory, trajectory_record
-from jax_agent_rl.observe.view import COLOURS, outline, render, render_group, split_groups
+from jax_agent_rl.observe.selection import group_of
+from jax_agent_rl.observe.view import COLOURS, outline, render, render_group
 from jax_agent_rl.types import Fork
 from tests.report_runs import make_run
 from tests.tiny_chat import tokenizer
@@ -137,9 +140,59 @@ def test_trajectories_that_are_equal_are_both_named():
     assert "g-0 (tree 1) answer  g-5 (tree 2) answer" in console.file.getvalue()
 
 
-def test_groups_of_different_steps_are_separate():
-    records = [*records_of(STEM, BRANCH), *records_of(STEM, step=2)]
-    assert [len(group) for group in split_groups(records)] == [2, 1]
+def test_groups_of_different_steps_are_separate(run):
+    heads = [line for line in view(run, "--tree").stdout.splitlines() if "trajectories, " in line]
+    assert [head.split("  ")[0] for head in heads] == ["train-1-0", "train-2-0", "train-3-0"]
+    assert all("4 trajectories" in head for head in heads)
+    (head,) = [line for line in view(run, "--tree", "--limit", "1").stdout.splitlines() if "trajectories, " in line]
+    assert head.startswith("train-3-0 ")
+
+
+def test_the_last_in_an_order_are_shown_and_of_equal_rewards_the_later_is_last(run):
+    def last(sort: str, limit: int) -> list[str]:
+        result = view(run, "--sort", sort, "--limit", str(limit))
+        return [line.split()[1] for line in result.stdout.splitlines() if line.startswith("╭")]
+
+    in_order = [f"train-{step}-0-{n}" for step in (1, 2, 3) for n in range(4)]
+    of_member = [[name for name in in_order if name.endswith(f"-{n}")] for n in range(4)]  # rewards 1, 0, -1, 0.25
+    best = [*of_member[2], *of_member[1], *of_member[3], *of_member[0]]
+    worst = [*of_member[0], *of_member[3], *of_member[1], *of_member[2]]
+    for sort, names in (("time", in_order), ("best", best), ("worst", worst)):
+        for limit in (1, 5, 12, 99):
+            assert last(sort, limit) == names[-limit:]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_said(run, tmp_path):
+    copy = tmp_path / "trajectories.jsonl"
+    copy.write_bytes((run / "trajectories.jsonl").read_bytes())
+    records = read_trajectories(copy)
+    whole = list(records)
+    assert list(records.read([11, 0, 11])) == [whole[11], whole[0], whole[11]]
+    copy.write_bytes(b"\n" + copy.read_bytes())
+    with pytest.raises(DataError, match="run the command again"):
+        list(records.read([1]))
+
+
+def test_a_file_that_cannot_be_read_is_a_message(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "trajectories.jsonl").unlink()
+    (run / "trajectories.jsonl").mkdir()
+    for command in ("view", "report"):
+        error = CliRunner().invoke(app, [command, str(run)]).exception
+        assert isinstance(error, DataError) and "trajectories.jsonl cannot be read" in str(error)
+    assert not (run / "report.html").exists()
+
+
+def test_a_line_without_end_is_left_out_and_not_held(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", steps=1)
+    lines = (run / "trajectories.jsonl").read_bytes().splitlines(keepends=True)
+    limit = max(map(len, lines))
+    monkeypatch.setattr(run_dir, "MAX_LINE_BYTES", limit)
+    (run / "trajectories.jsonl").write_bytes(lines[0] + b"[" * 5 * limit + b"\n" + b"".join(lines[1:]))
+    records = read_trajectories(run / "trajectories.jsonl")
+    read = list(records)
+    assert [one["trajectory_id"] for one in read] == [f"train-1-0-{n}" for n in range(4)] and records.damaged == 1
+    assert list(records.read(range(4))) == read
 
 
 # --- sessions of several segments ---
@@ -228,16 +281,18 @@ def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
     bad = changed(record, data.draw(st.sampled_from(paths)), data.draw(VALUES | st.just(...)))
     file = tmp_path / "trajectories.jsonl"
     file.write_text(json.dumps(bad) + "\n" + json.dumps(record) + "\n")
-    read = list(read_trajectories(file))
+    records = read_trajectories(file)
+    read = list(records)
     assert record in read
     console = Console(file=io.StringIO(), width=160)
     for one in read:
         for colour in COLOURS:
             console.print(render(one, lambda ids: " ".join(map(str, ids)), colour=colour, whole_prompt=True))
         outline(one, title="best")
-    for group in split_groups(read):
-        console.print(render_group(group, str))
-    render_report(RunData(name="run", trajectories=read, total=len(read)), lambda ids: " ".join(map(str, ids)))
+    for _, members in groupby(read, key=group_of):
+        console.print(render_group(list(members), str))
+    for _ in render_report(RunData(name="run", trajectories=records), decode=lambda ids: " ".join(map(str, ids))):
+        pass
 
 
 # --- outlines ---

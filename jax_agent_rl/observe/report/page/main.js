@@ -105,7 +105,7 @@ function start() {
   const wanted = decodeURIComponent(location.hash.slice(1)), [name, id] = wanted.split("=");
   const at = rows.findIndex((row) => row.id === id);
   if (at >= 0) opened().choose(at);
-  else tabs.show(panes.some(([known]) => known === name) ? name : "curves");
+  else tabs.show(panes.some(([known]) => known === name) ? name : index.charts.length || !rows.length ? "curves" : "trajectories");
 }
 
 start();
