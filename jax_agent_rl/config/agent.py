@@ -101,7 +101,7 @@ class ServerToolConfig(Section):
         "the trajectory ends. left: in the observation, which keeps its end, up to half of the tokens left.",
     )
     mask_observations: Annotated[bool, _WITH_TOOLS] = Field(
-        default=True, description="Exclude observations from the loss; false trains on them, too."
+        default=True, description="Exclude observations from the loss; false trains on them."
     )
     enable_mtrl: Annotated[bool, _WITH_TOOLS] = Field(
         default=False,

@@ -22,7 +22,7 @@ class EngineMeshConfig(Section):
     )
     expert: Positive | None = Field(
         default=None,
-        description="Shards of every layer's experts; other weights are split over these devices, too. null: for a "
+        description="Shards of every layer's experts; other weights are split over them as well. null: for a "
         "mixture of experts whose tensor is null, as few as have memory (see tensor); otherwise 1.",
     )
     tensor: Positive | None = Field(

@@ -31,7 +31,7 @@ class KLConfig(Section):
     )
     estimator: Annotated[KLEstimator, _WITH_KL & _SAMPLED_TOKENS] = Field(
         default="k3",
-        description="Estimator per token; with + the gradient is that of k2. With `distill`: k1, in the loss k1+.",
+        description="Estimator per token; with + it has the gradient of k2. With `distill`: k1, in the loss k1+.",
     )
     top_k: Annotated[NonNegative, WhenKey("algorithm.kl.where", "loss")] = Field(
         default=0,
@@ -107,8 +107,8 @@ class DistillConfig(Section):
     ] = Field(
         min_length=1,
         description="The teachers: a folder, or a list of folders and of mappings `{path, url, model, token_env, "
-        "max_in_flight, timeout, data_sources}`, of which only path is required: url is of a server that scores in its "
-        "place, data_sources of the rows it teaches (* matches). A row has the first teacher that fits.",
+        "max_in_flight, timeout, data_sources}`. Only path is required; url names a server that scores in its place, "
+        "data_sources the rows it teaches (* matches). A row has the first teacher that fits.",
     )
 
 

@@ -126,8 +126,8 @@ class RolloutConfig(Section):
     ] = Field(
         default="files",
         description="How weights reach other processes. files: one process writes safetensors. tensorstore: each "
-        "learner process writes its own shards to weight_dir, and each jetstream server reads those of its devices "
-        "(backend: remote). broadcast: from the learner's device to those of each engine, by NCCL or, between CPUs, "
+        "learner process writes its own shards to weight_dir, and each jetstream server reads its devices' shards "
+        "(backend: remote). broadcast: from the learner's device to each engine's, by NCCL or, between CPUs, "
         "gloo (backend: vllm with placement: separate; a trusted network).",
     )
     full_weights_every: Annotated[
@@ -160,7 +160,7 @@ class RolloutConfig(Section):
     )
     max_in_flight_per_server: Positive | None = Field(
         default=None,
-        description="Maximum number of requests a server runs; others wait, those of older trajectories first. A "
+        description="Maximum number of requests a server runs; others wait, older trajectories first. A "
         "trajectory whose server is full moves to another one if computing its context there takes less time. null: no "
         "limit.",
     )
@@ -193,8 +193,8 @@ class RolloutConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Nucleus sampling in training; 1: off. The learner normalizes over the ids that top_p, top_k and "
-        "min_p left at each draw, which the engine reports (in up to V / 6 bytes a token of a vocabulary of V).",
+        description="Nucleus sampling in training; 1: off. The learner normalizes over the token ids that top_p, top_k "
+        "and min_p left at each draw, which the engine reports (in up to V / 6 bytes a token of a vocabulary of V).",
     )
     top_k: NonNegative = Field(default=0, description="Top-k sampling in training; 0: off.")
     min_p: float = Field(
