@@ -296,8 +296,13 @@ def test_light_and_dark_follow_the_system_and_can_be_changed(browser, report):
 
 
 def test_a_link_opens_its_trajectory(browser, report):
-    page = Page(browser, report + "#trajectory=train-2-0-1")
-    assert page.texts(".bar h2") == ["train-2-0-1"]
+    page = Page(browser, report + "#trajectory=train-3-0-4")
+    assert page.texts(".bar h2") == ["train-3-0-4"]
+    place = page.tab.locator(".rows").bounding_box()
+    row = page.tab.locator(".row[aria-selected=true]").bounding_box()
+    assert place["y"] <= row["y"] and row["y"] + row["height"] <= place["y"] + place["height"] + 1, (
+        "it is seen in the list"
+    )
 
 
 def test_list_and_trajectory_have_room_and_no_label_is_cut_at_any_width(page):

@@ -79,6 +79,11 @@ function browserPane() {
   function choose(at) {
     state.chosen = at;
     drawList();
+    const place = state.found.findIndex((row) => row.at === at);
+    if (place >= 0) {
+      list.scrollTop = Math.min(Math.max(list.scrollTop, (place + 1) * ROW - list.clientHeight), place * ROW);
+      drawList();
+    }
     drawView();
     if (at !== null) history.replaceState(null, "", "#trajectory=" + encodeURIComponent(rows[at].id));
   }
@@ -95,9 +100,7 @@ function browserPane() {
 
   function moveTo(place) {
     const next = Math.max(0, Math.min(state.found.length - 1, place));
-    if (!state.found[next]) return;
-    list.scrollTop = Math.min(Math.max(list.scrollTop, (next + 1) * ROW - list.clientHeight), next * ROW);
-    choose(state.found[next].at);
+    if (state.found[next]) choose(state.found[next].at);
   }
 
   function walk(event) {
@@ -147,12 +150,14 @@ function browserPane() {
 
 function factsOf(row, made) {
   const facts = made.facts, parts = Object.entries({ ...facts.parts, ...facts.tool_scores });
+  const times = Object.entries(facts.seconds || {}).filter(([, value]) => value > 0);
+  const took = times.map(([name, value]) => `${name.replace("_seconds", "")} ${seconds(value)}`).join(", ");
   const pairs = [
     ["reward", el("span", { class: "reward" }, number(row.reward, 4))], ["step", `${row.step} (${row.split})`], ["group", row.group], ["agent", facts.agent],
     ["data", facts.source], ["truth", facts.truth], ["advantage", row.advantage ?? undefined],
     ["ended with", row.finish], ["tokens", `${row.sampled} sampled, ${row.inserted} inserted`], ["segments", made.session?.length], ["tool calls", row.calls],
     ["tool errors", row.errors.length ? row.errors.join(", ") : undefined], ["no loss", facts.no_loss], ["branch of", row.parent ?? undefined],
-    ...parts.map(([name, value]) => [name, number(value)]), ...Object.entries(facts.seconds || {}).map(([name, value]) => [name.replace("_seconds", ""), seconds(value)]),
+    ...parts.map(([name, value]) => [name, number(value)]), ["took", took || undefined],
   ];
   return el("dl", { class: "facts-grid" }, pairs.filter(([, value]) => value !== undefined && value !== null).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
