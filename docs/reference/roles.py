@@ -13,7 +13,8 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod|obj):`(~?)([\w.]+)`")
-INTRODUCED_BLOCK = re.compile(r"::(?=\n\s*\n[ \t]+\S)")  # the picture or example that follows is indented
+LONE_COLONS = re.compile(r"^[ \t]*::\n", re.MULTILINE)  # a picture follows, indented
+INTRODUCED_BLOCK = re.compile(r"::(?=\n\s*\n[ \t]+\S)")  # an example follows, indented
 
 
 class Roles(griffe.Extension):
@@ -24,7 +25,7 @@ class Roles(griffe.Extension):
         if obj.docstring is None:
             return
         with_links = ROLE.sub(lambda role: _link(obj, role), obj.docstring.value)
-        obj.docstring.value = INTRODUCED_BLOCK.sub(":", with_links)
+        obj.docstring.value = INTRODUCED_BLOCK.sub(":", LONE_COLONS.sub("", with_links))
 
 
 def _link(obj: griffe.Object, role: re.Match[str]) -> str:
