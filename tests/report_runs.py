@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,36 @@ def make_run(path: Path, *, steps: int = 3, hostile: bool = False) -> Path:
     for number in range(2):
         TraceFileSink(TraceConfig(), run_dir).write(a_trace(f"train-1-0-{number}", step=1))
     return path
+
+
+class CountedRecords:
+    """Recorded trajectories that know how many of them somebody holds; a ``RecordSource``.
+
+    Attributes:
+        most: the largest number held at a time.
+    """
+
+    notes: Sequence[str] = ()
+
+    class _Record(dict):
+        def __hash__(self) -> int:  # so that it can be a member of a weak set
+            return id(self)
+
+    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+        self.most = 0
+        self._records = records
+        self._held = weakref.WeakSet[CountedRecords._Record]()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self.read(range(len(self._records)))
+
+    def read(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
+        for number in numbers:
+            record = self._Record(self._records[number])
+            self._held.add(record)
+            self.most = max(self.most, len(self._held))
+            yield record
+            del record
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

@@ -195,7 +195,7 @@ class Fact(NamedTuple):
         )
 
 
-class Facts(Protocol):
+class FactSequence(Protocol):
     """Facts by the number of their trajectory, from 0."""
 
     def __len__(self) -> int: ...
@@ -205,7 +205,7 @@ class Facts(Protocol):
     def __getitem__(self, number: int, /) -> Fact: ...
 
 
-class FactTable(Facts):
+class FactTable(FactSequence):
     """The facts of many trajectories, in about 40 bytes each."""
 
     def __init__(self, facts: Iterable[Fact] = ()) -> None:
@@ -244,7 +244,7 @@ class FactTable(Facts):
         )
 
 
-def choose(facts: Facts, limit: int) -> tuple[set[int], bool]:
+def choose(facts: FactSequence, limit: int) -> tuple[set[int], bool]:
     """Choose at most ``limit`` trajectories (0: all) of at most :data:`MAX_TOKENS`, but at least one.
 
     Every step and split has the same share: its best, its worst, and random others. Where that would be fewer than two,
@@ -263,7 +263,7 @@ def choose(facts: Facts, limit: int) -> tuple[set[int], bool]:
     return places, fitting < asked
 
 
-def _spread(facts: Facts, limit: int) -> set[int]:
+def _spread(facts: FactSequence, limit: int) -> set[int]:
     if len(facts) <= limit:
         return set(range(len(facts)))
     parts: dict[tuple[str, int], list[int]] = {}

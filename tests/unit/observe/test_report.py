@@ -1,9 +1,8 @@
 """The report: what it reads, computes and writes, without a browser."""
 
-import gc
 import json
+import random
 import re
-import weakref
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +17,7 @@ from jax_agent_rl.observe.report import command
 from jax_agent_rl.observe.report.charts import (
     MAX_PAUSE_SECONDS,
     MAX_POINTS,
+    MAX_TRACES,
     TimeAxis,
     charts,
     thinned,
@@ -26,9 +26,9 @@ from jax_agent_rl.observe.report.charts import (
 )
 from jax_agent_rl.observe.report.command import RunData, page, read_run, render_report, to_json, write_report
 from jax_agent_rl.observe.report.trajectories import COLUMNS, Forest, Prompts, Vocabulary, facts, tokens
-from jax_agent_rl.observe.run_dir import RunDir, restore_trajectory, trajectory_record
+from jax_agent_rl.observe.run_dir import RunDir, read_traces, restore_trajectory, trajectory_record
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
-from tests.report_runs import HOSTILE, decode, make_run, members, step_line
+from tests.report_runs import HOSTILE, CountedRecords, decode, make_run, members, step_line
 from tests.trajectories import call, session, trajectory
 
 
@@ -425,37 +425,25 @@ def test_members_of_a_group_follow_each_other_on_the_page_wherever_they_are_reco
     assert sorted({at for node in trees["train/2/train-2-0"] for at in node["at"]}) == [4, 5, 6, 7]
 
 
-def test_a_page_holds_one_trajectory_at_a_time(tmp_path: Path):
-    """Of those that were read before, nothing is left but what the page's index says."""
-    alive = weakref.WeakSet()
+def test_a_page_holds_few_trajectories_at_a_time_however_many_there_are():
+    records = CountedRecords([record for step in range(1, 51) for record in records_of(step)])
+    pieces = render_report(RunData(name="run", trajectories=records), decode=decode)
+    assert sum('"turns":' in piece for piece in pieces) >= 200
+    assert records.most <= 2
 
-    class Tracked(dict):
-        __hash__ = object.__hash__
 
-    class Source:
-        notes = ()
-
-        def __init__(self, records) -> None:
-            self._records = records
-
-        def _tracked(self, record):
-            tracked = Tracked(record)
-            alive.add(tracked)
-            return tracked
-
-        def __iter__(self):
-            return map(self._tracked, self._records)
-
-        def read(self, numbers):
-            return (self._tracked(self._records[number]) for number in numbers)
-
-    records = [record for step in range(1, 51) for record in records_of(step)]
-    most = 0
-    for _ in render_report(RunData(name="run", trajectories=Source(records)), decode=decode):
-        gc.collect()
-        most = max(most, len(alive))
-    assert most <= 2
-    assert len(records) == 200
+def test_of_many_traces_the_newest_are_on_the_timeline_in_the_order_in_which_they_began(tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=1)
+    (trace, _) = read_traces(run / "traces.jsonl")
+    began = random.Random(0).sample(range(1, 5000), 1000)
+    with (run / "traces.jsonl").open("w") as stream:
+        for seconds in began:
+            span = trace["spans"][0] | {"start_ns": seconds * 10**9, "end_ns": (seconds + 1) * 10**9}
+            stream.write(json.dumps(trace | {"trajectory_id": f"t{seconds}", "spans": [span]}) + "\n")
+    index, _ = page_of(run)
+    assert [one["id"] for one in index["timeline"]["traces"]] == [
+        f"t{seconds}" for seconds in sorted(began)[-MAX_TRACES:]
+    ]
 
 
 def test_the_facts_of_many_trajectories_are_those_that_were_given():

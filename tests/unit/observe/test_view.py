@@ -18,10 +18,10 @@ from jax_agent_rl.errors import DataError, JaxAgentRLError
 from jax_agent_rl.observe import run_dir
 from jax_agent_rl.observe.report.command import RunData, render_report
 from jax_agent_rl.observe.run_dir import read_trajectories, restore_trajectory, trajectory_record
-from jax_agent_rl.observe.selection import group_of
-from jax_agent_rl.observe.view import COLOURS, outline, render, render_group
+from jax_agent_rl.observe.selection import TrajectoryFilter, group_of
+from jax_agent_rl.observe.view import COLOURS, best_and_worst, outline, render, render_group, view_run
 from jax_agent_rl.types import Fork
-from tests.report_runs import make_run
+from tests.report_runs import CountedRecords, make_run
 from tests.tiny_chat import tokenizer
 from tests.trajectories import call, session, trajectory
 
@@ -160,6 +160,25 @@ def test_the_last_in_an_order_are_shown_and_of_equal_rewards_the_later_is_last(r
     for sort, names in (("time", in_order), ("best", best), ("worst", worst)):
         for limit in (1, 5, 12, 99):
             assert last(sort, limit) == names[-limit:]
+
+
+@pytest.mark.parametrize("options", [{"sort": "time"}, {"sort": "best"}, {"sort": "worst"}, {"trees": True}])
+def test_few_trajectories_are_held_at_a_time_however_many_are_shown(options):
+    group = [STEM, BRANCH]
+    records = CountedRecords([record for step in range(100) for record in records_of(*group, step=step)])
+    data = RunData(name="run", trajectories=records)
+    view_run(data, TrajectoryFilter(), **{"sort": "time", "limit": 1000, "whole_prompt": False} | options)
+    assert records.most <= 2 * len(group)
+
+
+def test_the_best_and_the_worst_are_found_without_holding_others():
+    records = CountedRecords([record for step in range(100) for record in records_of(STEM, BRANCH, step=step)])
+    found = best_and_worst(record for record in records if record["split"] == "train")
+    assert {name: (one["step"], one["reward"]) for name, one in found.items()} == {
+        "best": (99, 1.0),
+        "worst": (99, 0.0),
+    }
+    assert records.most <= 4
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_said(run, tmp_path):
