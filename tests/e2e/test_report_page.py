@@ -391,6 +391,18 @@ def test_arrow_keys_home_and_end_move_between_tabs_of_which_one_is_in_the_tab_or
     ]
 
 
+def test_keys_point_to_a_step_of_a_chart_and_open_it(page):
+    chart = page.tab.get_by_role("slider", name="Reward", exact=True)
+    page.tab.get_by_role("tab", name="Curves").focus()
+    page.press("Tab")
+    for key, step in [("Home", 1), ("ArrowLeft", 1), ("ArrowRight", 2), ("End", 3), ("ArrowLeft", 2)]:
+        page.press(key)
+        assert chart.get_attribute("aria-valuetext") == f"step {step}: mean {0.1 * step:.1f}"
+        assert page.tab.locator(".card", has_text="Entropy").locator(".legend b").inner_text() == f"{1 / step:.3g}"
+    page.press("Enter")
+    assert page.listed() == [f"train-2-0-{n}" for n in range(5)]
+
+
 def test_arrow_keys_walk_through_the_list(page):
     page.press("3")
     page.tab.get_by_role("listbox").focus()

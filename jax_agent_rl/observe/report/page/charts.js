@@ -36,7 +36,7 @@ function chartCard(chart, bounds, pointed, open) {
   const y = yScale(chart), [first, last] = bounds;
   const x = (step) => LEFT + (WIDE - LEFT - RIGHT) * (last === first ? 0.5 : (step - first) / (last - first));
   const show = chart.scale === "share" ? percent : (v) => number(v);
-  const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": chart.title });
+  const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}` });
   for (const mark of y.marks) {
     picture.append(
       svg("line", { class: "grid", x1: LEFT, x2: WIDE - RIGHT, y1: y.at(mark), y2: y.at(mark) }),
@@ -60,11 +60,11 @@ function chartCard(chart, bounds, pointed, open) {
       values[n].textContent = at < 0 ? "–" : show(line.y[at]);
     });
   });
+  const drawn = [...new Set(chart.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   const stepAt = (event) => {
     const box = picture.getBoundingClientRect(), place = (event.clientX - box.left) / box.width * WIDE;
     const wanted = first + (place - LEFT) / (WIDE - LEFT - RIGHT) * (last - first);
-    const all = [...new Set(chart.lines.flatMap((line) => line.x))];
-    return all.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), all[0]);
+    return drawn.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), drawn[0]);
   };
   const pointTo = (step) => pointed.forEach((f) => f(step));
   picture.addEventListener("mousemove", (event) => {
@@ -74,8 +74,33 @@ function chartCard(chart, bounds, pointed, open) {
   });
   picture.addEventListener("mouseleave", () => { pointTo(null); tip.hide(); });
   picture.addEventListener("click", (event) => { tip.hide(); open(stepAt(event)); });
+  walkThroughSteps(picture, chart, drawn, pointTo, open);
   return el("figure", { class: "card" }, el("h2", {}, chart.title, chart.unit ? el("small", {}, chart.unit) : null),
     chart.hint ? el("p", {}, chart.hint) : null, picture, legend);
+}
+
+// The arrow keys, Home and End point to a step as the mouse does; Enter opens its trajectories.
+function walkThroughSteps(picture, chart, drawn, pointTo, open) {
+  let place = drawn.length - 1;
+  const point = () => {
+    const values = chart.lines.map((line) => [line.name, line.y[placeOf(line, drawn[place])]]);
+    const known = values.filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${number(value)}`);
+    picture.setAttribute("aria-valuenow", drawn[place]);
+    picture.setAttribute("aria-valuetext", `step ${drawn[place]}: ${known.join(", ")}`);
+    pointTo(drawn[place]);
+  };
+  const attributes = { tabindex: 0, role: "slider", "aria-label": chart.title, "aria-valuemin": drawn[0], "aria-valuemax": drawn[place], "aria-valuenow": drawn[place] };
+  for (const [name, value] of Object.entries(attributes)) picture.setAttribute(name, value);
+  picture.addEventListener("focus", () => picture.matches(":focus-visible") && point());
+  picture.addEventListener("blur", () => pointTo(null));
+  picture.addEventListener("keydown", (event) => {
+    const places = { ArrowRight: place + 1, ArrowLeft: place - 1, Home: 0, End: drawn.length - 1 };
+    if (event.key === "Enter") open(drawn[place]);
+    if (!(event.key in places)) return;
+    event.preventDefault();
+    place = Math.max(0, Math.min(drawn.length - 1, places[event.key]));
+    point();
+  });
 }
 
 // Of the step, or where not every step is drawn, of the nearest one; -1 if the line has none there.

@@ -69,7 +69,7 @@ const showKeys = () => byId("help").showModal();
 
 const KEYS = [
   ["1 2 3", "curves, timeline, trajectories"], ["j k", "next and previous trajectory"], ["/", "search"], ["c", "next colouring of tokens"],
-  ["t", "tree of the group"], ["← →", "walk through the tokens of a turn (Tab goes to the next turn), or through these tabs"], ["↑ ↓", "walk through the list of trajectories"], ["l", "light or dark"], ["?", "this list"],
+  ["t", "tree of the group"], ["← →", "walk through the tokens of a turn (Tab goes to the next turn), through these tabs, or through the steps of a chart (Enter opens them)"], ["↑ ↓", "walk through the list of trajectories"], ["l", "light or dark"], ["?", "this list"],
 ];
 
 function start() {
