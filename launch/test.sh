@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Tests what is needed to trust a change: environment, model, lint, types, import rules, and the quick tests.
-#   ./launch/test.sh [--dry-run] [--all | --only-vllm] [pytest arguments]
-# --all adds the slow tests, SkyPilot's parser and tests on a real vLLM (CPU build), as CI does; --only-vllm runs the last
-# alone. With pytest arguments it is these tests that run, quick or slow.
+#   ./launch/test.sh [--dry-run] [--all | --nightly | --only-vllm] [pytest arguments]
+# --all adds the slow tests, SkyPilot's parser and tests on a real vLLM (CPU build), as CI does; --nightly is --all with
+# ten times the examples of hypothesis; --only-vllm runs the tests on vLLM alone. With pytest arguments it is these tests
+# that run, quick or slow.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -17,7 +18,11 @@ SELECTED="not vllm and not slow"
 while true; do
   case "${1:-}" in
     --dry-run) DRY_RUN=1 ;;
-    --all) PARTS="main vllm" SELECTED="not vllm" ;;
+    --all | --nightly)
+      PARTS="main vllm"
+      SELECTED="not vllm"
+      export TEST_EXAMPLES="${1#--}" # read by tests/examples.py
+      ;;
     --only-vllm) PARTS=vllm ;;
     *) break ;;
   esac

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from jax_agent_rl.runtime.ray_cluster import secure_own_cluster
 from jax_agent_rl.utils.files import cache_root
+from tests.examples import load_profile
 from tests.simulated import COMPILE_QUICKLY
 from tests.slow import is_slow
 
@@ -27,11 +27,7 @@ os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# How long an example takes is up to the machine. Continuous integration tries the same ones every time.
-hypothesis.settings.register_profile(
-    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize="CI" in os.environ
-)
-hypothesis.settings.load_profile("tests")
+load_profile()
 secure_own_cluster()  # before a test of vLLM imports Ray
 pytest.register_assert_rewrite("jax_agent_rl.testing.conformance.suite")
 

@@ -41,8 +41,34 @@ SLOW = {
 }
 """Beside these: all generations of TPUs but one in ``unit/jetstream/test_tpu_programs.py``, and all tests on vLLM."""
 
+REPRESENTATIVES = {
+    "conformance/test_conformance.py": (
+        ("[toy]", "[jetstream]", "[remote_toy]", "test_every_file_of_the_suite_runs_here"),
+        "an engine for every kind of backend",
+    ),
+    "e2e/test_policy_commands.py": (
+        ("test_eval_of_a_checkpoint", "test_a_checkpoint_is_served", "test_view_shows"),
+        "a run for every command",
+    ),
+    "e2e/test_resume.py": (("test_a_run_that_was_killed_before_its_first_checkpoint",), "runs of twenty steps"),
+    "e2e/test_run.py": (
+        ("test_a_run_leaves", "test_stopping_and_resuming", "test_ctrl_c", "test_bad_input", "test_a_row_of"),
+        "several whole runs",
+    ),
+    "e2e/test_sigterm.py": (("[save]",), "a run for every phase"),
+    "parity/test_families_vs_transformers.py": (("[llama]", "[qwen3]"), "compiles every family three times"),
+}
+"""Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
+
 
 def is_slow(nodeid: str) -> bool:
-    """Whether a test belongs to a file or is a test of the list."""
+    """Return whether only ``--all`` runs a test."""
     file, _, test = nodeid.removeprefix("tests/").partition("::")
-    return file in SLOW or f"{file}::{test.partition('[')[0]}" in SLOW
+    function = f"{file}::{test.partition('[')[0]}"
+    if file in SLOW or function in SLOW:
+        return True
+    for name in (file, function):
+        quick, _ = REPRESENTATIVES.get(name, ((), ""))
+        if quick and not any(part in test for part in quick):
+            return True
+    return False

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.chat.formats import get_format
+from tests.examples import examples
 from tests.unit.chat.test_template_families import tokenizer_with
 
 renderers = pytest.importorskip("renderers")
@@ -85,7 +86,7 @@ texts = st.text(
 arguments = st.dictionaries(st.sampled_from("ab"), texts, min_size=1, max_size=2)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(calls=st.lists(st.tuples(st.sampled_from(["search", "look"]), arguments), min_size=1, max_size=3))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_it_writes_is_read_alike_by_both(name, calls):

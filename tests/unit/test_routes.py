@@ -35,6 +35,7 @@ from jax_agent_rl.utils.bounded_json import MAX_NESTING, MAX_VALUES
 from jax_agent_rl.utils.http_server import HttpServer
 from tests import tiny_chat, tool_serving
 from tests.endpoint_testbed import serving as serving_endpoint
+from tests.examples import examples
 from tests.toy_backend import ToyBackend
 
 MAX_BODY = 1 << 20
@@ -491,7 +492,7 @@ def changed(value: Any, path: tuple, new: Any) -> Any:
 
 
 @pytest.mark.parametrize("server", ["rollout", "endpoint", "tools", "tinker", "membership"])
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_stands_in_place_of_a_value_is_no_failure_of_ours(running, server, data):
     bodies = [(path, body) for (name, path), body in BODIES.items() if name == server and body is not None]
@@ -502,7 +503,7 @@ def test_whatever_stands_in_place_of_a_value_is_no_failure_of_ours(running, serv
 
 
 @pytest.mark.parametrize("server", SERVERS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_path_or_a_query_is_no_failure_of_ours(running, server, data):
     method, path = data.draw(st.sampled_from([r for r in routes(running[server]) if r[0] in ("GET", "DELETE")]))

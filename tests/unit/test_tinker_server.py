@@ -22,6 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 os.environ.setdefault("TINKER_TELEMETRY", "0")  # the SDK would send it to the server of a test that has ended
 pytest.importorskip("tinker")
 pytest.importorskip("torch")
@@ -876,7 +878,7 @@ DATA = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(DATA, max_size=2), st.sampled_from(["cross_entropy", "ppo", "gspo", "other"]))
 def test_a_batch_of_anything_is_read_or_refused(batch, loss):
     message = pb.ForwardBackwardRequest(model_id="m", data=batch, loss_fn=loss)
@@ -890,7 +892,7 @@ def test_a_body_that_is_no_batch_is_refused(body):
         read_batch(parse_batch(body), pack_length=8)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_a_request_for_samples_of_anything_is_read_or_refused(data):
     place = data.draw(st.sampled_from(list(places(SAMPLE))))

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 pytest.importorskip("langgraph")
 
 from langchain_core.messages import HumanMessage  # noqa: E402
@@ -125,7 +127,7 @@ def called(plan: list[str]) -> list[int]:
 
 
 every_turn = given(plan=plans, thought=thoughts)
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 
 
 @few
@@ -175,7 +177,7 @@ def pieces_of(codec) -> list[str]:
 
 
 @pytest.mark.parametrize("family", STREAMED)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_stream_says_what_the_whole_reply_says_in_the_same_order(family, data):
     codec = codec_of(family)
@@ -201,7 +203,7 @@ def test_a_stream_says_what_the_whole_reply_says_in_the_same_order(family, data)
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_turn_that_grows_reads_at_its_end_as_it_does_at_once(name, data):
     form = get_format(name)

@@ -11,6 +11,7 @@ from jax_agent_rl.errors import AbortedError, PromptTooLongError, ToolServerErro
 from jax_agent_rl.types import DropReason, FinishReason
 from tests.agent_testbed import ACT, ACTION, ROW, STOP, AgentHarness, assert_token_exact
 from tests.agent_testbed import server_tool_stage as stage
+from tests.examples import examples
 from tests.fakes import ScriptedBackend
 from tests.http_service import ToolServer
 
@@ -219,7 +220,7 @@ replies = st.sampled_from([ACT, ACT, "words", "a b c d e f g", "", "</py> x", "a
 observations = st.sampled_from([" ok", "", " w" * 40, (" no", False, False), ("end", True, True), "<eos> <eos>"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(replies, min_size=1, max_size=5),
     st.lists(observations, min_size=1, max_size=4),

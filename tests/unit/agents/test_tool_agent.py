@@ -14,6 +14,7 @@ from jax_agent_rl.rollout.client import LLMServerClient
 from jax_agent_rl.rollout.server import AsyncServer
 from jax_agent_rl.tools import ToolRegistry, function_tool
 from jax_agent_rl.types import FinishReason, SamplingParams, StopReason
+from tests.examples import examples
 from tests.fakes import EOS, FakeCodec, ScriptedBackend
 
 ROW = {"prompt": [{"role": "user", "content": "what is 1 + 2 ?"}], "data_source": "calculator"}
@@ -255,7 +256,7 @@ replies = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(replies, min_size=1, max_size=6),
     st.integers(1, 40),

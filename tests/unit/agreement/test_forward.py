@@ -17,6 +17,7 @@ from jax_agent_rl.agreement.subject import Context, DiagnosisSubject, Row
 from jax_agent_rl.models.config import DecoderConfig
 from jax_agent_rl.models.decoder import Decoder
 from tests.agreement_testbed import GEMMA, LLAMA, MOE
+from tests.examples import examples
 from tests.tiny import logprobs_of, tiny_params
 
 SINKS = replace(LLAMA, attention_sinks=True, qkv_bias=True, o_bias=True)
@@ -75,7 +76,7 @@ def test_a_hidden_id_is_as_if_it_had_never_been_there():
     np.testing.assert_allclose(hidden[7:], tested.hidden([replace(dropped, positions=positions)]), atol=2e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     first=st.integers(1, 58),
     offset=st.integers(-3, 5),

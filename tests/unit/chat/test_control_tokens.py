@@ -16,6 +16,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.special_tokens import ControlTokens, unused_word
 from jax_agent_rl.chat.thinking import ALL_THINK_TAGS
 from jax_agent_rl.errors import TemplateError
+from tests.examples import examples
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
 
 THINK_TAGS = {tag for tags in ALL_THINK_TAGS for tag in tags}
@@ -57,7 +58,7 @@ def folded(name: str, messages: list[dict]) -> list[dict]:
     return messages[1:] if name in ("gemma", "mistral") else messages
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_text_of_a_prompt_makes_a_control_token(name: str, data):
@@ -72,7 +73,7 @@ def test_no_text_of_a_prompt_makes_a_control_token(name: str, data):
     assert texts[0].strip() in written and texts[2].strip() in written, "and nothing is lost"
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -88,7 +89,7 @@ def test_no_text_of_an_appended_message_makes_a_control_token(name: str, role: s
     assert text.strip() in written or json.dumps(text, ensure_ascii=False)[1:-1].strip() in written
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3.1", "gemma", "glm4", "gemma4", "gpt-oss", "smollm2"])
 def test_no_text_of_a_tool_or_a_call_makes_a_control_token(name: str, data):
@@ -111,7 +112,7 @@ def test_no_text_of_a_tool_or_a_call_makes_a_control_token(name: str, data):
     assert control_ids(codec, prompt(text)) == control_ids(codec, prompt("word"))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bare_text_holds_no_control_token(name: str, data):
@@ -126,7 +127,7 @@ ordinary = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=30) 
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(first=ordinary, second=ordinary)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ordinary_text_has_the_ids_it_always_had(name: str, first: str, second: str):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax_agent_rl.chat.formats import FORMATS, ToolCall, get_format
 from jax_agent_rl.chat.formats.base import MAX_CALLS
 from jax_agent_rl.config import ToolFormatName
+from tests.examples import examples
 
 SEARCH = {
     "type": "function",
@@ -340,7 +341,7 @@ PIECES = sorted(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=12).map("".join))
 @names
 def test_no_text_makes_a_parser_raise_or_run_anything(name, text):
@@ -376,7 +377,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 @names
 def test_what_is_written_is_read_back(name, data):

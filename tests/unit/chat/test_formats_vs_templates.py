@@ -15,6 +15,7 @@ from jax_agent_rl.chat.codec import ChatCodec
 from jax_agent_rl.chat.formats import detect_format, get_format
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.tools.schema import check_arguments
+from tests.examples import examples
 from tests.unit.chat.test_template_families import FAMILIES, codec_of, template_of, tokenizer_with
 
 FORMAT_OF = {
@@ -96,7 +97,7 @@ def is_format_token(name: str, token: str) -> bool:
     return token in get_format(FORMAT_OF[name]).example or token == get_format(FORMAT_OF[name]).call_end
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(calls=st.lists(st.tuples(st.sampled_from(["search", "get_weather"]), to_arguments), min_size=1, max_size=3))
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_calls_written_by_the_familys_template_are_read_back(name, calls):

@@ -25,6 +25,7 @@ from jax_agent_rl.chat.grammar_limits import (
     weigh_grammar,
 )
 from jax_agent_rl.utils.worker_pool import WorkerTimeoutError
+from tests.examples import examples
 from tests.tiny_chat import tokenizer
 
 SLEEPER = """
@@ -179,7 +180,7 @@ def schemas() -> st.SearchStrategy[dict]:
     return st.recursive(leaves, larger, max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(schemas())
 def test_child_and_compiler_are_of_one_opinion(schema):
     codec = ChatCodec(tokenizer(), tool_format="hermes", tool_prompt="none")

@@ -12,6 +12,7 @@ from jax_agent_rl.agents.endpoint.responses import ResponsesAnswer
 from jax_agent_rl.agents.prompt import encode_prompt
 from jax_agent_rl.chat.messages import REASONING_FIELDS, alternating, normalize_messages, openai_message
 from jax_agent_rl.errors import TemplateError
+from tests.examples import examples
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
 
 CALL_ID = "abcdefghi"  # what Mistral's templates accept
@@ -150,7 +151,7 @@ values = st.recursive(
 arguments = st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(arguments=arguments, said=words, result=words.filter(bool), data=st.data())
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_write_a_conversation_is_the_same_to_the_policy(way, arguments, said, result, data):

@@ -14,6 +14,7 @@ from jax_agent_rl.chat.thinking import ALL_THINK_TAGS, answer_of, began_inside, 
 from jax_agent_rl.errors import ToolArgumentError
 from jax_agent_rl.tools.schema import check_arguments
 from jax_agent_rl.utils.files import cache_root
+from tests.examples import examples
 from tests.unit.chat.test_formats import BARE_TEXT, THINK, WRITERS
 from tests.unit.chat.test_template_families import FAMILIES, codec_of
 
@@ -227,7 +228,7 @@ def test_the_first_tag_tells_where_a_turn_began():
     assert began_inside("2+2</think> 4") and not began_inside("<think>2+2</think> 4") and not began_inside("4")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.sampled_from(["text", "call", "broken", "thought"]), max_size=6))
 def test_nothing_of_a_turn_is_lost_or_read_twice(plan):
     written = {

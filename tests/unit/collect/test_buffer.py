@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jax_agent_rl.collect.buffer import RolloutBuffer, versions
 from jax_agent_rl.types import DropReason, FinishReason, Group, StopReason, TokenOutput, Trajectory, Turn
+from tests.examples import examples
 
 
 def group_of(number: int, *token_versions: int) -> Group:
@@ -145,7 +146,7 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(max_examples=150, stateful_step_count=60)
+TestTraining.settings = settings(max_examples=examples(150), stateful_step_count=60)
 
 
 def running(buffer: RolloutBuffer, *numbers: int) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.data.cursor import DataCursor, Mixture
 from jax_agent_rl.errors import CheckpointError
+from tests.examples import examples
 
 
 @dataclass
@@ -100,7 +101,7 @@ def test_sources_of_equal_size_are_in_different_orders():
     assert first != second
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 3000), st.integers(0, 40), st.integers(0, 3))
 def test_a_restored_mixture_goes_on_as_if_nothing_had_happened(before: int, after: int, seed: int):
     whole, first, second = (DataCursor(mixture(), seed=seed) for _ in range(3))

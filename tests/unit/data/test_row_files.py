@@ -41,6 +41,7 @@ from jax_agent_rl.types import Group, Trajectory
 from jax_agent_rl.utils.files import read_lines
 from tests.agent_testbed import AgentHarness
 from tests.dataset_rows import load_rows, write_twins
+from tests.examples import examples
 from tests.tiny_chat import tokenizer
 from tests.trajectories import call, trajectory
 
@@ -514,7 +515,7 @@ def recorded(trajectory: Trajectory) -> list[Any]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(twins())
 def test_whoever_reads_a_row_gets_the_same_from_json_lines_and_parquet(made: tuple[list[dict[str, Any]], pa.Schema]):
     rows, schema = made

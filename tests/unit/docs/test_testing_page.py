@@ -4,18 +4,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import SLOW
+from tests.slow import REPRESENTATIVES, SLOW
 
 TESTS = Path(__file__).parents[2]
 
 
-def test_the_page_lists_what_only_all_runs_and_why():
+def rows_of(section: str) -> list[str]:
     page = (TESTS.parent / "docs/testing.md").read_text()
-    listed = [line for line in page.partition("## What only `--all` runs")[2].splitlines() if line.startswith("| `")]
-    assert listed[: len(SLOW)] == [f"| `{name}` | {why} |" for name, why in SLOW.items()]
+    text = page.partition(f"## {section}")[2].partition("\n## ")[0]
+    return [line for line in text.splitlines() if line.startswith("| `")]
 
 
-@pytest.mark.parametrize("name", SLOW)
+def test_the_page_lists_what_only_all_runs_and_why():
+    expected = [f"| `{name}` | {why} |" for name, why in SLOW.items()]
+    assert rows_of("What only `--all` runs")[: len(SLOW)] == expected
+
+
+def test_the_page_lists_the_files_of_which_the_quick_tests_run_a_part():
+    expected = [
+        f"| `{name}` | {', '.join(f'`{part}`' for part in quick)} | {why} |"
+        for name, (quick, why) in REPRESENTATIVES.items()
+    ]
+    assert rows_of("What runs in part") == expected
+
+
+@pytest.mark.parametrize("name", [*SLOW, *REPRESENTATIVES])
 def test_what_is_listed_is_there(name: str):
     file, _, test = name.partition("::")
     assert f"def {test or 'test_'}" in (TESTS / file).read_text()

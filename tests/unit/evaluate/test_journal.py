@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.evaluate.journal import Journal
+from tests.examples import examples
 
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
 
@@ -30,7 +31,7 @@ def test_what_was_added_is_there_for_the_next_process_in_any_order(file):
         assert list(journal.lines([1, 3])) == [records(1, 1), records(3)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_cut_anywhere_it_keeps_the_whole_lines_and_goes_on(tmp_path_factory, data):
     file = tmp_path_factory.mktemp("journal") / "journal"

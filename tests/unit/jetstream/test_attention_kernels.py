@@ -15,6 +15,7 @@ from jax_agent_rl.jetstream import decode_kernel as decode_kernel_module
 from jax_agent_rl.jetstream.decode_kernel import decode_kernel, write_kernel
 from jax_agent_rl.jetstream.kv_cache import KVCache, LayerKV, gather_pages, to_cache
 from jax_agent_rl.models.layers import DTYPES
+from tests.examples import examples
 
 LENGTH = 300  # of a row
 PAGE, COUNT = 64, 5
@@ -75,7 +76,7 @@ own = st.integers(2 * PAGE, COUNT * PAGE - 1)  # behind what two slots share
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 1), ("int8", 150), ("fp8", None)])
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(positions=st.tuples(own, own, st.integers(0, COUNT * PAGE - 1)))
 def test_a_slot_writes_its_token_and_sees_its_pages_up_to_there(kind, window, positions):
     q, cached, at = drawn(0, 3, 2, 4, 8), kept(kind, 1, PAGE, rows=14), jnp.array(positions, jnp.int32)
@@ -136,7 +137,7 @@ def test_what_pages_held_before_is_lost_on_rows(kind):
 
 
 @pytest.mark.parametrize(("kind", "window"), [("float32", None), ("float32", 40), ("int8", 40)])
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(starts=st.tuples(*[st.integers(0, LENGTH)] * 3))
 def test_a_chunk_sees_the_cache_before_it_and_itself(kind, window, starts):
     q, at = drawn(0, 2, 3, 8, 3, 50), jnp.array(starts, jnp.int32)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jax_agent_rl.jetstream.block_manager import NULL_PAGE, BlockManager
+from tests.examples import examples
 
 ids = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -231,9 +232,9 @@ class HostPageMachine(PageMachine):
 
 
 TestPageMachine = PageMachine.TestCase
-TestPageMachine.settings = settings(max_examples=60, stateful_step_count=25)
+TestPageMachine.settings = settings(max_examples=examples(60), stateful_step_count=25)
 TestHostPageMachine = HostPageMachine.TestCase
-TestHostPageMachine.settings = settings(max_examples=100, stateful_step_count=35)
+TestHostPageMachine.settings = settings(max_examples=examples(100), stateful_step_count=35)
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -18,6 +18,7 @@ from jax_agent_rl.learner.learner import Learner
 from jax_agent_rl.models.config import DecoderConfig, Experts
 from jax_agent_rl.rollout.protocol import GenerateRequest
 from jax_agent_rl.types import SamplingParams
+from tests.examples import examples
 from tests.tiny import TINY, logprobs_of, tiny_params
 from tests.trajectories import group_of, trajectory
 
@@ -85,7 +86,7 @@ TALKS = st.lists(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(TALKS, st.randoms(use_true_random=False))
 def test_logprobs_of_engine_and_learner_are_equal_to_the_bit_in_any_batch(talks: Talks, chance):
     results = asyncio.run(converse(talks, deterministic=True))

@@ -18,6 +18,7 @@ from jax_agent_rl.jetstream.kv_cache import (
     write_back,
     write_pages,
 )
+from tests.examples import examples
 
 SIZE, COUNT, CHUNK, STEPS = 4, 5, 6, 7
 PAGES = np.array([[3, 1, 6, 2, 8], [3, 1, 4, 7, 0]], np.int32)  # two rows that begin alike; the second has four pages
@@ -74,7 +75,7 @@ def test_a_row_has_nothing_behind_its_context():
                 np.testing.assert_array_equal(found, held if position < count else 0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(starts=st.tuples(*[st.integers(ALONE, 4 * SIZE - 1)] * 2))
 def test_a_chunk_stands_behind_what_was_there_and_nothing_else_changes(starts: tuple[int, int]):
     cache, new = KVCache((layer(0, 9, SIZE),)), layer(1, 2, CHUNK)
@@ -93,7 +94,7 @@ def test_a_chunk_stands_behind_what_was_there_and_nothing_else_changes(starts: t
         np.testing.assert_array_equal(after.layers[0].keys[page], cache.layers[0].keys[page])
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(positions=st.tuples(*[st.integers(ALONE, 4 * SIZE - 1)] * 2))
 def test_steps_write_what_is_new_and_shared_pages_stay(positions: tuple[int, int]):
     cache = KVCache((layer(0, 9, SIZE),))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.learner.packing import pack
+from tests.examples import examples
 from tests.trajectories import trajectory
 
 # Few ids and short lists, so that prefixes are shared often.
@@ -32,7 +33,7 @@ def visible_context(batch, row: int, node: int) -> list[int]:
 
 
 @given(contexts, st.booleans(), st.integers(11, 40))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch = pack(ts, pack_length=length, share_prefixes=share)
@@ -58,7 +59,7 @@ def test_every_term_sees_exactly_its_own_context(pairs, share: bool, length: int
 
 
 @given(contexts, st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_numbers_come_back_to_the_trajectories_they_belong_to(pairs, share: bool):
     ts = [trajectory(prompt, sampled, index=i) for i, (prompt, sampled) in enumerate(pairs)]
     batch = pack(ts, pack_length=16, share_prefixes=share)

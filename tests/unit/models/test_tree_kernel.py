@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_agent_rl.models import tree_kernel
 from jax_agent_rl.models.attention import tree_attention
 from jax_agent_rl.models.tree_kernel import TreeMask
+from tests.examples import examples
 
 COUNT = 300  # of tokens in a row: two blocks of 128 and a part of one
 
@@ -59,19 +60,19 @@ def assert_equal_to_blocks(vision_processor: TreeMask, *, group: int, asking: sl
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(runs=RUNS, group=st.sampled_from([1, 3]))
 def test_outputs_and_gradients_of_any_forest_equal_those_of_plain_blocks(runs, group):
     assert_equal_to_blocks(TreeMask(forest(runs)[0]), group=group)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(runs=RUNS, window=st.integers(1, 200))
 def test_a_window_counts_steps_of_the_tree(runs, window):
     assert_equal_to_blocks(TreeMask(*forest(runs), jnp.int32(window)), group=2)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(runs=RUNS, window=st.integers(1, 200), shard=st.integers(0, 2))
 def test_a_shard_asks_from_where_it_stands_in_the_row(runs, window, shard):
     vision_processor = TreeMask(*forest(runs), jnp.int32(window), jnp.int32(shard * 100))

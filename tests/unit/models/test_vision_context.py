@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_agent_rl.models.vision_context import ImageKeys, MultimodalContext, VisionProcessor
+from tests.examples import examples
 from tests.tiny_vision import IMAGE, TINY_VISION, VIDEO, drawn
 
 PROCESSOR = VisionProcessor(vision=TINY_VISION, patcher=None)  # type: ignore[arg-type]  # patches are made here
@@ -28,7 +29,7 @@ def multimodal(parts: list[int]) -> MultimodalContext:
 
 
 @given(pieces, pieces)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_contexts_have_equal_keys_exactly_as_far_as_their_ids_and_images_are_equal(a: list[int], b: list[int]):
     names = ImageKeys()
     ours, theirs = names.keys(multimodal(a)), names.keys(multimodal(b))

@@ -21,6 +21,7 @@ from jax_agent_rl.observe.run_dir import read_trajectories, restore_trajectory, 
 from jax_agent_rl.observe.selection import TrajectoryFilter, group_of
 from jax_agent_rl.observe.view import COLOURS, best_and_worst, outline, render, render_group, view_run
 from jax_agent_rl.types import Fork
+from tests.examples import examples
 from tests.report_runs import CountedRecords, make_run
 from tests.tiny_chat import tokenizer
 from tests.trajectories import call, session, trajectory
@@ -290,7 +291,7 @@ def changed(record: dict, path: tuple, value) -> dict:
     return copy
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_record_with_anything_in_it_is_shown_or_left_out(data, tmp_path):
     call_of = call(error="timeout")

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jax_agent_rl.errors import BackendError, WeightUpdateError
 from jax_agent_rl.testing.simulate.workload import VirtualLoop
 from jax_agent_rl.types import StopReason
+from tests.examples import examples
 from tests.fleet import Fleet
 
 NAMES = st.sampled_from("abcd")
@@ -167,4 +168,4 @@ class Membership(RuleBasedStateMachine):
 
 
 TestMembership = Membership.TestCase
-TestMembership.settings = settings(max_examples=40, stateful_step_count=40)
+TestMembership.settings = settings(max_examples=examples(40), stateful_step_count=40)

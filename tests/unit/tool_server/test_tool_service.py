@@ -15,6 +15,7 @@ from jax_agent_rl.tool_server.plugins import Failure, ToolContext, tool_classes
 from jax_agent_rl.tool_server.service import Telemetry, ToolService, shorten
 from jax_agent_rl.tools.client import ServerAction
 from jax_agent_rl.utils.threads import DaemonThreads
+from tests.examples import examples
 
 FAKES = str(Path(__file__).with_name("fake_tools.py"))
 
@@ -238,7 +239,7 @@ async def test_stopping_closes_everything():
     assert served.closed("shutdown") == 3 and served.service.environments.count == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_every_environment_is_closed_exactly_once(seed):
     """Random actions, batches, cancellations and idle sweeps, all at the same time."""

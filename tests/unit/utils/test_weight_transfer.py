@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_agent_rl.errors import WeightUpdateError
 from jax_agent_rl.utils.weight_transfer import apply_delta, base_of, delta_path, file_digest, result_name, write_delta
+from tests.examples import examples
 
 NUMBERS = 40_000
 
@@ -47,7 +48,7 @@ def test_the_result_is_the_new_file_byte_for_byte(tmp_path: Path, numbers: np.nd
     assert share > 0.015 or delta.stat().st_size < 0.06 * new.stat().st_size
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     old=st.binary(min_size=64, max_size=64),
     edits=st.dictionaries(st.integers(0, 31), st.integers(0, 65535), max_size=9),

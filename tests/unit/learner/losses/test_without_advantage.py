@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jax_agent_rl.config.algorithm import LOSS_MODES, PolicyLossConfig
 from jax_agent_rl.learner.losses import POLICY_LOSSES, LossConfig, Terms
+from tests.examples import examples
 
 K = 6
 SEQUENCE_LOSSES = {"gspo", "geo_mean"}
@@ -79,7 +80,7 @@ def trajectories(draw: st.DrawFn, mode: str) -> dict[str, np.ndarray]:
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_a_trajectory_without_advantage_changes_nothing(mode, data):
@@ -89,7 +90,7 @@ def test_a_trajectory_without_advantage_changes_nothing(mode, data):
     check_that_they_change_nothing(mode, columns, np.arange(2 * K) >= K)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data(), without=marks)
 @pytest.mark.parametrize("mode", [mode for mode in LOSS_MODES if mode not in SEQUENCE_LOSSES])
 def test_a_token_without_advantage_changes_nothing_in_its_trajectory(mode, data, without):
@@ -98,7 +99,7 @@ def test_a_token_without_advantage_changes_nothing_in_its_trajectory(mode, data,
     check_that_they_change_nothing(mode, columns, is_without)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data(), without=marks)
 @pytest.mark.parametrize("mode", sorted(SEQUENCE_LOSSES))
 def test_a_token_without_advantage_is_not_counted_in_a_loss_of_sequences(mode, data, without):

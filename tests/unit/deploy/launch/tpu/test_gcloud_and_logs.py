@@ -11,6 +11,7 @@ from jax_agent_rl.deploy.launch.tpu.gcloud import Gcloud, advise
 from jax_agent_rl.deploy.launch.tpu.launch import SliceLaunch
 from jax_agent_rl.errors import LaunchError
 from tests.cloud import job_of
+from tests.examples import examples
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def followed(folder: Path, *connections: list[str]) -> tuple[int, list[str], str
     return status, [line for line in shown if line.startswith("[host-0] ")], (folder / "host-0.log").read_text()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(cuts=st.lists(st.integers(0, 9), max_size=4))
 def test_however_often_a_connection_breaks_every_line_is_shown_once(tmp_path_factory: pytest.TempPathFactory, cuts):
     lines = [f"{number}:line {number}" for number in range(1, 10)]
