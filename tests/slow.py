@@ -52,11 +52,36 @@ REPRESENTATIVES = {
     ),
     "e2e/test_resume.py": (("test_a_run_that_was_killed_before_its_first_checkpoint",), "runs of twenty steps"),
     "e2e/test_run.py": (
-        ("test_a_run_leaves", "test_stopping_and_resuming", "test_ctrl_c", "test_bad_input", "test_a_row_of"),
+        ("test_a_run_leaves", "test_stopping_and_resuming", "test_bad_input", "test_a_row_of"),
         "several whole runs",
     ),
     "e2e/test_sigterm.py": (("[save]",), "a run for every phase"),
+    "faults/test_kill_at_every_write.py": (("writes_lines",), "a process for every write of every file"),
     "parity/test_families_vs_transformers.py": (("[llama]", "[qwen3]"), "compiles every family three times"),
+    "unit/agents/test_clients.py": (("[openai", "[anthropic"), "frameworks that take seconds to import"),
+    "unit/agents/test_client_features.py": (("[openai", "[anthropic"), "frameworks that take seconds to import"),
+    "unit/agents/test_settings_of_tests.py": (("[pytest.ini]", "[none]"), "pytest in a sandbox for every file"),
+    "unit/agreement/test_faults_by_kind.py": (
+        ("[eps]", "[back]", "[not themselves]", "test_min_p_is_named"),
+        "an engine for every fault",
+    ),
+    "unit/agreement/test_faults_in_the_jax_engine.py": (
+        ("[zeros]", "[rope theta]", "[int8]", "test_a_fault_between_request_and_answer"),
+        "an engine for every fault",
+    ),
+    "unit/agreement/test_healthy_engines.py": (
+        ("[llama]", "[dtype=bfloat16]", "test_an_engine_whose_weights_change"),
+        "an engine for every family and precision",
+    ),
+    "unit/deploy/certify/test_certify.py::test_a_wrong_kernel_deviates_and_no_other": (
+        ("tree_attention",),
+        "the kernels' checks once for each",
+    ),
+    "unit/deploy/plan/test_prediction.py::test_gradients_are_exchanged_on_sparse_cores_where_there_are_some": (
+        ("v5e:2x2",),
+        "compiles for every generation of TPUs",
+    ),
+    "unit/jetstream/test_engine_mesh.py": (("[dense",), "compiles for eight devices"),
 }
 """Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
 

@@ -76,7 +76,7 @@ def distribution(logits: np.ndarray, *, temperature=1.0, top_p=1.0, top_k=0, min
 )
 def test_draws_follow_the_distribution_and_logprobs_are_of_it(settings: dict):
     logits = np.random.default_rng(1).standard_normal(VOCABULARY).astype(np.float32) * 2
-    slots = 40_000
+    slots = 10_000
     ids, logprobs = draw(np.repeat(logits[:, None], slots, axis=1), **settings)
     expected = distribution(logits, **settings)
     frequencies = np.bincount(ids, minlength=VOCABULARY) / slots
