@@ -106,7 +106,7 @@ def page(figures: Mapping[str, Any], curves: Mapping[str, Any], results: Results
         "",
         "What recipes and examples learn, over seeds: mean and range, SmolLM2-135M, two CPU cores.",
         "`benchmarks/gallery.py` trains the curves of `benchmarks/gallery.yaml` and writes this page and its pictures",
-        "from `benchmarks/gallery.json`. Each command runs with seeds from 0 on. Accuracy is measured on held-out rows,",
+        "from `benchmarks/gallery.json`. Each command runs with seeds from 0 on. Accuracy is of held-out rows,",
         "sampled as in training. Minutes count the training steps alone, on machines that also did other work.",
         "*No gradient* is the share of trajectories in groups of equal rewards.",
     ]
