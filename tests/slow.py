@@ -81,7 +81,20 @@ REPRESENTATIVES = {
         ("v5e:2x2",),
         "compiles for every generation of TPUs",
     ),
+    "unit/jetstream/test_cpu_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": (
+        ("[plain]",),
+        "an engine for each kind of layer",
+    ),
     "unit/jetstream/test_engine_mesh.py": (("[dense",), "compiles for eight devices"),
+    "unit/learner/test_algorithms.py::test_gradients_do_not_depend_on_packing_sharing_or_splitting": (
+        ("[gspo+entropy+kl]",),
+        "compiles every loss",
+    ),
+    "unit/learner/test_distillation.py": (
+        ("test_with_the_whole_vocabulary", "test_the_advantage_has", "in_float64"),
+        "compiles every layout",
+    ),
+    "unit/learner/test_image_packing.py": (("test_log_probs_are_those", "[True]"), "compiles every layout"),
 }
 """Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
 
