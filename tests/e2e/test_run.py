@@ -114,7 +114,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe: Path, tmp_path: Path):
     ("override", "message"),
     [
         ("learner.lr=1", "unknown key"),
-        ("model.path=/nowhere", "no tokenizer at '/nowhere'"),
+        ("model.path=/nowhere", "no model at '/nowhere'"),
         ("data.train=/nowhere.jsonl", "dataset file '/nowhere.jsonl' does not exist"),
         ("agent.default_agent=tool_agnet", "did you mean 'tool_agent'?"),
         ("tools.function_tool_path=/nowhere.py", "/nowhere.py"),
