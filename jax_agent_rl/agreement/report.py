@@ -7,7 +7,6 @@ and an NVIDIA GPU in TF32. docs/agreement.md has the table, with what was measur
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -22,6 +21,7 @@ from jax_agent_rl.errors import CheckpointError
 from jax_agent_rl.learner.metrics import Comparison
 from jax_agent_rl.models.tensors import TensorSample
 from jax_agent_rl.observe.run_dir import DISAGREEMENT
+from jax_agent_rl.utils.bounded_json import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,12 +311,13 @@ class Evidence:
         if not file.is_file():
             return None
         try:
-            saved = json.loads(file.read_text())
+            saved: dict[str, Any] = read_json_object(file)
             saved["contexts"] = [Context.from_json(context) for context in saved["contexts"]]
             saved["tensors"] = _samples_from_json(saved["tensors"])
             saved["replicas"] = [_samples_from_json(samples) for samples in saved.get("replicas", ())]
-            return cls(**saved | {"tolerance": Tolerance(**saved["tolerance"])})
-        except (ValueError, KeyError, TypeError) as error:
+            saved["tolerance"] = Tolerance(**saved["tolerance"])
+            return cls(**saved)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error!r}); remove it to diagnose the trajectories"
             ) from None

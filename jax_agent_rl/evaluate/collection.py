@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from jax_agent_rl.runtime.policy import ServedPolicy
 from jax_agent_rl.runtime.sampling import Rollouts, open_rollouts
 from jax_agent_rl.trainer.step import training_sampling
 from jax_agent_rl.types import DropReason, Group, SamplingParams
+from jax_agent_rl.utils.bounded_json import read_json_object
 
 _DEFINING = (
     *("seed", "model", "agent", "tools", "tool_config", "search", "interactions", "reward", "environments"),
@@ -222,6 +222,12 @@ def _finished(target: Target, settings: dict[str, Any]) -> dict[str, Any] | None
         return None
     if not target.summary.is_file():
         raise ConfigError(f"--out {target.path} exists and was not collected by this command; choose another")
-    summary = json.loads(target.summary.read_text())
-    require_same(settings, summary["settings"], target.path)
+    try:
+        summary = read_json_object(target.summary)
+        recorded = summary["settings"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--out {target.path} exists, and its summary {target.summary} cannot be read ({error!r}); choose another"
+        ) from None
+    require_same(settings, recorded, target.path)
     return summary

@@ -34,6 +34,7 @@ from jax_agent_rl.evaluate.journal import Journal
 from jax_agent_rl.observe.report.command import RunData, read_run
 from jax_agent_rl.observe.run_dir import Record, trajectory_record
 from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
+from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import replacing, write_atomically, writing
 from jax_agent_rl.validation import as_score
 
@@ -265,11 +266,12 @@ def read_table(path: Path) -> RunData:
         if not file.is_file():
             raise trajectories.unreadable(f"there is no file {file}")
     try:
-        summary = json.loads(target.summary.read_text()) if target.summary.is_file() else {}
-        model = summary.get("model")
-    except (OSError, AttributeError, ValueError) as error:
+        summary = read_json_object(target.summary) if target.summary.is_file() else {}
+    except (OSError, ValueError) as error:
         raise trajectories.unreadable(error) from None
-    return RunData(name=path.name, trajectories=trajectories, config={"model": {"path": model}}, summary=summary)
+    return RunData(
+        name=path.name, trajectories=trajectories, config={"model": {"path": summary.get("model")}}, summary=summary
+    )
 
 
 class TableRecords:

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +29,7 @@ from jax_agent_rl.errors import CheckpointError, ConfigError
 from jax_agent_rl.learner.checkpoint import read_notes
 from jax_agent_rl.models.identity import model_fingerprints
 from jax_agent_rl.observe.run_dir import RunDir, append_records
+from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.fingerprints import code_fingerprint
 from jax_agent_rl.utils.plugins import read_entries, split_class
 
@@ -281,4 +281,12 @@ class Resumption:
 
 def _recorded_identity(folder: RunDir) -> RunIdentity | None:
     """Return the settings that a run of an earlier version wrote, which knew no fingerprints; None if it is gone."""
-    return RunIdentity(config=json.loads(folder.config.read_text())) if folder.config.is_file() else None
+    if not folder.config.exists():
+        return None
+    try:
+        return RunIdentity(config=read_json_object(folder.config))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder.config} cannot be read ({error}), so nothing says what the checkpoint was trained with; put the "
+            "file back, or start without --resume"
+        ) from None

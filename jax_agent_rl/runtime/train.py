@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from jax_agent_rl.trainer.base import Trainer
 from jax_agent_rl.trainer.observing import Breakdown, format_breakdown, format_warnings, observers
 from jax_agent_rl.trainer.record import RunRecord, overlap_summary
 from jax_agent_rl.trainer.sync import SyncTrainer
+from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import is_in_use, mark_in_use
 from jax_agent_rl.utils.process import ExitWithin, Interruption
 
@@ -221,10 +221,9 @@ def nothing_to_do(
 def _read_summary(run: Path) -> dict[str, Any]:
     """Return ``summary.json`` of a run; empty if there is none, or none that can be read."""
     try:
-        content = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        return read_json_object(run / "summary.json")
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def choose_run(config: Config, resume: bool | Literal["if_any"]) -> tuple[Path, bool]:
@@ -293,7 +292,15 @@ def _writes_to(run: Path, checkpoint_dir: str | None) -> bool:
     """Return whether a folder holds a run whose ``trainer.checkpoint_dir`` is this one."""
     if not _is_run(run):
         return False
-    return json.loads((run / "config.json").read_text())["trainer"].get("checkpoint_dir") == checkpoint_dir
+    try:
+        config = read_json_object(run / "config.json")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{run / 'config.json'} cannot be read ({error}), so it is not known whether this run is to be continued; "
+            "put the file back, or move the folder away"
+        ) from None
+    trainer = config.get("trainer")
+    return isinstance(trainer, dict) and trainer.get("checkpoint_dir") == checkpoint_dir
 
 
 def _started(run: Path) -> float:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any, Literal
 
+from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.validation import has_lone_surrogate
 
 MAX_NESTING = 100
@@ -62,6 +64,23 @@ def decode_json(
         max_nesting=max_nesting, non_finite=non_finite, lone_surrogates=lone_surrogates, unique_keys=unique_keys
     )
     return reader.read(text)
+
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Limit of a file that holds one object: a configuration, a summary, an address."""
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a file that this project wrote, and that a crash, a full disk or a hand may have damaged.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is no regular file, is too large, or holds no JSON object.
+    """
+    content = decode_json(read_regular_file(file, MAX_FILE_BYTES), non_finite=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    return content
 
 
 def parse_json(text: str) -> Any:

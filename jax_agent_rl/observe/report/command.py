@@ -31,6 +31,7 @@ from jax_agent_rl.observe.run_dir import (
     read_trajectories,
 )
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
+from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import replacing, writing
 from jax_agent_rl.validation import is_number, replace_lone_surrogates
 
@@ -146,13 +147,10 @@ def choose_for_page(records: RecordSource, limit: int) -> PageChoice:
 
 def _read_object(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"it contains a {type(content).__name__}, not an object")
+        return read_json_object(file)
     except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}")
         return {}
-    return content
 
 
 MAX_TRAJECTORIES = 2000

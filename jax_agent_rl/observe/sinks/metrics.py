@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.observe.sinks import Sink, SinkThread, SinkThreads
+from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.fences import fenced
 from jax_agent_rl.utils.files import write_atomically
 from jax_agent_rl.utils.packages import import_installed
@@ -206,6 +207,15 @@ def check_sinks(names: Sequence[str]) -> None:
             )
 
 
+def _read_identities(file: Path) -> dict[str, dict[str, str]]:
+    try:
+        return read_json_object(file) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}); remove it, and the trackers begin new records of this run"
+        ) from None
+
+
 @contextmanager
 def open_sinks(names: Sequence[str], run: RunFacts, *, print_line: Callable[[str], None]) -> Iterator[MetricSinks]:
     """Yield the sinks of a run. Each sink's first failure is reported; none is raised.
@@ -216,7 +226,7 @@ def open_sinks(names: Sequence[str], run: RunFacts, *, print_line: Callable[[str
         print_line: takes a line for the user, from any thread.
     """
     file = run.run_dir / IDENTITIES_FILE
-    identities: dict[str, dict[str, str]] = json.loads(file.read_text()) if file.exists() else {}
+    identities = _read_identities(file)
     lock = threading.Lock()
 
     def start(name: str, sink: MetricSink) -> None:

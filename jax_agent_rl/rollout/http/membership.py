@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jax_agent_rl.errors import BackendError, ConfigError, JaxAgentRLError, WeightUpdateError
 from jax_agent_rl.rollout.pool import BackendFactory, ServerPool
-from jax_agent_rl.utils.bounded_json import decode_json
+from jax_agent_rl.utils.bounded_json import decode_json, read_json_object
 from jax_agent_rl.utils.files import replacing
 from jax_agent_rl.utils.http_server import HttpServer, Refused, read_body
 from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer
@@ -205,18 +205,23 @@ async def command_run(folder: Path, path: str, body: dict[str, Any] | None = Non
     """
     file = folder / ADDRESS_FILE
     try:
-        address = json.loads(file.read_text())
-    except FileNotFoundError:
+        address = read_json_object(file)
+        url, token = str(address["url"]), str(address["token"])
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"no run trains in {folder}: {file.name} is missing there") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error!r}): it is of another run, or damaged; start the run again"
+        ) from None
     options: dict[str, Any] = {"allow_redirects": False}
     if body is not None:
         options["json"] = body
-    headers = {"Authorization": f"Bearer {address['token']}", **IDENTITY}
+    headers = {"Authorization": f"Bearer {token}", **IDENTITY}
     timeout = aiohttp.ClientTimeout(total=COMMAND_SECONDS, sock_connect=10.0)
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as session:
             method = "GET" if body is None else "POST"
-            async with session.request(method, f"{address['url']}/v1/{path}", **options) as response:
+            async with session.request(method, f"{url}/v1/{path}", **options) as response:
                 content = await read_answer(response.headers, response.content.iter_any(), MAX_ANSWER_BYTES)
         answer = decode_json(content)
         if response.status != 200:
