@@ -29,6 +29,7 @@ SLOW = {
     "faults/test_nan_batches.py": "whole runs",
     "faults/test_tpu_faults.py": "thirty launches in a made-up cloud",
     "unit/agents/test_command_agent.py::test_a_harbor_task_runs_in_a_container_built_from_its_dockerfile": "an image",
+    "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": "each damage",
     "unit/agents/test_command_agent.py::test_rows_without_a_folder_run_in_the_configured_image": "loads an image",
     "unit/testing/conformance/test_mutations.py": "the conformance suite once for each mistake",
     "unit/learner/test_learner_state.py::test_a_checkpoint_restores_onto_other_meshes": "compiles for eight devices",

@@ -509,7 +509,7 @@ def chaos(
 
 def main() -> None:
     """Run the command line; print errors a user can fix as one message, not a traceback."""
-    from jax_agent_rl.errors import JaxAgentRLError
+    from jax_agent_rl.errors import ConfigError, JaxAgentRLError
     from jax_agent_rl.utils.process import ignore_absent_tpus, quiet_logging
     from jax_agent_rl.utils.text import printable
 
@@ -518,5 +518,8 @@ def main() -> None:
     try:
         app()
     except JaxAgentRLError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, ConfigError) and len(error.problems) == 1:
+            message = error.problems[0]
+        print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(2)

@@ -21,6 +21,7 @@ from jax_agent_rl.config.base import (
     WhenKey,
     WhenModelHasVision,
 )
+from jax_agent_rl.utils.files import read_regular_file
 
 ToolFormatName = Literal[
     "auto",
@@ -48,6 +49,23 @@ _SERVER_TOOL = UsedByAgents("server_tool_agent")
 _WITH_TOOLS = _SERVER_TOOL | SwitchedOff("agent.enable_agent")
 _TURNS = UsedByAgents("tool_agent", "environment_agent", "react_agent", "openai_agent")
 _TOOL_RESULTS = UsedByAgents("tool_agent", "react_agent", "environment_agent", "text_tool_agent", "search_agent")
+
+
+_MAX_TEXT_BYTES = 2**20
+
+
+def _named_text(value: str) -> str:
+    """Return the text in a file, or the value itself if it names none; raise ValueError for one that is no text."""
+    try:
+        path = Path(value).expanduser()
+        if not value or not path.is_file():
+            return value
+    except (OSError, ValueError, RuntimeError):  # no name of a file
+        return value
+    try:
+        return read_regular_file(path, _MAX_TEXT_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"names the file {value!r}, which cannot be read as text in UTF-8: {error}") from None
 
 
 class ServerToolConfig(Section):
@@ -162,8 +180,7 @@ class ServerToolConfig(Section):
         """Split a text, or the file it names, at commas."""
         if not isinstance(value, str):
             return value
-        path = Path(value).expanduser()
-        text = path.read_text(encoding="utf-8") if value and path.is_file() else value
+        text = _named_text(value)
         return tuple(token for part in text.split(",") if (token := part.strip()))
 
     @field_validator("mtrl_sep")

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from jax_agent_rl.config.recipes import find_config, recipe_files
 from jax_agent_rl.config.reference import KeyInfo, list_keys
 from jax_agent_rl.errors import ConfigError
+from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.wrong_values import OUR_CHECKS, describe_value, place_of
-from jax_agent_rl.utils.yaml_text import load_yaml
+from jax_agent_rl.utils.yaml_text import MAX_CHARACTERS, load_yaml
 from jax_agent_rl.validation import nearest_keys, shown
 
 Tree = TypeVar("Tree", bound=BaseModel)
@@ -33,25 +34,46 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or no mapping, or ``base`` leads in a circle.
     """
-    path = find_config(path)
-    if not path.is_file():
-        names = ", ".join(recipe_files())
-        raise ConfigError(f"config file {str(path)!r} does not exist; the recipes found by name are {names}")
+    path = _existing_file(path)
     if path in _readers:
         raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}")
     try:
-        tree = load_yaml(path.read_text(encoding="utf-8")) or {}
+        tree = load_yaml(read_regular_file(path, MAX_CONFIG_BYTES).decode()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        raise ConfigError(f"{path} is not valid YAML: {error}; a configuration is text in UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("base", None)
     if base is None:
         return tree
-    base_file = (path.parent / str(base)).resolve()
-    if not base_file.is_file():
-        base_file = find_config(Path(str(base)))
+    try:
+        base_file = (path.parent / str(base)).resolve()
+        if not base_file.is_file():
+            base_file = find_config(Path(str(base)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: base={str(base)[:200]!r} cannot be read: {error}") from None
     return _merge(read_tree(base_file, _readers=(*_readers, path)), tree)
+
+
+MAX_CONFIG_BYTES = 4 * MAX_CHARACTERS
+"""Limit of a configuration's file: a character takes up to four bytes."""
+
+
+def _existing_file(path: Path) -> Path:
+    """Return the file that a path or a recipe's name stands for; raise ConfigError if there is none."""
+    try:
+        found = find_config(path)
+        if found.is_file():
+            return found
+        is_folder = found.is_dir()
+    except (OSError, ValueError) as error:  # too long a name, one with a NUL, a folder that must not be read
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+    if is_folder:
+        raise ConfigError(f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g. {path}/config.yaml")
+    names = ", ".join(recipe_files())
+    raise ConfigError(f"config file {str(path)!r} does not exist; the recipes found by name are {names}")
 
 
 def build_tree(
@@ -109,7 +131,7 @@ def _require_its_command(tree: Mapping[str, Any], model: type[BaseModel], file: 
 
 def valid_keys(model: type[BaseModel]) -> dict[str, str]:
     """Return every path that takes a value, with its description; a section that may be null is one of them."""
-    return {key.path: key.description for key in list_keys(model).values() if not key.is_section or key.default}
+    return {key.path: key.description for key in _keys(model).values() if not key.is_section or key.default}
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
