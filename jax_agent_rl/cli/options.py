@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,8 +72,40 @@ def add_group(app: typer.Typer, group: typer.Typer, panel: Panel, *examples: str
     app.add_typer(group, name=name, cls=PlainGroup, rich_help_panel=panel.value, epilog=_shown(examples))
 
 
+_REFUSED = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+"""What the system says of a file that a user named wrongly, or may not use; a mistake of the code has other numbers."""
+
+
 class PlainCommand(TyperCommand):
-    """A command whose ``--help`` writes flags and arguments as they are typed."""
+    """A command whose ``--help`` writes flags and arguments as they are typed, and whose errors name files."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            StorageError: the system refused a file or folder, for a reason that its user can mend.
+        """
+        from jax_agent_rl.errors import StorageError
+
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.filename is None or error.errno not in _REFUSED:
+                raise
+            name = os.fsdecode(error.filename)
+            raise StorageError(
+                f"{name[:300]}: {error.strerror}; name another file or folder, or mend this one"
+            ) from error
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""

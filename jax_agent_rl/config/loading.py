@@ -18,7 +18,7 @@ from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.utils.files import read_regular_file
 from jax_agent_rl.utils.wrong_values import OUR_CHECKS, describe_value, place_of
 from jax_agent_rl.utils.yaml_text import MAX_CHARACTERS, load_yaml
-from jax_agent_rl.validation import nearest_keys, shown
+from jax_agent_rl.validation import did_you_mean, nearest_keys, shown
 
 Tree = TypeVar("Tree", bound=BaseModel)
 _keys = functools.cache(list_keys)
@@ -38,22 +38,26 @@ def read_tree(path: Path, *, _readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in _readers:
         raise ConfigError(f"{path}: base leads back to the file itself, by {', '.join(map(str, _readers))}")
     try:
-        tree = load_yaml(read_regular_file(path, MAX_CONFIG_BYTES).decode()) or {}
+        tree = load_yaml(read_regular_file(path, MAX_CONFIG_BYTES).decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}; a configuration is text in UTF-8") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+    if tree is None:  # an empty file
+        tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("base", None)
     if base is None:
         return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={shown(base)} must be text: a file, or the name of a recipe")
     try:
-        base_file = (path.parent / str(base)).resolve()
+        base_file = (path.parent / base).resolve()
         if not base_file.is_file():
-            base_file = find_config(Path(str(base)))
+            base_file = find_config(Path(base))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: base={str(base)[:200]!r} cannot be read: {error}") from None
+        raise ConfigError(f"{path}: base={shown(base)} cannot be read: {error}") from None
     return _merge(read_tree(base_file, _readers=(*_readers, path)), tree)
 
 
@@ -72,8 +76,10 @@ def _existing_file(path: Path) -> Path:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
     if is_folder:
         raise ConfigError(f"{str(path)!r} is a folder, not a configuration; name a YAML file, e.g. {path}/config.yaml")
-    names = ", ".join(recipe_files())
-    raise ConfigError(f"config file {str(path)!r} does not exist; the recipes found by name are {names}")
+    recipes = recipe_files()
+    guess = did_you_mean(str(path).removesuffix(".yaml"), recipes)
+    names = ", ".join(recipes)
+    raise ConfigError(f"config file {str(path)!r} does not exist; {guess}the recipes found by name are {names}")
 
 
 def build_tree(

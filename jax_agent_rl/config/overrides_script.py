@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import itertools
 import operator
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def read_overrides(path: Path) -> dict[str, Override]:
     Raises:
         ConfigError: with the line: an open quote, a value that is not YAML, a second training command.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{path}: there is no such file")
     text = path.read_text(encoding="utf-8", errors="replace")
     if len(text) > MAX_CHARACTERS:

@@ -5,6 +5,7 @@ In a checkout they are the files of ``configs/``; a wheel carries them as ``jax_
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ def find_config(path: Path) -> Path:
     >>> find_config(Path("dapo")).name
     'dapo.yaml'
     """
-    if path.is_file() or path.is_absolute():
+    if os.path.isfile(path) or path.is_absolute():
         return path
     name = path.with_suffix("") if path.suffix == ".yaml" else path
     return recipe_files().get(name.as_posix(), path)

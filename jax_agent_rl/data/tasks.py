@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 from jax_agent_rl.data.rows import write_rows
 from jax_agent_rl.tools.shop import PRICES, WEIGHTS
+from jax_agent_rl.utils.files import make_folder
 
 SYSTEM = "Answer with the tools calculator, price and weight."
 TABLES = {"price": PRICES, "weight": WEIGHTS}
@@ -83,7 +84,7 @@ def prepare_shop(
         calls: how prompts and demonstrations write calls, a name in :data:`CALL_FORMATS`.
     """
     write = CALL_FORMATS[calls]
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     rng = random.Random(seed)
     items = [item for item in PRICES if item not in SHOWN]
     rng.shuffle(items)
@@ -204,7 +205,7 @@ def prepare_calculator(
     out: Path, *, train: int = 2000, heldout: int = 200, seed: int = 0, agent_name: str = "tool_agent"
 ) -> tuple[Path, Path]:
     """Write the rows of the calculator task, as :func:`prepare_shop` does."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     questions = _operations(random.Random(seed))
     rows = [_calculator_row(*next(questions), agent_name) for _ in range(train + heldout)]
     files = (out / "train.jsonl", out / "heldout.jsonl")

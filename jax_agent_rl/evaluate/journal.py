@@ -22,7 +22,7 @@ from typing import Any
 
 from jax_agent_rl.errors import ConfigError
 from jax_agent_rl.types import DropReason
-from jax_agent_rl.utils.files import writing
+from jax_agent_rl.utils.files import make_folder, writing
 from jax_agent_rl.validation import json_line
 
 
@@ -49,7 +49,7 @@ class Journal:
         self.sizes: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
         self._served: dict[str, Any] | None = None
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         self._stream = file.open("a+b")
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ import numpy as np
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.hf import LAYER, TOP, load_hf, save_hf
 from jax_agent_rl.models.tensors import HEAD, save_tensors
-from jax_agent_rl.utils.files import make_temp_folder, remove_temp_folder, require_new, whole_folder
+from jax_agent_rl.utils.files import make_folder, make_temp_folder, remove_temp_folder, require_new, whole_folder
 
 _LAYER_NAMES = {
     "attn_q": LAYER["q"],
@@ -57,7 +57,7 @@ def convert(source: Path, target: Path, *, dtype: str = "float32") -> Path:
     if source.suffix != ".gguf":
         _change_dtype(source, target, target_dtype)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = make_temp_folder(".float32-", target.parent)
     try:
         convert_gguf(source, temporary / "model")

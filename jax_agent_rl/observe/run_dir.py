@@ -31,7 +31,7 @@ from jax_agent_rl.errors import DataError
 from jax_agent_rl.observe.schema import is_trace_record, is_trajectory_record
 from jax_agent_rl.observe.selection import sample
 from jax_agent_rl.types import FinishReason, Fork, StopReason, TokenOutput, Trajectory, Turn
-from jax_agent_rl.utils.files import read_lines, replacing, write_atomically, writing
+from jax_agent_rl.utils.files import make_folder, read_lines, replacing, write_atomically, writing
 from jax_agent_rl.validation import json_line
 
 Numbers = Sequence[float] | np.ndarray
@@ -59,7 +59,7 @@ class RunDir:
     def __init__(self, path: Path, *, keep_trajectories: int | None = None) -> None:
         self.path = path
         self.keep_trajectories = keep_trajectories
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories.jsonl"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from jax_agent_rl.utils.files import make_folder
+
 RESULT_SECONDS = 3600.0
 """How long a result can be fetched again, at least."""
 RESULTS_KEPT = 1000
@@ -71,7 +73,7 @@ class Database:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._lock = threading.Lock()
         self._connection = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False, isolation_level=None)
         self._connection.row_factory = sqlite3.Row

@@ -32,7 +32,7 @@ from jax_agent_rl.tinker_server.wire import (
     read_batch,
     write_batch_result,
 )
-from jax_agent_rl.utils.files import replacing
+from jax_agent_rl.utils.files import make_folder, replacing
 from jax_agent_rl.utils.fingerprints import file_fingerprint
 
 PREFIX = "tinker://"
@@ -294,7 +294,7 @@ class Models:
         learner = self._learners[model]
         tree = learner.state.policy if optimizer else {"params": learner.trained}
         arrays = {jax.tree_util.keystr(k): np.asarray(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         with replacing(file) as stream:
             np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]  # no array is called allow_pickle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def split_config(words: Iterable[str], option: str | Path | None) -> tuple[Path 
     files: dict[str, None] = {} if option is None else {str(option): None}
     keys = []
     for word in words:
-        if "=" in word and not Path(word).is_file():
+        # Unlike Path.is_file, os.path.isfile is False for a value too long to be the name of a file.
+        if "=" in word and not os.path.isfile(word):
             keys.append(word)
         else:
             files[word] = None

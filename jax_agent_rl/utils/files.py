@@ -26,7 +26,7 @@ _NO_ROOM = (
     "{file} could not be written ({reason}); make space there, then go on with --resume. "
     "Complete checkpoints are intact"
 )
-_NO_FOLDER = "{file} could not be written ({reason}); make space there, or name a folder that does not exist yet"
+_NO_FOLDER = "{file} could not be written ({reason}); make space there, or name another folder"
 
 
 def cache_root() -> Path:
@@ -129,6 +129,20 @@ def writing(file: Path, *, message: str = _NO_ROOM) -> Iterator[None]:
         raise StorageError(message.format(file=file, reason=error.strerror or error)) from error
 
 
+def make_folder(folder: Path, *, message: str = _NO_FOLDER) -> None:
+    """Make a folder with its parents; one that is there stays as it is.
+
+    Args:
+        folder: often one that a user named.
+        message: as in :func:`writing`.
+
+    Raises:
+        StorageError: it cannot be made: a file is in its place, its name is too long, the disk is full.
+    """
+    with writing(folder, message=message):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 Stamp = tuple[int, int, int, int, int]
 
 
@@ -152,7 +166,7 @@ def require_new(target: Path, *, replaces: Collection[str] = (), error: type[Jax
     Raises:
         JaxAgentRLError: of type ``error``; the folder holds something else, or is none.
     """
-    if not target.exists():
+    if not os.path.exists(target):  # unlike Path.exists, also False for a name that is too long
         return
     if not target.is_dir():
         raise error(f"{target} is a file; name a new folder")
@@ -182,7 +196,7 @@ def whole_folder(
     unfinished: Path | None = None
     try:
         with writing(target, message=_NO_FOLDER):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             unfinished = make_temp_folder(".unfinished-", target.parent)
             folder = unfinished / "new"
             folder.mkdir()  # with the permissions of new folders, which a temporary one has not

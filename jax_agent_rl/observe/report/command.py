@@ -32,7 +32,7 @@ from jax_agent_rl.observe.run_dir import (
 )
 from jax_agent_rl.observe.selection import MAX_TOKENS, Fact, FactTable, choose
 from jax_agent_rl.utils.bounded_json import read_json_object
-from jax_agent_rl.utils.files import replacing, writing
+from jax_agent_rl.utils.files import make_folder, replacing
 from jax_agent_rl.validation import is_number, replace_lone_surrogates
 
 
@@ -187,8 +187,7 @@ def write_page(data: RunData, file: Path, *, limit: int = MAX_TRAJECTORIES, deco
     """Write the page of a run or a table to a file; for the arguments see :func:`write_report`."""
     if limit < 0:
         raise ConfigError(f"--limit {limit}: must be 0 (all trajectories) or more")
-    with writing(file, message=_NOT_WRITTEN):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent, message=_NOT_WRITTEN)
     with replacing(file, message=_NOT_WRITTEN) as stream:
         for piece in render_report(data, limit=limit, decode=decode):
             stream.write(piece.encode())

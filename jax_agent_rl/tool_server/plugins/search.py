@@ -25,7 +25,7 @@ from jax_agent_rl.data.reader import read_json_lines
 from jax_agent_rl.errors import ConfigError, DataError
 from jax_agent_rl.tool_server.plugins import ServerTool, ToolAction, ToolObservation
 from jax_agent_rl.tool_server.plugins.markup import tag_blocks
-from jax_agent_rl.utils.files import file_stamp, write_atomically
+from jax_agent_rl.utils.files import file_stamp, make_folder, write_atomically
 from jax_agent_rl.utils.fingerprints import file_fingerprint, folder_fingerprint
 
 
@@ -124,7 +124,7 @@ def _index_folder(
             write_atomically(folder / _STAMP, json.dumps(made_of), message=_NO_INDEX)
         return folder
     passages = _read_passages(corpus)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent, message=_NO_INDEX)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
         make(passages, unfinished)

