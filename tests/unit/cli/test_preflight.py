@@ -1,5 +1,6 @@
 """What a command needs and cannot have is told before anything is imported, loaded, printed or made for it."""
 
+import errno
 import json
 import os
 import socket
@@ -9,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from jax_agent_rl.cli import app
+from jax_agent_rl.cli.options import Panel, command
 from jax_agent_rl.deploy.preflight import Preflight, require_writable
 from jax_agent_rl.errors import ConfigError, JaxAgentRLError, StorageError
 
@@ -194,14 +197,34 @@ def test_a_value_may_be_longer_than_the_name_of_a_file():
     assert text in result.output.replace("\n", "")
 
 
-def test_a_file_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    config = folder / "mine.yaml"
-    config.write_text("seed: 1\n")
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        PermissionError(errno.EACCES, "Permission denied", "mine"),
+        OSError(errno.EROFS, "Read-only file system", b"mine"),
+        OSError(errno.ENOSPC, "No space left on device", Path("mine")),
+    ],
+    ids=str,
+)
+def test_what_the_system_refuses_in_a_command_is_named(refusal: OSError):
+    commands = typer.Typer()
 
-    def refuse(self: Path, *args: object, **kwargs: object) -> str:  # file permissions do not bind root
-        raise PermissionError(13, "Permission denied", str(self))
+    @command(commands, Panel.CHECK, "refused")
+    def refused() -> None:
+        """Do what is refused."""
+        raise refusal
 
-    monkeypatch.setattr(Path, "read_text", refuse)
-    result = CliRunner().invoke(app, ["train", "mine.yaml"])
-    assert isinstance(result.exception, StorageError), result.output
-    assert "mine.yaml: Permission denied" in str(result.exception)
+    result = CliRunner().invoke(commands, [])
+    assert isinstance(result.exception, StorageError)
+    assert f"mine: {refusal.strerror}" in str(result.exception)
+
+
+def test_a_mistake_of_the_code_keeps_its_traceback():
+    commands = typer.Typer()
+
+    @command(commands, Panel.CHECK, "mistaken")
+    def mistaken() -> None:
+        """Look for a file that the code should have made."""
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "made-before")
+
+    assert isinstance(CliRunner().invoke(commands, []).exception, FileNotFoundError)

@@ -59,7 +59,7 @@ def test_an_absolute_path_is_never_a_recipe(elsewhere: Path):
 
 def test_a_misspelled_recipe_gets_a_guess():
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
-        load("qickstart")
+        config.load("qickstart", [])
 
 
 @pytest.mark.parametrize("content", ["[]", "false", "0", "''"])
@@ -67,7 +67,7 @@ def test_what_holds_no_sections_is_no_empty_configuration(content: str, tmp_path
     file = tmp_path / "mine.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match="must hold a mapping"):
-        load(file)
+        config.load(file, [])
 
 
 @pytest.mark.parametrize("base", ["[quickstart]", "1", "{a: b}", "true"])
@@ -75,4 +75,4 @@ def test_a_base_is_text(base: str, tmp_path: Path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"base: {base}\n")
     with pytest.raises(ConfigError, match="base=.* must be text"):
-        load(file)
+        config.load(file, [])
