@@ -1,6 +1,7 @@
 """Writes train.jsonl and heldout.jsonl beside this file: one JSON object per line, a row for each question.
 
-A row needs a ``prompt`` and whatever the reward reads. docs/data.md has the columns that mean something.
+A row needs a ``prompt`` and whatever the reward reads. docs/write/data.md of the source
+folder has the columns that mean something.
 """
 
 import json
