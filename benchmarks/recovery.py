@@ -39,7 +39,7 @@ def under_faults(kind: str, seconds: float, seed: int) -> dict[str, float]:
         subprocess.CalledProcessError: an invariant did not hold.
     """
     only = [] if kind == "all" else ["--only", kind]
-    command = [*COMMAND, "chaos", f"--seconds={seconds}", f"--seed={seed}", *only]
+    command = [*COMMAND, "chaos", "--json", f"--seconds={seconds}", f"--seed={seed}", *only]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout.splitlines()
     report = json.loads(lines[-1])
     return {

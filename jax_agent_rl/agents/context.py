@@ -130,7 +130,7 @@ class AgentContext:
         """
         why = f": {problem[:80]}" if problem else ""
         message = f"Failed to decode tool call {wrote[:100]!r}{why}"
-        self.failures.report("a tool call that could not be decoded", message, hint=hint)
+        self.failures.report("a tool call that could not be decoded", message, hint=hint, once=True)
 
     def as_role(self, role: str) -> AgentContext:
         """Return the context of a role: with the engine and codec of the model that plays it."""

@@ -28,9 +28,11 @@ from jax_agent_rl.cli.options import (
     PlainGroup,
     command,
     config_of,
+    console_of,
     exit_if_interrupted,
     given_config,
     overrides_of,
+    print_object,
     settings_model,
 )
 from jax_agent_rl.cli.serve import register as register_servers
@@ -386,8 +388,6 @@ def conformance(
     json: JsonOption = False,
 ) -> None:
     """Test a rollout backend against the protocol. A server it is pointed at has its weights changed and put back."""
-    from rich.console import Console
-
     from jax_agent_rl.deploy.preflight import check_model
     from jax_agent_rl.utils.network import token_from
 
@@ -409,7 +409,7 @@ def conformance(
         max_model_len=max_model_len,
         only=only or (),
         as_json=json,
-        console=Console(),
+        console=console_of(json),
     )
     if not report.ok:
         raise typer.Exit(1)
@@ -453,8 +453,6 @@ def plan(
 ) -> None:
     """Compile a run's programs for a TPU slice on this machine: memory, speed, cost, and which keys to change."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: it looks for no chips, and compiles for those described
-    from rich.console import Console
-
     from jax_agent_rl.config import load
     from jax_agent_rl.deploy.preflight import check_model
 
@@ -467,7 +465,7 @@ def plan(
     from jax_agent_rl.deploy.plan.architectures import architecture_folder
     from jax_agent_rl.deploy.plan.command import PlanTask, run_command
 
-    console = Console()
+    console = console_of(json)
     with nullcontext() if architecture is None else architecture_folder(architecture) as model:
         task = PlanTask(
             recipe=recipe,
@@ -494,16 +492,17 @@ def chaos(
     soak: Annotated[
         bool, typer.Option("--soak", help="Measure memory, descriptors and tasks, with fewer faults.")
     ] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Run a small system of real processes under injected faults; the last line is one JSON object of the results."""
-    from rich.console import Console
-
+    """Run a small system of real processes under injected faults, and check what must hold."""
     from jax_agent_rl.testing.chaos.run import run_command
 
     logging.getLogger("jax_agent_rl").setLevel(logging.CRITICAL)  # lost servers and calls are expected
     with exit_if_interrupted():
-        held = run_command(seconds, seed, only or [], soak=soak, console=Console())
-    if not held:
+        report = run_command(seconds, seed, only or [], soak=soak, console=console_of(json))
+    if json:
+        print_object(report)
+    if report["failures"]:
         raise typer.Exit(1)
 
 

@@ -19,8 +19,10 @@ from jax_agent_rl.cli.options import (
     Panel,
     add_group,
     command,
+    console_of,
     exit_if_interrupted,
     given_config,
+    print_object,
     run_to_end,
     settings_model,
 )
@@ -233,10 +235,7 @@ def doctor(
     also what it names: code, tools, model, tokenizer, rows, prompts, rewards, agents and their servers, engine. Nothing
     is trained and no weights are loaded. Exits with 1 if anything fails.
     """
-    import json as json_module
     from dataclasses import asdict
-
-    from rich.console import Console
 
     from jax_agent_rl.config import load
     from jax_agent_rl.errors import ConfigError
@@ -246,10 +245,10 @@ def doctor(
         keys = " ".join(given.overrides)
         raise ConfigError(f"{keys}: without a configuration there are no keys to change; give its file, too")
     settings = load(given.file, given.overrides) if given.file else None
-    findings = run_to_end(_show(settings, Console()))
+    findings = run_to_end(_show(settings, console_of(json)))
     failed = [finding for finding in findings if finding.status == "fail"]
     if json:
-        print(json_module.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
+        print_object({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     if failed:
         raise typer.Exit(1)
 
@@ -260,6 +259,7 @@ def certify(
     config_file: ConfigOption = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this check; may be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for certify.json and certify.html.")] = Path("certify"),
+    json: JsonOption = False,
 ) -> None:
     """Measure this machine, and compare it with what the documentation claims, in about ten minutes.
 
@@ -279,7 +279,11 @@ def certify(
 
     arguments = ["jax-agent-rl", *sys.argv[1:]]
     with exit_if_interrupted():  # the report then ends before the check that was running
-        report = run_command(given.file, given.overrides, only=only or [], out=out, arguments=arguments)
+        report = run_command(
+            given.file, given.overrides, only=only or [], out=out, arguments=arguments, console=console_of(json)
+        )
+    if json:
+        print_object(report)
     if not report["ok"]:
         raise typer.Exit(1)
 

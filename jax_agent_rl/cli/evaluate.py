@@ -19,8 +19,10 @@ from jax_agent_rl.cli.options import (
     RunOption,
     StepOption,
     command,
+    console_of,
     given_config,
     key_completer,
+    print_object,
     run_to_end,
 )
 from jax_agent_rl.observe.progress import print_line
@@ -106,10 +108,6 @@ def evaluate(
     Wilson's interval for pass@k and none for the reward. The same seed gives the same samples;
     `jax-agent-rl view FOLDER` shows them.
     """
-    import json as json_module
-
-    from rich.console import Console
-
     from jax_agent_rl.data.dataset import evaluation_sources
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
@@ -141,7 +139,7 @@ def evaluate(
         limit=limit,
     )
     use_compilation_cache()
-    console = Console()
+    console = console_of(json)
     out_dir = free_folder(wanted)
     with open_policy(choice) as subject:
         summary = run_to_end(run_evaluation(subject, request, out=out_dir, console=console))
@@ -149,7 +147,7 @@ def evaluate(
     console.print(table(summary["scores"]))
     print_line(console, f"samples: {out_dir} (jax-agent-rl view {out_dir})")
     if json:
-        print(json_module.dumps(summary))
+        print_object(summary)
 
 
 def rollout(
@@ -174,10 +172,6 @@ def rollout(
     Agents, tools, rewards and sampling are those of training; filters are not applied. After an interruption, the same
     command continues. Every started trajectory is in the file or, if lost, counted by reason in the summary next to it.
     """
-    import json as json_module
-
-    from rich.console import Console
-
     from jax_agent_rl.data.dataset import collection_sources, find_files
     from jax_agent_rl.deploy.preflight import check_policy
     from jax_agent_rl.runtime.choice import PolicyChoice, choose
@@ -197,7 +191,7 @@ def rollout(
     for source in sources:
         find_files(source)  # those of the Hub are downloaded before a checkpoint is exported
     use_compilation_cache()
-    console = Console()
+    console = console_of(json)
     with open_policy(choice) as subject:
         summary = run_to_end(collect(subject, request, out=out, console=console))
     lost = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["dropped"].items())) or "none"
@@ -207,7 +201,7 @@ def rollout(
         f"of {summary['prompts']} prompts (jax-agent-rl view {out})",
     )
     if json:
-        print(json_module.dumps(summary))
+        print_object(summary)
 
 
 def parse_ks(text: str | None, samples: int) -> tuple[int, ...]:
@@ -340,9 +334,7 @@ def simulate(
     json: JsonOption = False,
 ) -> None:
     """Compare the trainers on a described cluster (engines, learner, tools) in virtual time, without a model."""
-    from rich.console import Console
-
     from jax_agent_rl.testing.simulate.run import run_command
 
     given = given_config(config, overrides, config_file)
-    run_command(given.required("simulate"), given.overrides, assume, as_json=json, console=Console())
+    run_command(given.required("simulate"), given.overrides, assume, as_json=json, console=console_of(json))

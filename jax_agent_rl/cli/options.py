@@ -17,10 +17,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
@@ -274,7 +277,21 @@ StepOption = Annotated[
 EmaOption = Annotated[
     bool, typer.Option("--ema", help="With --run: the moving average of the weights (learner.ema_decay).")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to standard error.")]
+
+
+def console_of(json: bool) -> Console:
+    """Return where a command prints for people: with ``--json``, standard output is for the object alone."""
+    from rich.console import Console
+
+    return Console(stderr=json)
+
+
+def print_object(value: Mapping[str, Any]) -> None:
+    """Print the object of ``--json``, on one line of standard output."""
+    import json
+
+    print(json.dumps(value), flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,10 @@ from jax_agent_rl.cli.options import (
     add_group,
     command,
     config_of,
+    console_of,
     given_config,
     overrides_of,
+    print_object,
     settings_model,
 )
 from jax_agent_rl.observe.progress import print_line
@@ -225,18 +227,18 @@ def remove_engine(
 def _change_engines(run: Path, path: str, body: dict[str, Any] | None, *, as_json: bool) -> None:
     """Send a command to the run and print its engines."""
     import asyncio
-    import json
 
     from jax_agent_rl.rollout.http.membership import command_run
     from jax_agent_rl.utils.text import printable
 
     answer = asyncio.run(command_run(run, path, body))
+    if as_json:
+        print_object(answer)
+        return
     print(f"version {answer['policy_version']} is served by {len(answer['engines'])}:")
     for engine in answer["engines"]:
         name = printable(engine["name"], one_line=True)
         print(f"  {name}  version {engine['policy_version']}, {engine['requests']} requests")
-    if as_json:
-        print(json.dumps(answer))
 
 
 def _serve(choice: PolicyChoice, serving: Callable[..., Coroutine[Any, Any, None]]) -> None:
@@ -269,10 +271,7 @@ def diagnose(
 
     It needs the checkpoint of that version and no engine. The exit status is 1 if they disagree.
     """
-    import json as encoder
     from dataclasses import asdict
-
-    from rich.console import Console
 
     from jax_agent_rl.runtime.choice import run_config
 
@@ -280,7 +279,7 @@ def diagnose(
     from jax_agent_rl.agreement.report import breach_line
     from jax_agent_rl.runtime.diagnosis import diagnose_run
 
-    console = Console()
+    console = console_of(json)
     found = diagnose_run(run, version=version, seconds=seconds)
     print_line(console, f"comparing {found.contexts} contexts of {found.source}")
     if found.diagnosis is None:
@@ -299,6 +298,6 @@ def diagnose(
             print_line(console, f"while it ran, with the engine to look into: {found.then['line']}")
     if json:
         diagnosis = None if found.diagnosis is None else found.diagnosis.to_json()
-        print(encoder.dumps({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis}))
+        print_object({"version": found.version, "comparison": asdict(found.comparison), "diagnosis": diagnosis})
     if found.diagnosis is not None:
         raise typer.Exit(1)

@@ -36,6 +36,7 @@ from jax_agent_rl.trainer.sync import SyncTrainer
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import is_in_use, mark_in_use
 from jax_agent_rl.utils.process import ExitWithin, Interruption
+from jax_agent_rl.utils.text import counted
 
 TRAINERS: dict[str, type[Trainer]] = {
     "sync": SyncTrainer,
@@ -154,7 +155,9 @@ async def _train(
                             progress.print_line(
                                 f"the checkpoint of step {step} was cut off while it was written: it is lost"
                             )
-                    progress.print_line(describe_aggregation(config))
+                    aggregation = describe_aggregation(config)
+                    if aggregation:
+                        progress.print_line(aggregation)
                     interruption.training_begins()
                     breakdown.started()
                     await trainer.run()
@@ -205,14 +208,17 @@ def nothing_to_do(
     step = checkpoints[-1] if from_step is None else from_step
     summary = _read_summary(run)
     if step > steps:
-        message = f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have only {steps} steps"
+        wanted = counted(steps, "step")
+        message = f"nothing to do: the checkpoint in {run} is of step {step}, and the run is to have only {wanted}"
         return NothingToDo(message=f"{message}. {further}", summary=summary)
     if summary.get("steps") != step or from_step not in (None, checkpoints[-1]):
         return None
     accuracy = summary.get("heldout_accuracy_after")
     if step < steps and not (target_accuracy and accuracy is not None and accuracy >= target_accuracy):
         return None
-    message = f"nothing to do: the run in {run} has ended after {step} steps; its results are there, untouched"
+    message = (
+        f"nothing to do: the run in {run} has ended after {counted(step, 'step')}; its results are there, untouched"
+    )
     if step < steps:
         further = f"It reached trainer.target_accuracy={target_accuracy}; to go on, raise that, or set it to null"
     return NothingToDo(message=f"{message}. {further}", summary=summary)
@@ -392,13 +398,11 @@ def _conclude(
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    def share(value: float | None) -> str:
-        return "n/a" if value is None else f"{value:.1%}"
-
+    steps = f"after {counted(summary['steps'], 'step')}, {duration(summary['train_seconds'])} of training"
+    heldout = _heldout(summary)
     dropped = ", ".join(f"{k} {v}" for k, v in summary["dropped"].items()) or "none"
     return (
-        f"held-out accuracy: {share(summary['heldout_accuracy_before'])} -> {share(summary['heldout_accuracy_after'])} "
-        f"after {summary['steps']} steps, {duration(summary['train_seconds'])} of training\n"
+        f"{f'{heldout} {steps}' if heldout else steps}\n"
         f"trajectories: {summary['started']} started = {summary['trained']} trained + dropped ({dropped})\n"
         f"learner idle {summary['learner_idle_share']:.0%} of the time, tokens on average "
         f"{summary['staleness_mean']:.2g} versions old, at most {summary['staleness_max']}\n"
@@ -406,6 +410,13 @@ def _headline(summary: dict[str, Any]) -> str:
         f"{summary['max_logprob_gap']:.1e}, recompilations after warm-up {summary['recompilations_after_warmup']}"
         f"{_not_compared(summary)}"
     )
+
+
+def _heldout(summary: dict[str, Any]) -> str:
+    """Return how the accuracy on held-out rows changed; empty if there are none."""
+    measured = [summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]]
+    shares = [f"{value:.1%}" for value in measured if value is not None]
+    return f"held-out accuracy: {' -> '.join(shares)}" if shares else ""
 
 
 def _not_compared(summary: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ from jax_agent_rl.runtime.policy import resolve_model
 from jax_agent_rl.runtime.train import free_folder, newest_run, nothing_to_do
 from jax_agent_rl.supervised.conversations import Encoder, Example, Pair
 from jax_agent_rl.utils.process import ExitWithin, Interruption
+from jax_agent_rl.utils.text import counted
 
 Metrics = dict[str, float]
 
@@ -367,8 +368,9 @@ class _Run:
         heldout = f", held-out {evaluations[0]['loss']:.3f} -> {evaluations[-1]['loss']:.3f}" if evaluations else ""
         print_line(
             self._console,
-            f"loss: {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}{heldout} after {self.step} steps, "
-            f"{duration(summary['train_seconds'])}\nrun folder: {self._folder.path}\nloss plot:  {plot}\n"
+            f"loss: {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}{heldout} "
+            f"after {counted(self.step, 'step')}, {duration(summary['train_seconds'])}\n"
+            f"run folder: {self._folder.path}\nloss plot:  {plot}\n"
             f"use it:     jax-agent-rl train CONFIG model.path={self._folder.path}",
         )
         return summary

@@ -39,6 +39,7 @@ from jax_agent_rl.trainer import RunComponents
 from jax_agent_rl.trainer.record import RunRecord, evaluation_record
 from jax_agent_rl.trainer.step import recorded
 from jax_agent_rl.types import Group
+from jax_agent_rl.utils.text import counted
 
 
 class Phases:
@@ -156,6 +157,30 @@ Observer = Callable[[Mapping[str, Any]], None]
 """Takes a line of metrics once it is recorded; never fails."""
 
 
+REFUSED_CALLS = ("malformed", "unknown_tool", "bad_arguments", "over_parallel_limit")
+"""Kinds of errors of tool calls that no tool was asked to run."""
+
+
+def describe_refused_calls(line: Mapping[str, Any], run: str) -> str:
+    """Return one line on the tool calls of a step that could not be run; empty if there were none.
+
+    Args:
+        line: of metrics, of :func:`~jax_agent_rl.trainer.record.step_record`.
+        run: the run folder.
+    """
+    errors = line["tool_errors_by_kind"]
+    refused = {kind: errors[kind] for kind in REFUSED_CALLS if errors.get(kind)}
+    if not refused:
+        return ""
+    count = sum(refused.values())
+    calls = round(line["tool_errors"] / line["tool_error_share"])
+    kind = max(refused, key=lambda name: refused[name])
+    return (
+        f"{count} of {counted(calls, 'tool call')} could not be run ({count / calls:.0%}), most of them {kind}: "
+        f"jax-agent-rl view {run} --step {line['step']} --tool-error {kind}"
+    )
+
+
 @dataclass
 class RunReporter:
     """Reports the steps and evaluations of a run.
@@ -191,6 +216,9 @@ class RunReporter:
         left = (self.runtime.config.trainer.steps - record.step) * record.train_seconds / record.step
         self.progress.step(line | {"accuracy": record.latest_accuracy}, seconds_left=left)
         record.latest_accuracy = None
+        refused = describe_refused_calls(line, self.runtime.config.run_dir)
+        if refused:
+            self.progress.print_line(f"  {refused}")
         self._notify(line)
 
     def report_evaluation(self, groups: Sequence[Group], *, seconds: float) -> float:
@@ -219,7 +247,9 @@ class RunReporter:
             lengths = trained_lengths(
                 selection.groups, minis, masked=selection.masked, segment_weight=config.algorithm.segment_weight
             )
-            self.progress.print_line(f"  {describe_batch(config.algorithm, lengths)}")
+            aggregation = describe_batch(config.algorithm, lengths)
+            if aggregation:
+                self.progress.print_line(f"  {aggregation}")
         self._aggregation_described = True
         self.progress.phase(
             f"step {self.record.step + 1}: learner",
@@ -322,4 +352,4 @@ def _when(warned: Mapping[str, Any]) -> str:
     if not warned["first_step"]:
         return "from the start"
     until = "the end" if warned["active"] else f"step {warned['last_step']}"
-    return f"step {warned['first_step']} to {until}, {warned['steps']} steps"
+    return f"step {warned['first_step']} to {until}, {counted(warned['steps'], 'step')}"

@@ -128,7 +128,9 @@ class FailureLog:
         self._next_summary = 0.0
         self._lock = threading.Lock()
 
-    def report(self, kind: str, message: str, *, hint: str = "", error: BaseException | None = None) -> None:
+    def report(
+        self, kind: str, message: str, *, hint: str = "", error: BaseException | None = None, once: bool = False
+    ) -> None:
         """Tell of a failure, or count it if one of its kind was told of.
 
         Args:
@@ -136,12 +138,15 @@ class FailureLog:
             message: what happened; anybody may have written parts of it.
             hint: what to do about it; told the first time.
             error: the exception behind it, whose lines are shown the first time.
+            once: repetitions are not counted here: metrics and each step's line tell of them.
         """
         message = printable(_brief(message, _MAX_MESSAGE), one_line=True)
         with self._lock:
             kind = kind if kind in self._known or len(self._known) < _MAX_KINDS else "other failures"
             is_first = kind not in self._known
             self._known.add(kind)
+            if not is_first and once:
+                return
             if not is_first:
                 self._count(kind, message)
                 return

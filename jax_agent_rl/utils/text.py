@@ -56,6 +56,15 @@ _ESCAPES = _Escapes({ord("\t"): "\t", ord("\n"): "\n"})
 _ONE_LINE_ESCAPES = _Escapes()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "step"), counted(0, "step"), counted(2000, "row")
+    ('1 step', '0 steps', '2000 rows')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def printable(text: str, *, one_line: bool = False) -> str:
     r"""Return text with every character spelt out that controls a terminal, hides, or moves what stands beside it.
 

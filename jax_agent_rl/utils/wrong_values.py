@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jax_agent_rl.utils.text import counted
+
 _SENTENCES: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     "missing": "required, not set",
     "missing_argument": "required, not set",
@@ -54,10 +56,10 @@ _SENTENCES: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     "enum": lambda about: f"must be {about['expected']}",
     "union_tag_invalid": lambda about: f"{about['discriminator']} must be one of {about['expected_tags']}",
     "union_tag_not_found": lambda about: f"{about['discriminator']} is required, not set",
-    "too_short": lambda about: f"must have at least {_count(about['min_length'], 'item')}",
-    "too_long": lambda about: f"must have at most {_count(about['max_length'], 'item')}",
-    "string_too_short": lambda about: f"must have at least {_count(about['min_length'], 'character')}",
-    "string_too_long": lambda about: f"must have at most {_count(about['max_length'], 'character')}",
+    "too_short": lambda about: f"must have at least {counted(about['min_length'], 'item')}",
+    "too_long": lambda about: f"must have at most {counted(about['max_length'], 'item')}",
+    "string_too_short": lambda about: f"must have at least {counted(about['min_length'], 'character')}",
+    "string_too_long": lambda about: f"must have at most {counted(about['max_length'], 'character')}",
     "string_pattern_mismatch": lambda about: f"must match the regular expression {about['pattern']}",
     "recursion_loop": "must not contain itself",
 }
@@ -116,7 +118,3 @@ def _without_should(message: str) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"

@@ -13,7 +13,7 @@ from jax_agent_rl.utils.process import EXIT_CODE
 
 async def chaos(*options: str) -> tuple[int | None, dict, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "jax_agent_rl.cli", "chaos", *options, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "jax_agent_rl.cli", "chaos", "--json", *options, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await process.communicate()
     *lines, last = output.decode().splitlines()

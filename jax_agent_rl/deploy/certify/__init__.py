@@ -57,7 +57,13 @@ _STYLES = {
 
 
 def run_command(
-    file: Path | None, overrides: Sequence[str], *, only: Sequence[str], out: Path, arguments: Sequence[str]
+    file: Path | None,
+    overrides: Sequence[str],
+    *,
+    only: Sequence[str],
+    out: Path,
+    arguments: Sequence[str],
+    console: Console,
 ) -> dict[str, Any]:
     """Certify this machine, print and write the report, and return it.
 
@@ -67,6 +73,7 @@ def run_command(
         only: names of checks; empty for all.
         out: folder of the report.
         arguments: the command line, for the report.
+        console: where a line for each check is printed.
 
     Raises:
         ConfigError: the configuration is wrong, or there is no such check.
@@ -84,7 +91,7 @@ def run_command(
         logging.getLogger("jax_agent_rl.agents").setLevel(logging.ERROR)
         report, made = {}, ()
         name = "certify" if host == 0 else f"certify-host-{host}"
-        console, command = Console(), shlex.join(arguments)
+        command = shlex.join(arguments)
         # Written after every check, as a machine may end the process: the report then says before which one.
         for report in _certify(with_resolved_model(config), checks, scratch, console, command):
             made = write(report, out, name=name)

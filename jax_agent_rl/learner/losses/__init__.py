@@ -207,7 +207,10 @@ def weight_ratios(
 
 
 def describe_aggregation(config: Config) -> str:
-    """Describe the aggregation in force, with the ratios for trajectories of one segment and of equal length."""
+    """Describe the aggregation in force, with the ratios for trajectories of one segment and of equal length.
+
+    Empty where every token weighs what it does in the other frameworks' defaults: there is nothing to say.
+    """
     algorithm, rollout, length = config.algorithm, config.rollout, config.agent.max_response_length
     formula = AGGREGATION_FORMULAS[algorithm.loss_agg_mode].format(
         scale_factor=algorithm.loss_scale_factor, units=_UNITS[algorithm.segment_weight]
@@ -219,19 +222,25 @@ def describe_aggregation(config: Config) -> str:
     alike = "have" if algorithm.segment_weight == "session" else "are one segment of"
     varies = depends_on_lengths(algorithm, len(updates))
     equal = f", if all {alike} agent.max_response_length={length}" if varies else ""
+    ratios = _describe_ratios(algorithm, updates)
+    if not ratios:
+        return ""
     return (
         f"loss aggregation: {algorithm.loss_agg_mode} = {formula}, over each update's {over} trajectories{equal}: "
-        f"{_describe_ratios(algorithm, updates)}"
+        f"{ratios}"
     )
 
 
 def describe_batch(algorithm: AlgorithmConfig, updates: Sequence[Sequence[int]]) -> str:
-    """Describe the ratios for the lengths of a batch, see :func:`weight_ratios`."""
+    """Describe the ratios for the lengths of a batch, see :func:`weight_ratios`; empty where all are 1."""
     lengths = [length for update in updates for length in update]
+    ratios = _describe_ratios(algorithm, updates)
+    if not ratios:
+        return ""
     return (
         f"loss aggregation: {algorithm.loss_agg_mode}, over this batch's {len(lengths)} "
         f"{_UNITS[algorithm.segment_weight]} of {min(lengths)} "
-        f"to {max(lengths)} trained tokens: {_describe_ratios(algorithm, updates)}"
+        f"to {max(lengths)} trained tokens: {ratios}"
     )
 
 
@@ -242,9 +251,13 @@ def depends_on_lengths(algorithm: AlgorithmConfig, updates: int) -> bool:
 
 def _describe_ratios(algorithm: AlgorithmConfig, updates: Sequence[Sequence[int]]) -> str:
     ratios = weight_ratios(algorithm.loss_agg_mode, updates, algorithm.loss_scale_factor)
-    return "a token's weight is " + ", ".join(
-        f"{_factor(*ratios[peer])} that of {name}" for peer, name in _PEERS.items()
-    )
+    factors = {name: _factor(*ratios[peer]) for peer, name in _PEERS.items()}
+    if set(factors.values()) == {_SAME}:
+        return ""
+    return "a token's weight is " + ", ".join(f"{factor} that of {name}" for name, factor in factors.items())
+
+
+_SAME = "x1"
 
 
 def _factor(low: float, high: float) -> str:

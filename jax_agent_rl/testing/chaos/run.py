@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import secrets
 import signal
 import tempfile
@@ -185,8 +184,8 @@ async def _watch(
         print_line(f"  {time.monotonic() - begin:4.0f} s: {done}; {struck or 'no faults'}")
 
 
-def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> bool:
-    """Run both schedules and print progress, failures and, as the last line, one JSON object.
+def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, console: Console) -> dict[str, Any]:
+    """Run both schedules, print progress and failures, and return the results.
 
     Args:
         seconds: duration of both runs together.
@@ -196,7 +195,7 @@ def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, c
         console: where progress is printed.
 
     Returns:
-        Whether all invariants held.
+        Numbers of both, ready for JSON; ``failures`` lists the invariants that did not hold.
 
     Raises:
         asyncio.CancelledError: SIGTERM arrived; everything was closed.
@@ -209,7 +208,7 @@ def run_command(seconds: float, seed: int, only: Sequence[str], *, soak: bool, c
     return asyncio.run(_both(seconds, seed, only or list(FAULTS), soak, console))
 
 
-async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> bool:
+async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, console: Console) -> dict[str, Any]:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # its servers must not outlive it
@@ -242,8 +241,9 @@ async def _both(seconds: float, seed: int, faults: Sequence[str], soak: bool, co
         report["soak"] = growth(faulty.usage)
     for text in (*baseline.complaints, *faulty.complaints, *broken):
         print_line(text)
-    print(json.dumps(report))
-    return not broken
+    if not broken:
+        print_line(f"all held: {faulty.trained_per_second:.1f} trajectories a second were trained under faults")
+    return report
 
 
 def failures(result: ChaosResult) -> list[str]:
