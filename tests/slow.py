@@ -1,5 +1,7 @@
 """The tests that ``./launch/test.sh`` leaves to ``--all``, and why. A name ends a file's, or a test's in it."""
 
+# ruff: noqa: E501: tests have long names.
+
 SLOW = {
     "e2e/test_agent_examples.py": "a whole run for each agent framework",
     "e2e/test_agreement_run.py": "three whole runs with a fault; tests/unit/agreement has the same checks on engines",
@@ -28,9 +30,21 @@ SLOW = {
     "faults/test_kill_learner.py": "many runs that are killed",
     "faults/test_nan_batches.py": "whole runs",
     "faults/test_tpu_faults.py": "thirty launches in a made-up cloud",
+    "parity/test_llama_vs_transformers.py::test_the_real_model_is_as_close_to_float64_as_transformers_is": "135M parameters in float64",
+    "parity/test_qwen3_vl_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": "a model for every field",
+    "parity/test_qwen3_vl_vs_transformers.py::test_the_engine_continues_in_chunks_and_steps_as_transformers_does_at_once": "compiles an engine with a tower",
+    "parity/test_qwen_vl_vs_transformers.py::test_every_field_of_a_config_is_honoured_refused_or_without_effect": "a model for every field",
     "unit/agents/test_command_agent.py::test_a_harbor_task_runs_in_a_container_built_from_its_dockerfile": "an image",
     "unit/cli/test_damaged_files.py::test_a_damaged_run_is_a_message_in_every_command": "each damage",
     "unit/agents/test_command_agent.py::test_rows_without_a_folder_run_in_the_configured_image": "loads an image",
+    "unit/deploy/certify/test_certify.py::test_a_checkpoint_that_restores_other_numbers_deviates": "saves and restores a learner",
+    "unit/deploy/certify/test_certify.py::test_an_exchange_that_goes_wrong_deviates_on_its_axis": "compiles for eight devices",
+    "unit/deploy/certify/test_certify.py::test_this_machines_kernels_are_within_their_limits": "compiles every kernel",
+    "unit/docs/test_notebook.py::test_it_runs_and_its_reward_rises": "trains",
+    "unit/jetstream/test_data_parallel.py::test_engines_that_verify_drafts_say_what_one_says_without": "two engines",
+    "unit/jetstream/test_engine_sleep.py::test_asleep_neither_cache_nor_weights_are_on_the_device": "engines on simulated devices",
+    "unit/learner/test_learner.py::test_eight_simulated_devices_train_as_one_does": "compiles for eight devices",
+    "unit/learner/test_learner.py::test_observations_are_trained_on_when_asked_for_and_have_no_gap": "compiles two learners",
     "unit/testing/conformance/test_mutations.py": "the conformance suite once for each mistake",
     "unit/learner/test_learner_state.py::test_a_checkpoint_restores_onto_other_meshes": "compiles for eight devices",
     "unit/learner/test_meshes.py": "compiles for eight devices",
@@ -82,6 +96,10 @@ REPRESENTATIVES = {
         ("v5e:2x2",),
         "compiles for every generation of TPUs",
     ),
+    "unit/docs/test_written_pages.py::test_its_programs_run_through": (
+        ("[backend-]", "[reward-]", "[tool-]"),
+        "a model is trained",
+    ),
     "unit/jetstream/test_cpu_kernels.py::test_the_engine_samples_the_same_ids_with_and_without_kernels": (
         ("[plain]",),
         "an engine for each kind of layer",
@@ -95,7 +113,13 @@ REPRESENTATIVES = {
         ("test_with_the_whole_vocabulary", "test_the_advantage_has", "in_float64"),
         "compiles every layout",
     ),
+    "unit/jetstream/test_attention_kernels.py": (("float32",), "kernels for every type"),
+    "unit/jetstream/test_speculation.py": (
+        ("[xla", "test_the_distribution_is", "test_drafts_know"),
+        "an engine for every kernel and rule",
+    ),
     "unit/learner/test_image_packing.py": (("test_log_probs_are_those", "[True]"), "compiles every layout"),
+    "unit/learner/test_linear_logprobs.py": (("67", "no_array", "among_its_ids"), "compiles every layout"),
 }
 """Files and tests of which only some run without ``--all``: parts of these tests' names, and why not all."""
 

@@ -306,7 +306,7 @@ def test_a_turn_of_very_many_calls_is_bounded(name):
 
 
 @names
-@pytest.mark.parametrize("repeats", [20_000])
+@pytest.mark.parametrize("repeats", [examples(20_000)])
 def test_hostile_repetition_is_read_without_raising(name, repeats):
     """Quadratic work on these would take hours and run into the test's time limit."""
     writer = WRITERS[name]("f", {"x": "1"})
