@@ -1,6 +1,7 @@
 """The tests that ``./launch/test.sh`` leaves to ``--all``, and why. A name ends a file's, or a test's in it."""
 
-# ruff: noqa: E501: tests have long names.
+# ruff: noqa: E501
+# Names of tests are long.
 
 SLOW = {
     "e2e/test_agent_examples.py": "a whole run for each agent framework",
