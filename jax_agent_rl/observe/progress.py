@@ -121,7 +121,8 @@ class Progress:
         with self._lock:
             name, count, began = self._phase, self._count, self._phase_began
         detail = count()
-        return Text(f"  ▸ {name} {detail}  ({self._clock() - began:.0f} s)", style="yellow")
+        doing = f"{name}, {detail}" if detail else name
+        return Text(f"  ▸ {doing} ({self._clock() - began:.0f} s)", style="yellow")
 
     def _beat(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -387,7 +387,7 @@ def _conclude(
     trained = (one for one in read_trajectories(folder.trajectories) if one["split"] == "train")
     for name, extreme in best_and_worst(trained).items():
         print_line(console, outline(extreme, title=name))
-    print_line(console, _headline(summary))
+    print_line(console, describe_summary(summary))
     if warnings := format_warnings(observed["warnings"]):
         print_line(console, warnings)
     print_line(
@@ -397,7 +397,8 @@ def _conclude(
     return summary
 
 
-def _headline(summary: dict[str, Any]) -> str:
+def describe_summary(summary: Mapping[str, Any]) -> str:
+    """Return the main results of a run, in a few lines."""
     steps = f"after {counted(summary['steps'], 'step')}, {duration(summary['train_seconds'])} of training"
     heldout = _heldout(summary)
     dropped = ", ".join(f"{k} {v}" for k, v in summary["dropped"].items()) or "none"
@@ -412,14 +413,14 @@ def _headline(summary: dict[str, Any]) -> str:
     )
 
 
-def _heldout(summary: dict[str, Any]) -> str:
+def _heldout(summary: Mapping[str, Any]) -> str:
     """Return how the accuracy on held-out rows changed; empty if there are none."""
     measured = [summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]]
     shares = [f"{value:.1%}" for value in measured if value is not None]
     return f"held-out accuracy: {' -> '.join(shares)}" if shares else ""
 
 
-def _not_compared(summary: dict[str, Any]) -> str:
+def _not_compared(summary: Mapping[str, Any]) -> str:
     """Return a line on steps that learned without a comparison of engine and learner; nothing without any."""
     missed = summary["steps_not_compared"]
     if not missed:

@@ -253,8 +253,11 @@ class RunReporter:
         self._aggregation_described = True
         self.progress.phase(
             f"step {self.record.step + 1}: learner",
-            lambda: f"{done[0]}/{done[1] or '?'} micro-batches{rollout_status()}",
+            lambda: f"{micro_batches()}{rollout_status()}",
         )
+
+        def micro_batches() -> str:
+            return f"{done[0]}/{done[1]} micro-batches" if done[1] else "before the first micro-batch"
 
         def tick(*counts: int) -> None:
             done[:] = counts
