@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
@@ -117,7 +118,8 @@ def init(folder: Annotated[Path, typer.Argument(help="A new or empty folder.")])
 
     for file in write_task(folder.expanduser()):
         print(file)
-    print(f"next: cd {folder} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md says more)")
+    place = shlex.quote(str(folder))
+    print(f"next: cd {place} && jax-agent-rl fetch-model && jax-agent-rl train config.yaml (README.md says more)")
 
 
 @command(

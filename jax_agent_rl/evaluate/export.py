@@ -36,7 +36,7 @@ from jax_agent_rl.observe.run_dir import Record, trajectory_record
 from jax_agent_rl.types import FinishReason, Fork, Group, StopReason, TokenOutput, ToolCallRecord, Trajectory, Turn
 from jax_agent_rl.utils.bounded_json import read_json_object
 from jax_agent_rl.utils.files import replacing, write_atomically, writing
-from jax_agent_rl.validation import as_score
+from jax_agent_rl.validation import as_score, shown
 
 if TYPE_CHECKING:
     import pyarrow
@@ -345,6 +345,8 @@ class TableRecords:
     def _restoring(self) -> Iterator[None]:
         try:
             yield
+        except KeyError as error:
+            raise self.unreadable(f"a row has no {shown(error.args[0])}") from None
         except (DataError, OSError, LookupError, TypeError, ValueError) as error:
             raise self.unreadable(error) from None
 

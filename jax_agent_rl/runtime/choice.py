@@ -100,7 +100,11 @@ def run_config(run: Path) -> Config:
     """
     if command := recorded_tree(run).get("command"):
         raise ConfigError(f"{run} is a run of {command}, which has no agents; give a YAML configuration, too")
-    return load(run / "config.json")
+    file = run / "config.json"
+    try:
+        return load(file)
+    except ConfigError as error:
+        raise ConfigError([f"{file}: {problem}" for problem in error.problems]) from None
 
 
 def recorded_tree(run: Path) -> dict[str, Any]:
@@ -136,5 +140,6 @@ def saved_step(run: Path, step: int | None) -> int:
     """
     steps = complete_steps(checkpoint_folder(run, recorded_tree(run)))
     if not steps or step not in (None, *steps):
-        raise CheckpointError(f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; there are {steps}")
+        existing = f"there are {steps}" if steps else "it has none at all"
+        raise CheckpointError(f"no checkpoint{'' if step is None else f' of step {step}'} in {run}; {existing}")
     return steps[-1] if step is None else step

@@ -228,3 +228,13 @@ def test_a_mistake_of_the_code_keeps_its_traceback():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "made-before")
 
     assert isinstance(CliRunner().invoke(commands, []).exception, FileNotFoundError)
+
+
+def test_a_damaged_configuration_of_a_run_is_named_with_its_file(folder: Path):
+    run = folder / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["eval", "--run", "run"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.problems
+    assert all(problem.startswith("run/config.json: ") for problem in result.exception.problems)

@@ -218,3 +218,10 @@ def test_every_record_has_just_the_columns():
 def test_an_ending_that_means_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"FILE\.parquet, FILE\.jsonl, or a FOLDER"):
         Target.from_path(Path("out.csv"))
+
+
+def test_a_table_of_something_else_is_told_by_the_column_it_lacks(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a question"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl cannot be read as a table .*: a row has no 'row'"):
+        list(read_table(file).trajectories)
