@@ -189,7 +189,7 @@ def _train(
         check_training(settings)
     from jax_agent_rl.runtime import use_compilation_cache
     from jax_agent_rl.runtime.build import follow_run
-    from jax_agent_rl.runtime.multihost import initialize
+    from jax_agent_rl.runtime.multihost import initialize, stopping_others_on_failure
     from jax_agent_rl.runtime.policy import with_resolved_model
     from jax_agent_rl.runtime.train import train as run
 
@@ -197,14 +197,12 @@ def _train(
     if initialize(settings.learner.multihost):  # process 0 leads
         follow_run(settings)
         return
-    if joins_processes(settings):
-        check_training(settings)
+    with stopping_others_on_failure():
+        if joins_processes(settings):
+            check_training(settings)
+        settings = with_resolved_model(settings)
     how = "if_any" if auto_resume else resume
-    _run_trainer(
-        lambda **options: run(
-            with_resolved_model(settings), resume=how, from_step=step, accept_changes=accepted, **options
-        )
-    )
+    _run_trainer(lambda **options: run(settings, resume=how, from_step=step, accept_changes=accepted, **options))
 
 
 def _accepted_changes(options: list[str] | None, resume: bool) -> list[str]:

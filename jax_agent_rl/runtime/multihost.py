@@ -284,6 +284,17 @@ def leading() -> Iterator[ControlChannel | None]:
         channel.stop()
 
 
+@contextlib.contextmanager
+def stopping_others_on_failure() -> Iterator[None]:
+    """Process 0, before ``leading``: stop the others if this fails. They wait for its first command without a limit."""
+    try:
+        yield
+    except BaseException:
+        if jax.process_count() > 1:
+            ControlChannel().stop()
+        raise
+
+
 # --- the others ---------------------------------------------------------------------------------------------------
 
 
