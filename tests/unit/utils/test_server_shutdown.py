@@ -139,7 +139,8 @@ async def test_a_paused_rollout_server_with_waiting_requests_ends():
 def test_every_command_that_serves_ends_this_way():
     """What runs a server's loop elsewhere would not hear a second signal."""
     runs = (
-        ("jax_agent_rl/cli/serve.py", "run_server(run(load_tree"),
+        ("jax_agent_rl/cli/serve.py", "run_server(run(settings"),
+        ("jax_agent_rl/cli/serve.py", "run_server(run(chosen"),
         ("jax_agent_rl/cli/serve.py", "run_server(serving("),
         ("jax_agent_rl/testing/chaos/engine.py", "run_server(serve("),
     )
