@@ -26,8 +26,8 @@ def plan(file: Path, topology: str, *arguments: str) -> subprocess.CompletedProc
 def test_a_small_run_is_compiled_for_a_slice_and_fits(topology, tmp_path):
     done = plan(recipe(tmp_path), topology, "--json", "--plot", str(tmp_path / "memory.png"))
     assert done.returncode == 0, done.stderr
-    assert "It fits" in done.stdout and done.stderr == ""
-    made = json.loads(done.stdout.splitlines()[-1])
+    assert "It fits" in done.stderr
+    made = json.loads(done.stdout)
     assert made["fits"] and made["chips"] == 4
     programs = {program["name"]: program for program in made["programs"]}
     gradient, decode = programs["policy gradient"], programs["decode 4 slots of 128"]
@@ -48,7 +48,7 @@ def test_engines_on_all_chips_of_one_host_of_several_are_compiled(tmp_path):
     """The chips of the first host are 0, 1, 4 and 5, which libtpu does not take for a program of four chips."""
     done = plan(recipe(tmp_path), "v5e:4x4", "learner.mesh.fsdp=8", "rollout.jetstream.mesh.tensor=4", "--json")
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout.splitlines()[-1])
+    made = json.loads(done.stdout)
     assert [mesh["tensor"] for mesh in made["meshes"]["engines"]] == [4] * 4
     (decode,) = [program for program in made["programs"] if program["name"].startswith("decode")]
     assert set(decode["exchanged"]) == {"tensor"}
@@ -60,7 +60,7 @@ def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
     critic = ["algorithm.adv_estimator=gae", "algorithm.kl.where=loss"]
     done = plan(recipe(tmp_path), "2*v5e:2x2", "learner.mesh.data=2", "--json", *critic)
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout.splitlines()[-1])
+    made = json.loads(done.stdout)
     assert len(made["meshes"]["engines"]) == 2, "both hosts sample"
     programs = {program["name"]: program for program in made["programs"]}
     assert {"critic gradient", "critic update", "values", "score"} < programs.keys()
@@ -73,17 +73,17 @@ def test_copies_on_several_slices_exchange_gradients_between_them(tmp_path):
 def test_a_search_compiles_layouts_and_plans_the_best_of_those_that_fit(tmp_path):
     done = plan(recipe(tmp_path), "v5e:2x2", "--search", "--budget", "1", "--json", "learner.remat=full")
     assert done.returncode == 0, done.stderr
-    (layout,) = [line for line in done.stdout.splitlines() if line.startswith("layout: ")]
-    made = json.loads(done.stdout.splitlines()[-1])
+    (layout,) = [line for line in done.stderr.splitlines() if line.startswith("layout: ")]
+    made = json.loads(done.stdout)
     (tried,) = made["searched"]
     assert tried["fits"] and layout == f"layout: {' '.join(tried['overrides'])}"
-    assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stdout
+    assert f"the first, as overrides: {' '.join(tried['overrides'])}" in done.stderr
     assert (made["fits"], made["step"]["seconds"]) == (True, tried["seconds"])
     meshes = {"learner.mesh": made["meshes"]["learner"], "rollout.jetstream.mesh": made["meshes"]["engines"][0]}
     chosen = {f"{key}.{axis}={size}" for key, mesh in meshes.items() for axis, size in mesh.items()}
     changed = {change for change in tried["overrides"] if ".mesh." in change}
     assert changed and changed <= chosen, (changed, chosen)
-    assert done.stdout.count("It fits") == 1, "the report of the best only"
+    assert done.stderr.count("It fits") == 1, "the report of the best only"
 
 
 def test_a_compiler_that_ends_its_process_is_a_message_and_leaves_nothing_behind(tmp_path):
@@ -115,12 +115,12 @@ def test_what_does_not_fit_is_said_with_the_key_to_change(tmp_path):
     external = "rollout.jetstream.engine_factory=pkg.module:make"
     done = plan(recipe(tmp_path), "v5e:2x2", "rollout.jetstream.kv_cache_tokens=40000000", external, "--json")
     assert done.returncode == 1, done.stderr
-    assert f"{external}: planned as if it were the built-in engine" in done.stdout
-    advised = [line for line in done.stdout.splitlines() if " not fit: " in line]
+    assert f"{external}: planned as if it were the built-in engine" in done.stderr
+    advised = [line for line in done.stderr.splitlines() if " not fit: " in line]
     (line,) = [line for line in advised if "decode 8 slots of 128" in line]
     assert "write to the cache" in line and "rollout.jetstream.kv_cache_tokens=20000000" in line
     assert len({line.partition("; try ")[2] for line in advised}) == len(advised), "the same is not said twice"
-    made = json.loads(done.stdout.splitlines()[-1])
+    made = json.loads(done.stdout)
     assert not made["fits"]
 
 
