@@ -249,7 +249,7 @@ class RolloutCollector:
                     await slot.enter_async_context(self._slots.take(urgency=len(group.waves)))
                 self.accounting.start(trajectory_id)
                 group.started.add(trajectory_id)
-                record.running[number] = lambda: self._progress(group.row, trajectory_id) or record.begun.get(number)
+                record.running[number] = lambda: self._progress(group.row, trajectory_id) or record.partial.get(number)
                 result = await deadlines.limit(self._run_or_reason(group, trajectory_id, number, start))
             if run:
                 run.set(**trace_fields(result))
@@ -370,7 +370,7 @@ class RolloutCollector:
         self, group: OpenGroup, trajectory_id: str, number: int, sampling: SamplingParams
     ) -> Sequence[Trajectory]:
         """Run a trajectory on from where an earlier process left it; nothing if that cannot be done."""
-        row, prefix = group.row, group.record.begun.get(number)
+        row, prefix = group.row, group.record.partial.get(number)
         loop = self._agents.for_row(row)
         if prefix is None or not loop.can_resume(row):
             return ()
@@ -383,7 +383,7 @@ class RolloutCollector:
                 "starts again, as it cannot be continued",
                 f"{trajectory_id} starts again, as it cannot be continued: {error}",
             )
-            del group.record.begun[number]
+            del group.record.partial[number]
             return ()
 
     async def _play(

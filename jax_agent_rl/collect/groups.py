@@ -32,7 +32,8 @@ from jax_agent_rl.collect.buffer import RolloutBuffer, Ticket
 from jax_agent_rl.collect.strategies import Outcome
 from jax_agent_rl.types import DropReason, Group, SamplingParams, Trajectory
 
-_PREFIX, _TRAJECTORY = TypeAdapter(Prefix), TypeAdapter(Trajectory)
+_PREFIX = TypeAdapter(Prefix)
+_TRAJECTORY = TypeAdapter(Trajectory)
 
 
 @dataclass(kw_only=True)
@@ -41,33 +42,51 @@ class GroupRecord:
 
     Attributes:
         ended: scored trajectories, and why others were dropped.
-        begun: what an earlier process had sampled of others.
-        running: for those that run, returns what they have sampled; None: they have to start again.
+        partial: what an earlier process had sampled of members that had not ended.
+        running: returns what a running member has sampled; None if it has to start again.
     """
 
     ended: dict[int, Trajectory | DropReason] = field(default_factory=dict)
-    begun: dict[int, Prefix] = field(default_factory=dict)
+    partial: dict[int, Prefix] = field(default_factory=dict)
     running: dict[int, Callable[[], Prefix | None]] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
-        progress = {number: prefix for number, now in self.running.items() if (prefix := now()) is not None}
-        ended = {n: t for n, t in self.ended.items() if isinstance(t, Trajectory) and _is_plain(t)}
-        dropped = {n: str(reason) for n, reason in self.ended.items() if isinstance(reason, DropReason)}
-        begun = {number: prefix for number, prefix in self.begun.items() if number not in self.running} | progress
-        return {
-            "ended": {str(n): _TRAJECTORY.dump_python(replace(t, row={}), mode="json") for n, t in ended.items()},
-            "begun": {str(n): _PREFIX.dump_python(prefix, mode="json") for n, prefix in begun.items()},
-            "dropped": {str(n): reason for n, reason in dropped.items()},
-        }
+        ended: dict[str, Any] = {}
+        dropped: dict[str, str] = {}
+        for number, result in self.ended.items():
+            if isinstance(result, DropReason):
+                dropped[str(number)] = str(result)
+            elif _is_plain(result):
+                # The data cursor finds the row again.
+                without_row = replace(result, row={})
+                ended[str(number)] = _TRAJECTORY.dump_python(without_row, mode="json")
+
+        prefixes: dict[int, Prefix] = {}
+        for number, prefix in self.partial.items():
+            if number not in self.running:
+                prefixes[number] = prefix
+        for number, progress in self.running.items():
+            prefix = progress()
+            if prefix is not None:
+                prefixes[number] = prefix
+
+        partial: dict[str, Any] = {}
+        for number, prefix in prefixes.items():
+            partial[str(number)] = _PREFIX.dump_python(prefix, mode="json", by_alias=True)
+        return {"ended": ended, "begun": partial, "dropped": dropped}
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> GroupRecord:
         """Return the record with this :meth:`state`."""
-        ended = {int(number): _TRAJECTORY.validate_python(member) for number, member in state["ended"].items()}
-        dropped = {int(number): DropReason(reason) for number, reason in state["dropped"].items()}
-        begun = {int(number): _PREFIX.validate_python(prefix) for number, prefix in state["begun"].items()}
-        return cls(ended=ended | dropped, begun=begun)
+        record = cls()
+        for number, trajectory in state["ended"].items():
+            record.ended[int(number)] = _TRAJECTORY.validate_python(trajectory)
+        for number, reason in state["dropped"].items():
+            record.ended[int(number)] = DropReason(reason)
+        for number, prefix in state["begun"].items():
+            record.partial[int(number)] = _PREFIX.validate_python(prefix)
+        return record
 
 
 def continued(state: Mapping[str, Any]) -> list[int]:

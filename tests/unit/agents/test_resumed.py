@@ -52,7 +52,7 @@ class Streaming(BatchingEngine):
 
 def through_a_checkpoint(prefix: Prefix | None) -> Prefix:
     record = GroupRecord(running={3: lambda: prefix})
-    return GroupRecord.restore(json.loads(json.dumps(record.state()))).begun[3]
+    return GroupRecord.restore(json.loads(json.dumps(record.state()))).partial[3]
 
 
 async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
@@ -145,7 +145,7 @@ async def test_a_turn_that_was_not_answered_is_answered_and_not_sampled_again(se
         prompt_ids=prefix.prompt_ids,
         prompt_media={},
         turns=prefix.turns[:1],
-        begun=prefix.turns[1].output,
+        partial_turn=prefix.turns[1].output,
         messages=prefix.messages_before(1),
     )
     again = with_tools(server)
