@@ -298,7 +298,7 @@ class Episode:
         """Insert messages and the next generation prompt after the last turn.
 
         ``media`` holds the images and videos of the messages by kind, in order. A message that shows
-        some lists their kinds under its key ``media``, e.g. ``["image"]``.
+        some lists their kinds under its key ``media`` (:func:`media_kinds`), e.g. ``["image"]``.
 
         Returns:
             False, and nothing is inserted, if that would leave no room for a sampled id.
@@ -516,3 +516,11 @@ def spoken_messages(
             content = answer_of(message["content"]).strip()
         spoken[position] = {**message, "content": content}
     return spoken
+
+
+def media_kinds(media: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the kind of each image and video, as a message lists them under ``media``."""
+    kinds = []
+    for kind, items in media.items():
+        kinds += [kind] * len(items)
+    return kinds
