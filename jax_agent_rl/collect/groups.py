@@ -1,9 +1,10 @@
 """Groups while their trajectories run: members, time limits, what a checkpoint holds, and the stream to the learner.
 
-A resumed run continues its trajectories instead of starting again: otherwise a kill would cost the long ones more often
-than the short ones, and the rest would be biased. Members that have ended are kept whole, running ones up to their
-newest id, as far as agent and engine allow (:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`,
-:meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others start again under the same id, so with the same seed.
+A resumed run continues its trajectories instead of starting again: otherwise a kill would cost long trajectories more
+often than short ones, and what is trained on would be biased. A checkpoint holds the members that have ended, and
+running ones up to their newest id, as far as agent and engine allow
+(:meth:`~jax_agent_rl.agents.loop.AgentLoop.can_resume`, :meth:`~jax_agent_rl.agents.episode.Episode.progress`). Others
+start again under the same id, so with the same seed.
 
 Time limits, on the event loop's clock, decide when a group is complete::
 
@@ -91,15 +92,16 @@ class GroupRecord:
 
 def continued(state: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the members that a resumed run continues from a :meth:`GroupRecord.state`."""
-    return [int(number) for number in (*state["ended"], *state["begun"])]
+    return [int(number) for number in [*state["ended"], *state["begun"]]]
 
 
 def _is_plain(trajectory: Trajectory) -> bool:
     """Return whether JSON can hold a trajectory, and it is its episode's only one."""
-    outputs = [turn.output for turn in trajectory.turns]
-    media = trajectory.multi_modal or any(call.media for call in trajectory.tool_calls)
-    routed = any(output.routed_experts for output in outputs)
-    return trajectory.role is None and not media and not routed and not trajectory.segments
+    if trajectory.role is not None or trajectory.segments:
+        return False
+    if trajectory.multi_modal or any(call.media for call in trajectory.tool_calls):
+        return False
+    return not any(turn.output.routed_experts for turn in trajectory.turns)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +113,7 @@ class OpenGroup:
         seed_parts: what its randomness derives from: the run's seed, label, step and index.
         record: what its members have sampled.
         waves: the outcomes so far.
-        started: ids of the trajectories begun.
+        started: ids of the trajectories that were started.
         dropped: members lost, by reason.
         frozen: trajectories of roles that are not trained.
     """
@@ -129,12 +131,17 @@ class OpenGroup:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        return [outcome for wave in self.waves for outcome in wave]
+        outcomes = []
+        for wave in self.waves:
+            outcomes += wave
+        return outcomes
 
     def survivor(self, trajectory_id: str) -> Trajectory:
         """Return a surviving member."""
-        found = (o.trajectory for o in self.outcomes if o.trajectory_id == trajectory_id and o.trajectory)
-        return next(found)
+        for outcome in self.outcomes:
+            if outcome.trajectory_id == trajectory_id and outcome.trajectory is not None:
+                return outcome.trajectory
+        raise KeyError(trajectory_id)
 
 
 def trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
@@ -142,14 +149,17 @@ def trace_fields(result: Sequence[Trajectory] | DropReason) -> dict[str, Any]:
     if isinstance(result, DropReason):
         return {"dropped": str(result)}
     first = result[0]
-    return {
+    fields: dict[str, Any] = {
         "agent_name": first.agent_name,
         "finish_reason": str(first.finish_reason),
         "reward": first.reward,
         "turns": first.num_turns,
-        "sampled_tokens": sum(t.num_sampled for t in result),
+        "sampled_tokens": sum(trajectory.num_sampled for trajectory in result),
         "messages": [{"role": m["role"], "content": m.get("content")} for m in first.messages],
-    } | ({"rewards": {str(t.role): t.reward for t in result}} if first.role else {})
+    }
+    if first.role:
+        fields["rewards"] = {str(trajectory.role): trajectory.reward for trajectory in result}
+    return fields
 
 
 T = TypeVar("T")
@@ -187,7 +197,8 @@ class GroupDeadlines:
         self._survived = 0
         self._running: set[asyncio.Timeout] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._overdue = self._cut = False
+        self._overdue = False  # group_timeout is over
+        self._cut = False  # the stragglers were stopped
 
     async def limit(self, run: Coroutine[Any, Any, T | DropReason]) -> T | DropReason:
         """Run one member, which returns a reason if it is lost, and return its result or why it was stopped."""
@@ -203,13 +214,15 @@ class GroupDeadlines:
             return DropReason.STRAGGLER if self._cut else DropReason.TRAJECTORY_TIMEOUT
         finally:
             self._running.discard(deadline)
-        self._survived += not isinstance(result, DropReason)
+        if not isinstance(result, DropReason):
+            self._survived += 1
         self._cut_stragglers()
         return result
 
     def recall(self, *, survived: bool) -> None:
         """Count a member that had ended before the run was resumed."""
-        self._survived += survived
+        if survived:
+            self._survived += 1
         self._start()
 
     def close(self) -> None:
@@ -236,12 +249,17 @@ class GroupDeadlines:
         self._cut_stragglers()
 
     def _cut_stragglers(self) -> None:
-        least = self._limits.min_group_size
-        if self._cut or not self._overdue or least is None or self._survived < least:
+        """Stop what still runs, once the group is overdue and enough members have survived."""
+        min_group_size = self._limits.min_group_size
+        if self._cut or not self._overdue or min_group_size is None:
+            return
+        if self._survived < min_group_size:
             return
         self._cut = True
-        for deadline in (d for d in self._running if not d.expired()):
-            deadline.reschedule(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        for deadline in self._running:
+            if not deadline.expired():
+                deadline.reschedule(now)
 
 
 @dataclass(kw_only=True)
@@ -284,7 +302,9 @@ class GroupStream:
 
     def __init__(self, buffer: RolloutBuffer, *, draw: Draw, grow: Grow, drop: Drop) -> None:
         self.buffer = buffer
-        self._draw, self._grow, self._drop = draw, grow, drop
+        self._draw = draw
+        self._grow = grow
+        self._drop = drop
         self._wanted = 0
         self._closed = False
         self._growing: dict[int, _Growing] = {}
@@ -351,12 +371,17 @@ class GroupStream:
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     def _fill(self) -> None:
+        """Start groups as far as they are wanted and there is room."""
         buffer = self.buffer
-        limit = self._wanted + buffer.oversample if self._wanted and not self._closed else 0
+        limit = 0
+        if self._wanted and not self._closed:
+            limit = self._wanted + buffer.oversample
         while buffer.room and buffer.running + buffer.ready < limit:
             number, row = self._draw()
-            growing = self._growing[number] = _Growing()
-            growing.task = asyncio.create_task(self._run(buffer.admit(number), row, growing), name=f"group-{number}")
+            growing = _Growing()
+            self._growing[number] = growing
+            run = self._run(buffer.admit(number), row, growing)
+            growing.task = asyncio.create_task(run, name=f"group-{number}")
         self._notify()
 
     async def _run(self, ticket: Ticket, row: Any, growing: _Growing) -> None:
@@ -367,6 +392,7 @@ class GroupStream:
             self._growing.pop(ticket.number, None)
             self._notify()
             return
+
         if self._growing.pop(ticket.number, None) is not growing:
             self._drop(group, growing.reason)  # it completed at the moment it was stopped
         elif not self.buffer.complete(ticket.number, group):
