@@ -100,7 +100,7 @@ class EnvironmentResponder(Responder):
 
 @register_agent("environment_agent")
 class EnvironmentAgent(TurnLoopAgent):
-    """Multi-turn in the environment named by ``extra_info.environment_kwargs``.
+    """Multi-turn in the environment that ``extra_info.environment_kwargs`` names.
 
     Observations are shortened as tool results are (``agent.max_tool_response_length``), and count as user turns.
     """

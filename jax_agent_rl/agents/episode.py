@@ -93,7 +93,9 @@ class Episode:
         self._trajectory_id = trajectory_id
         self._group_id = group_id
         self._sampling = sampling
-        self._schemas = (*list_schemas(tools), *tool_schemas) if context.limits.tool_prompt == "template" else ()
+        self._schemas: tuple[Mapping[str, Any], ...] = ()
+        if context.limits.tool_prompt == "template":
+            self._schemas = (*list_schemas(tools), *tool_schemas)
         self._metrics: dict[str, float] = {key: 0.0 for key in _METRICS}
         self.prefix = prefix
         self._partial_turn: TokenOutput | None = None  # the inherited part of the next turn
@@ -151,11 +153,11 @@ class Episode:
 
         Args:
             session_ends: whether this is the last turn, after which the engine need not keep the context's KV.
-            stop: strings that end the turn, besides those of the sampling parameters.
-            stop_token_ids: ids that end the turn, likewise.
+            stop: strings that end the turn, besides ``sampling.stop``.
+            stop_token_ids: ids that end the turn, besides ``sampling.stop_token_ids``.
             action_stops: strings that end the turn unless they are inside a think block.
             max_tokens: maximum ids of this turn, besides the budgets.
-            grammar: what the turn must be, instead of the sampling parameters' own.
+            grammar: what the turn must match, instead of ``sampling.grammar``.
 
         Raises:
             TokenDriftError: the engine conditioned on other ids than ours.
@@ -280,7 +282,7 @@ class Episode:
     def outside_thinking(self, output: TokenOutput) -> str:
         """Return the text of the turn last sampled, special tokens included, with its think blocks blanked.
 
-        Positions are those of the whole text. The context may have opened a block, in which the turn then begins.
+        Blanks keep the positions of the text. If the context opened a block, the turn begins inside it.
         """
         text = self.codec.decode(output.token_ids, skip_special_tokens=False)
         return outside_thinking(text, thinking=self._begins_thinking)
@@ -325,7 +327,6 @@ class Episode:
         """Insert ids unchanged after the last turn; they may replace its stop token.
 
         Args:
-            ids: continue the context.
             messages: the same content for people and reward functions.
             media: as in :meth:`append`.
             learn: whether the ids carry loss.

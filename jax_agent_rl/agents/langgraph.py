@@ -69,7 +69,7 @@ class ChatModel(BaseChatModel):
     Attributes:
         recorder: the session. Models of one trajectory may share it.
         sampling: how the policy samples. A call may lower ``max_tokens`` and give ``stop``; nothing else.
-        max_tokens: cap of every call, besides that of ``sampling``.
+        max_tokens: cap of every call, besides ``sampling.max_tokens``.
         stop: stop strings of every call.
         loop: the engine's event loop; default the running one.
     """
@@ -362,7 +362,7 @@ _CALL_ID: ContextVar[str | None] = ContextVar("tool_call_id", default=None)
 
 
 class TrajectoryTool(LangChainTool):
-    """One tool of one trajectory: limits, timeouts, truncation and rewards are those of the tool agent.
+    """One tool of one trajectory, with the limits, timeouts, truncation and rewards of the tool agent.
 
     Attributes:
         session: where it runs.

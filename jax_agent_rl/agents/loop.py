@@ -56,8 +56,8 @@ class AgentLoop(ABC):
                 ``extra_info`` (``tools_kwargs``, ``tool_selection``, …).
             trajectory_id: unique within the run; also the session id of its requests.
             group_id: shared by the trajectories of one prompt.
-            sampling: ``max_tokens`` caps each turn, besides the budgets; ``seed`` is that of the trajectory, every
-                turn derives its own from it.
+            sampling: ``max_tokens`` caps each turn, besides the budgets. Every turn derives its own seed from
+                ``seed``.
 
         Raises:
             TrajectoryError: this trajectory is lost, for the reason in ``drop_reason``.
@@ -174,7 +174,7 @@ class AgentLoop(ABC):
 
 
 def role_id(trajectory_id: str, role: str) -> str:
-    """Return the id of a role's trajectory, from that of the episode."""
+    """Return the id of a role's trajectory in the episode with this id."""
     return f"{trajectory_id}/{role}"
 
 

@@ -1,8 +1,8 @@
 """Token-exact sessions for agents that speak in messages: every framework's request becomes ids that are on record.
 
 A framework sends its whole conversation each time. The recorder finds the turn it continues and appends to that turn's
-*ids*; text that the model wrote is never tokenized again. Of several samples of the same text it is the one whose
-reasoning and call ids come back, else the last one::
+*ids*; text that the model wrote is never tokenized again. If several samples have the same text, the request continues
+the one whose reasoning and call ids come back, or else the last one::
 
     request 1   [system, user]                                  no turn on record: rendered       root A
     request 2   [system, user, assistant A, tool]               extends A: A's ids + the tool's   A ─► B
@@ -15,13 +15,13 @@ reasoning and call ids come back, else the last one::
                    └─► E                       [A E]    mask 1 on E; X is context, as the tool's result is
                 D                              [D]      mask 1 on D
 
-So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the calls whose
-later assistant messages were not (``spliced_calls``) and those of which nothing was (``unmatched_calls``); their
-``RecordedTurn.note`` says at which message, as does that of every other call that begins a context.
+So a request continues the longest beginning of its conversation that is on record. ``metrics`` count the requests whose
+later assistant messages were not on record (``spliced_calls``), and requests without any recorded beginning
+(``unmatched_calls``). ``RecordedTurn.note`` says at which message a request left the record.
 
-The last turn's path is the trajectory; other paths become its ``segments``, samples of the same context (best of n, a
-retry) among them: what was sampled is trained on. ``lost_requests`` counts requests of which nothing is on record,
-because they failed or their client left.
+The last turn's path is the trajectory. Other paths become its ``segments``, samples of the same context (best of n, a
+retry) included: what was sampled is trained on. ``lost_requests`` counts requests without a turn on record, because
+they failed or their client left.
 """
 
 from __future__ import annotations

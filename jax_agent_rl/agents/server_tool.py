@@ -288,7 +288,7 @@ class ServerResponder(Responder):
 
 @register_agent("server_tool_agent")
 class ServerToolAgent(TurnLoopAgent):
-    """The settings are those of :class:`~jax_agent_rl.config.ServerToolConfig`.
+    """Runs the loop of this module, with the settings of :class:`~jax_agent_rl.config.ServerToolConfig`.
 
     Raises:
         ConfigError: no tool server is configured, or no turn would ever call it.

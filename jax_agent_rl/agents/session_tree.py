@@ -84,7 +84,6 @@ class RecordedTurn(TurnRequest):
 
     Attributes:
         number: order of completion in the session.
-        output: the generation.
         context_ids: everything up to and including the sampled ids.
         reply: what the framework was given.
         text: the sampled ids as text.
@@ -180,7 +179,7 @@ def to_trajectory(
 
 
 def paths_to_train(turns: Sequence[RecordedTurn]) -> list[list[RecordedTurn]]:
-    """Return the paths from roots to leaves, that of the last turn first; every turn is on one of them."""
+    """Return the paths from roots to leaves, the last turn's path first; every turn is on one of them."""
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn not in parents]
     last_turn = max(leaves, key=lambda turn: turn.number)

@@ -9,7 +9,7 @@
 
 The result continues the assistant's text, inside markers of its own, with mask 0. Markers in a think block are text.
 
-A retrieval server's API is that of Search-R1's; a passage may also be plain text or ``{contents}``::
+A retrieval server has the API of Search-R1's; a passage may also be plain text or ``{contents}``::
 
     {queries, topk, return_scores}  ──►  {result: [[{document: {contents}, score}]]}
 """

@@ -148,7 +148,7 @@ class ToolResponder(Responder):
     async def _run_calls(self, reply: Reply, text: str) -> list[ToolCallRecord]:
         """Run the calls of one turn concurrently; those over the limit and malformed ones get an error.
 
-        ``text`` is that of the whole turn.
+        ``text`` is the text of the whole turn.
 
         Returns:
             A record of each call, in the order in which the model wrote them.
@@ -176,7 +176,7 @@ class ToolResponder(Responder):
 
 @register_agent("tool_agent")
 class ToolAgent(TurnLoopAgent):
-    """Multi-turn with tools; the limits are those of :class:`~jax_agent_rl.config.AgentConfig`."""
+    """Multi-turn with tools, within the limits of :class:`~jax_agent_rl.config.AgentConfig`."""
 
     describes_tools = True
 

@@ -147,7 +147,7 @@ class LostBatchGuard:
         lost_batches: initial count, of a resumed run.
 
     Attributes:
-        lost_batches: batches in a row of which no trajectory survived.
+        lost_batches: batches in a row without a surviving trajectory.
     """
 
     def __init__(self, max_failed_batches: int, lost_batches: int = 0):

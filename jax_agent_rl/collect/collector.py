@@ -219,8 +219,10 @@ class RolloutCollector:
         branches = 0
         topped_up = 0
         for outcome in group.outcomes:
-            branches += outcome.start.fork is not None
-            topped_up += outcome.start.topped_up
+            if outcome.start.fork is not None:
+                branches += 1
+            if outcome.start.topped_up:
+                topped_up += 1
             for trajectory in outcome.trajectories:
                 if trajectory.trajectory_id not in selected_ids:
                     surplus.append(trajectory.trajectory_id)

@@ -293,7 +293,6 @@ class GroupStream:
     ``take`` and ``idle`` raises it. Use it from one event loop.
 
     Args:
-        buffer: decides what may start and what may leave.
         draw: returns the next group's number and row.
         grow: runs the group of a ticket and a row. If cancelled, it drops what it had started with the reason that its
             third argument returns.

@@ -135,9 +135,9 @@ class ProtectedPaths(BaseModel):
 
     Attributes:
         python: path of ``python3``.
-        version: its version.
+        version: major and minor version of that Python.
         commands: folders of ``PATH``.
-        names: commands in them.
+        names: names of the commands in these folders.
         libraries: folders of libraries and of Python's modules.
         folders: all folders in ``libraries``.
         targets: where links among the commands and libraries lead, if that is elsewhere.

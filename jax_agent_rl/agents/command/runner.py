@@ -68,11 +68,7 @@ _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "PYTHONPATH
 
 
 class Relay:
-    """Connects clients of one socket to another one.
-
-    Args:
-        connect: opens a connection to the other one.
-    """
+    """Forwards the clients of one socket to another socket; ``connect`` opens a connection to it."""
 
     def __init__(self, connect):
         self._connect = connect
@@ -256,9 +252,8 @@ class Packer:
     """The working folder as a tree.
 
     Args:
-        place: absolute path by which the program knew it.
-        max_bytes: of all files, names and entries together.
-        max_entries: number of entries.
+        place: absolute path by which the program knew the folder.
+        max_bytes: maximum size of all files, names and entries together.
     """
 
     def __init__(self, place, max_bytes, max_entries):
@@ -356,8 +351,8 @@ def is_inner_link(name, target, place):
     """Return whether a link leads to a path below the folder, whatever other such links it passes.
 
     Args:
-        name: of the link below the folder, where all parents are folders.
-        target: what it holds.
+        name: path of the link below the folder; all its parents are folders, not links.
+        target: the path in the link.
         place: absolute path of the folder.
     """
     if target.startswith("/"):

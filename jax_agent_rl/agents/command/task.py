@@ -5,7 +5,7 @@ A row's ``extra_info`` names a task folder (``task``) in Harbor's format::
     task.toml          [agent] timeout_sec, [verifier] timeout_sec
     instruction.md     what the agent is asked to do
     environment/       files of the working folder; in the sandbox, a Dockerfile that only copies them
-    tests/test.sh      decides: writes /logs/verifier/reward.txt, else its exit status
+    tests/test.sh      decides: writes /logs/verifier/reward.txt; otherwise its exit status counts
 
 or holds the parts itself: ``files`` and ``tests`` (name -> text), ``verifier`` (command line of the tests).
 """

@@ -64,10 +64,9 @@ class Entry:
     ``Entry(kind="file", name="src/main.py", data=b"print(1)")`` is a file of 8 bytes.
 
     Attributes:
-        kind: what it is.
         name: relative path, without ``..``.
         mode: permissions; none that change a user or a group.
-        target: what a link holds.
+        target: the path in a link.
     """
 
     kind: Literal["folder", "file", "link"]
@@ -147,15 +146,15 @@ class JobResult:
     """Result of the runner.
 
     Attributes:
-        exit_code: of the command; None: it did not end in time, or the runner did not.
-        stopped: what ended the runner before its result.
-        stdout, stderr: their ends.
+        exit_code: exit status of the command; None: it did not end in time, or the runner did not.
+        stopped: what ended the runner before it printed a result.
+        stdout, stderr: the last characters of each.
         file: text of the file that was asked for; None: there is none.
-        file_problem: what is wrong with it.
+        file_problem: why that file cannot be read.
         workspace: the working folder; None: it was not asked for, or there is a problem.
-        pack_problem: why there is none.
-        left_out: how many things are not in ``workspace``: devices, links that lead elsewhere.
-        left_out_names: some of them.
+        pack_problem: why there is no working folder.
+        left_out: number of entries that ``workspace`` does not hold: devices, links that lead elsewhere.
+        left_out_names: names of some of these entries.
     """
 
     exit_code: int | None = None
@@ -206,7 +205,7 @@ def read_result(
         return JobResult(stopped=f"the runner's result has {len(line)} characters, more than {MAX_HEADER_BYTES}")
     try:
         header = _Header.model_validate(json.loads(line))
-    except (ValueError, RecursionError) as error:  # pydantic's error is one, too
+    except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
         return JobResult(stopped=f"the runner's result cannot be read: {str(error)[:500]}")
 
     workspace = None

@@ -7,7 +7,7 @@
     POST   [/sessions/<id>]/v1/completions
     POST   [/sessions/<id>]/v1/responses              OpenAI's Responses API
     POST   [/sessions/<id>]/v1/messages               Anthropic's Messages API, and …/messages/count_tokens
-    GET    /sessions             those of the request's key
+    GET    /sessions             the sessions of the request's key
     GET    /sessions/<id>        what was recorded, ids and all
     DELETE /sessions/<id>        ends it
     GET    /health
@@ -64,7 +64,7 @@ PING_SECONDS = 15.0
 
 
 class Endpoint:
-    """The endpoint on one event loop, that of the engine's client.
+    """The endpoint; it runs on the event loop of the engine's client.
 
     Args:
         model: the name under ``/v1/models``. Sessions take any name in ``model``, as agents have theirs written down.

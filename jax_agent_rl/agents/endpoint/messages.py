@@ -351,7 +351,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _parts(content: Any) -> str | list[dict[str, Any]]:
-    """Return content as that of a chat message."""
+    """Return content as a chat message holds it."""
     if isinstance(content, str):
         return content
     return [_part(block) for block in _blocks(content)]

@@ -59,7 +59,7 @@ class Session:
         if self.api_key is None:
             return
         if not hmac.compare_digest(self.api_key.encode(), key.encode()):
-            raise ApiError(401, "the API key is not that of this session", code="invalid_api_key")
+            raise ApiError(401, "the API key does not belong to this session", code="invalid_api_key")
 
     def sampling_for(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return how to sample one request; the recorder derives each choice's seed.
@@ -211,7 +211,7 @@ class SessionStore:
             self.end(session_id)
 
     def _forget_idle(self) -> None:
-        """End idle sessions that clients opened; those of agent loops end with their trajectory."""
+        """End idle sessions that clients opened; sessions of agent loops end with their trajectory."""
         if self._create is None:
             return
         now = self._clock()
