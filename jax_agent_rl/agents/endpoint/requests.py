@@ -174,13 +174,16 @@ class _Sampled(ApiRequest):
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if not all([value] if isinstance(value, str) else value or ["-"]):
+        if value == "" or (isinstance(value, list) and "" in value):
             raise ValueError("must not contain an empty string")
         return value
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """The stop strings."""
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
@@ -284,8 +287,12 @@ class ChatRequest(_Sampled):
 
     @property
     def limit(self) -> int | None:
-        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit]
-        return min(limits) if limits else None
+        """Maximum ids of the turn: the smaller one of the API's old and new names for it."""
+        if self.max_tokens is None:
+            return self.max_completion_tokens
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        return min(self.max_tokens, self.max_completion_tokens)
 
     @property
     def forces_call(self) -> bool:
@@ -294,7 +301,10 @@ class ChatRequest(_Sampled):
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools that the prompt describes."""
+        if self.tools is None or self.tool_choice == "none":
+            return []
+        return self.tools
 
 
 class CompletionRequest(_Sampled):

@@ -55,6 +55,13 @@ def through_a_checkpoint(prefix: Prefix | None) -> Prefix:
     return GroupRecord.restore(json.loads(json.dumps(record.state()))).partial[3]
 
 
+def test_a_prefix_keeps_its_keys_in_checkpoints():
+    prefix = Prefix(fork=None, prompt_ids=(1,), prompt_media={}, turns=(), partial_turn=None, messages=())
+    state = GroupRecord(running={3: lambda: prefix}).state()
+    expected = {"fork", "prompt_ids", "prompt_media", "turns", "begun", "messages"}
+    assert set(state["begun"]["3"]) == expected, "an earlier version's checkpoint can be resumed"
+
+
 async def resume(it: AgentHarness, prefix: Prefix, trajectory_id: str) -> Trajectory:
     return await it.agent.resume(prefix, ROW, trajectory_id=trajectory_id, group_id="g", sampling=SAMPLING)
 
