@@ -188,7 +188,13 @@ class SessionImages:
 
 def for_template(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return plain messages as the codec takes them; images of a tool result stand before its text."""
-    return [text_message(m) if m["role"] == "tool" else without_sources(m) for m in messages]
+    template_messages: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            template_messages.append(text_message(message))
+        else:
+            template_messages.append(without_sources(message))
+    return template_messages
 
 
 def without_data(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -96,37 +96,55 @@ _COMPILED = "__pycache__"
 # Prints the protected paths of the image that it runs in.
 _LIST_PATHS = """
 import json, os, sys
-def paths(name):
+
+def search_path(name):
     return [path for path in os.environ.get(name, "").split(":") if os.path.isabs(path)]
-def both(paths):
-    return sorted({found for path in paths for found in (os.path.normpath(path), os.path.realpath(path))})
-def inside(path):
-    return any(path.startswith(folder + "/") for folder in found["libraries"] + found["commands"])
-def follow(path):
+
+def with_real_paths(paths):
+    both = set()
+    for path in paths:
+        both.add(os.path.normpath(path))
+        both.add(os.path.realpath(path))
+    return sorted(both)
+
+commands = with_real_paths(search_path("PATH"))
+libraries = json.loads(sys.argv[1])
+for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "RUBYLIB"):
+    libraries += search_path(name)
+libraries = with_real_paths(libraries + [path for path in sys.path if path])
+names = []
+folders = list(libraries)
+targets = []
+
+def add_targets(path):
     for _ in range(40):
         if not os.path.islink(path):
             return
-        path = os.path.normpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.readlink(path)))
-        if not inside(path):
-            found["targets"].append(path)
-found = {"python": sys.executable, "version": sys.version_info[:2], "commands": both(paths("PATH")), "names": []}
-libraries = json.loads(sys.argv[1])
-for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "NODE_PATH", "PERL5LIB", "RUBYLIB"):
-    libraries += paths(name)
-found["libraries"] = both(libraries + [path for path in sys.path if path])
-found["folders"] = list(found["libraries"])
-found["targets"] = []
-for folder in found["commands"]:
+        parent = os.path.realpath(os.path.dirname(path))
+        path = os.path.normpath(os.path.join(parent, os.readlink(path)))
+        if not any(path.startswith(folder + "/") for folder in libraries + commands):
+            targets.append(path)
+
+for folder in commands:
     if os.path.isdir(folder):
-        found["names"] += os.listdir(folder)
         for name in os.listdir(folder):
-            follow(os.path.join(folder, name))
-for library in found["libraries"]:
-    for place, folders, files in os.walk(library):
-        found["folders"] += [os.path.join(place, folder) for folder in folders]
-        for name in folders + files:
-            follow(os.path.join(place, name))
-print(json.dumps(found))
+            names.append(name)
+            add_targets(os.path.join(folder, name))
+for library in libraries:
+    for folder, subfolders, files in os.walk(library):
+        folders += [os.path.join(folder, name) for name in subfolders]
+        for name in subfolders + files:
+            add_targets(os.path.join(folder, name))
+
+print(json.dumps({
+    "python": sys.executable,
+    "version": sys.version_info[:2],
+    "commands": commands,
+    "names": names,
+    "libraries": libraries,
+    "folders": folders,
+    "targets": targets,
+}))
 """
 
 
